@@ -39,7 +39,8 @@ from tests.support.training import (
     texts,
     train,
 )
-from tests.support.typed import conversion, conversion_changes
+from tests.support.typed import conversion
+from tests.support.typed import conversion_changes as settings
 
 pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
@@ -186,12 +187,6 @@ convert:
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder("vit", tmp_path_factory.mktemp("models") / "vit")
-
-
-def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
-    """What options make of a recipe, less what are defaults."""
-    found = conversion_changes(text, **options)
-    return {name: value for name, value in found.items() if (name, value) != ("calibration", {})}
 
 
 def test_a_mechanism_alone_leaves_weights_dense() -> None:

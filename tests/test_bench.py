@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ def saved(family: str, folder: Path) -> SourceModel:
     return SourceModel.open(str(folder / family))
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A conversion, beside what it was made from."""
+    return converted("bert", tmp_path).folder
+
+
 # -- the grid
 def test_eager_passes_come_first() -> None:
     assert cells((1, 8), (4,), ("compiled", "eager")) == [
@@ -75,8 +82,7 @@ def test_the_device_is_waited_for_before_every_look_at_the_clock() -> None:
     assert log[:5] == ["wait", "clock", "a", "wait", "clock"]
 
 
-def test_medians_and_ratios(tmp_path: Path) -> None:
-    folder = converted("bert", tmp_path).folder
+def test_medians_and_ratios(folder: Path) -> None:
     # Turns: model, dense; dense, model; model, dense.
     clock = Ticking(1.0, 4.0, 6.0, 2.0, 90.0, 5.0)
     settings = Bench(batch=(2,), length=(4,), repeats=3)
@@ -192,9 +198,8 @@ def test_other_heads_are_noted(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_before_an_error_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = converted("bert", tmp_path).folder
     measure = paired_timing.PairedTiming.measure
 
     def failing(self: paired_timing.PairedTiming, cell: Cell) -> Speed:
@@ -208,8 +213,7 @@ def test_what_was_measured_before_an_error_is_kept(
     assert [item.batch for item in read_manifest(folder).speed] == [1]
 
 
-def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = converted("bert", tmp_path).folder
+def test_a_pass_that_fails_is_explained(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def failing(*_: Any, input_ids: Any = None, attention_mask: Any = None) -> None:
         raise torch.OutOfMemoryError("no room")
@@ -222,16 +226,14 @@ def test_a_pass_that_fails_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_a_source_that_is_not_here_is_not_downloaded(tmp_path: Path) -> None:
-    folder = converted("bert", tmp_path).folder
+def test_a_source_that_is_not_here_is_not_downloaded(tmp_path: Path, folder: Path) -> None:
     shutil.rmtree(tmp_path / "bert")
     with pytest.raises(InputError) as caught:
         bench([str(folder)])
     assert f"was made from `{tmp_path / 'bert'}`, which is not on this machine" in str(caught.value)
 
 
-def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:
-    folder = converted("bert", tmp_path).folder
+def test_a_source_that_changed_is_refused(tmp_path: Path, folder: Path) -> None:
     build("bert", seed=1).save_pretrained(tmp_path / "bert")
     with pytest.raises(InputError, match="no longer holds the weights that"):
         bench([str(folder)])
@@ -239,8 +241,7 @@ def test_a_source_that_changed_is_refused(tmp_path: Path) -> None:
 
 
 # -- the manifest
-def test_equal_passes_are_replaced(tmp_path: Path) -> None:
-    folder = converted("bert", tmp_path).folder
+def test_equal_passes_are_replaced(folder: Path) -> None:
     others = [
         speed(mode="compiled"),
         speed(length=64),
@@ -272,7 +273,6 @@ def test_peak_memory_is_what_the_pass_holds_at_once() -> None:
         x + 1
 
     peak = peak_bytes(work, torch.device("cpu"))
-    assert peak is not None
     assert 2 * x.nbytes <= peak < 2.1 * x.nbytes
     assert peak_bytes(work, torch.device("meta")) is None
 
@@ -286,13 +286,10 @@ def test_threads_are_set_for_a_while() -> None:
 
 # -- the compiler
 def test_a_compiler_that_does_not_work_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no working C++ compiler.\nmany\nlines")
-
-    folder = converted("bert", tmp_path).folder
-    monkeypatch.setattr(torch, "compile", broken)
+    broken = RuntimeError("no working C++ compiler.\nmany\nlines")
+    monkeypatch.setattr(torch, "compile", Mock(side_effect=broken))
     with pytest.raises(InputError) as caught:
         bench([str(folder)], settings=Bench(**FEW, mode=("compiled",)))
     assert caught.value.message == (
@@ -303,7 +300,7 @@ def test_a_compiler_that_does_not_work_is_one_line(
 
 
 def test_compiled_passes_are_compiled_for_every_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
 
@@ -311,7 +308,6 @@ def test_compiled_passes_are_compiled_for_every_size(
         log.append("compiled")
         return model
 
-    folder = converted("bert", tmp_path).folder
     monkeypatch.setattr(paired_timing, "require_compiler", lambda _: log.append("tried"))
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(torch.compiler, "reset", lambda: log.append("forgot"))
@@ -321,17 +317,11 @@ def test_compiled_passes_are_compiled_for_every_size(
     assert log == ["tried", *2 * ["forgot", "compiled", "compiled"]]
 
 
-def test_the_baseline_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = converted("bert", tmp_path).folder
-    loaded: list[str] = []
-    load = benchmark.load_model
-
-    def noted(source: SourceModel, **options: Any) -> Any:
-        loaded.append(source.folder.name)
-        return load(source, **options)
-
-    monkeypatch.setattr(benchmark, "load_model", noted)
+def test_the_baseline_is_loaded_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Mock(side_effect=benchmark.load_model)
+    monkeypatch.setattr(benchmark, "load_model", load)
     bench([str(folder), str(folder)], settings=Bench(**FEW), save=False)
+    loaded = [asked.args[0].folder.name for asked in load.call_args_list]
     assert loaded == ["bert", "bert-small", "bert-small"]
 
 
@@ -345,9 +335,8 @@ TYPED = ("--batch", "1,2", "--length", "4", "--repeats", "1", "--quiet")
 
 
 @pytest.fixture
-def gpt2_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def gpt2_folder(tmp_path: Path, own_folder: None) -> None:
     converted("gpt2", tmp_path)
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("gpt2_folder")

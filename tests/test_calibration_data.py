@@ -240,7 +240,6 @@ def test_a_missing_tokenizer_is_named(family: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder(family, tmp_path, tokenizer=False)))
     with pytest.raises(DataError, match="has no usable tokenizer") as caught:
         load_batches(source, Calibration())
-    assert caught.value.hint is not None
     assert "--calib none" in caught.value.hint
 
 

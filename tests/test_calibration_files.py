@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import datasets
 import numpy as np
@@ -188,20 +188,13 @@ def test_named_columns_are_checked(bert: SourceModel, tmp_path: Path) -> None:
 def test_a_hub_data_set_is_asked_for_split_and_configuration(
     bert: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def load_dataset(*args: Any, **options: Any) -> datasets.Dataset:
-        calls.append((*args, options))
-        return datasets.Dataset.from_dict({"text": sentences(5)})
-
+    load_dataset = Mock(return_value=datasets.Dataset.from_dict({"text": sentences(5)}))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = load_batches(bert, Calibration(source="owner/name", split="train[:5]"))
     load_batches(bert, Calibration(source="name:config"))
     assert data.name == "owner/name:text"
-    assert calls == [
-        ("owner/name", None, {"split": "train[:5]"}),
-        ("name", "config", {"split": "train"}),
-    ]
+    asked = [call("owner/name", None, split="train[:5]"), call("name", "config", split="train")]
+    assert load_dataset.call_args_list == asked
 
 
 @pytest.mark.parametrize(
@@ -302,20 +295,16 @@ def test_a_model_of_the_other_kind_is_refused(
         load_batches(bert, Calibration(source=folder))
 
 
-def test_other_bytes_are_not_taken_for_pictures(vit: SourceModel, tmp_path: Path) -> None:
-    file = tmp_path / "volumes.parquet"
+def test_bytes_that_are_no_pictures_are_refused(vit: SourceModel, tmp_path: Path) -> None:
+    file = tmp_path / "bytes.parquet"
+    pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
+    with pytest.raises(DataError, match=r"a picture of `bytes\.parquet` cannot be decoded"):
+        load_batches(vit, Calibration(source=str(file)))
     pd.DataFrame({"volume": [bytes(27), bytes(8)]}).to_parquet(file)
     with pytest.raises(DataError, match=r"it has `volume` \(bytes\)"):
         load_batches(vit, Calibration(source=str(file)))
-    with pytest.raises(DataError, match=r"of `volumes\.parquet` cannot be decoded"):
+    with pytest.raises(DataError, match=r"of `bytes\.parquet` cannot be decoded"):
         load_batches(vit, Calibration(source=str(file), columns=("volume",)))
-
-
-def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
-    file = tmp_path / "cut.parquet"
-    pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
-    with pytest.raises(DataError, match=r"a picture of `cut\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(source=str(file)))
 
 
 def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:

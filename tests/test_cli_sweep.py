@@ -41,7 +41,6 @@ def settings(**given: Any) -> Recipe:
 
 def test_defaults() -> None:
     said = settings()
-    assert said.sweep is not None
     assert {"svd", "lprod", "tt"} <= {*said.sweep.methods}
     assert said.sweep.targets == (0.5, 0.25)
     assert said.sweep.keep_models
@@ -56,9 +55,6 @@ def test_every_option_reaches_the_recipe() -> None:
         calib="c.txt", calib_samples=3, calib_columns=["x"], keep_models=False, dtype="float16",
         device="cpu", changes=["finetune.batch_size=5", "bench.batch=[2]"],
     )  # fmt: skip
-    assert said.sweep is not None
-    assert said.finetune is not None
-    assert said.bench is not None
     assert said.sweep.methods == ("svd", LprodSpec(p=8, transform="dct"))
     assert said.sweep.targets == (0.4, 0.1)
     assert not said.sweep.keep_models
@@ -82,14 +78,10 @@ def test_every_option_reaches_the_recipe() -> None:
 def test_options_change_a_recipe() -> None:
     said = settings(recipe="encoder/minilm-sweep", targets="0.3", limit=None)
     base = settings(recipe="encoder/minilm-sweep")
-    assert said.sweep is not None
-    assert base.sweep is not None
     assert said.sweep.targets == (0.3,)
     assert said.sweep.methods == base.sweep.methods
     assert said.evaluate == base.evaluate
-    plain = settings(recipe="encoder/minilm-tt-25").sweep
-    assert plain is not None
-    assert plain.methods == ()  # its own
+    assert settings(recipe="encoder/minilm-tt-25").sweep.methods == ()  # its own
 
 
 def test_table_and_exit_code_with_a_refused_cell() -> None:

@@ -84,27 +84,19 @@ def test_killed_and_run_again(
     assert not partial_folder(output).exists()
 
 
-def test_killed_before_the_last_rename(
-    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+@pytest.mark.parametrize("moment", ["publish", "discard"])
+def test_killed_around_the_last_rename(
+    moment: str, source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
 ) -> None:
-    """What is then in the working folder is whole."""
-    output = tmp_path / "out"
-    moment = "tcompress.artifact.workplace.Workplace.publish"
-    convert_until_killed(source, several_files(), output, None, moment)
-    assert not output.exists()
-    Artifact.open(partial_folder(output) / "model").verify_checksums()
-    assert run(source, output).resumed
-    assert contents(output) == contents(uninterrupted(False).folder)
-
-
-def test_killed_between_the_last_rename_and_the_end(
-    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
-) -> None:
-    output = tmp_path / "out"
-    moment = "tcompress.artifact.workplace.Workplace.discard"
-    convert_until_killed(source, several_files(), output, None, moment)
-    assert contents(output) == contents(uninterrupted(False).folder)
-    run(source, output, force=True)
+    """What is in the working folder before it is whole."""
+    output, before = tmp_path / "out", moment == "publish"
+    name = f"tcompress.artifact.workplace.Workplace.{moment}"
+    convert_until_killed(source, several_files(), output, None, name)
+    assert output.exists() is not before
+    Artifact.open(partial_folder(output) / "model" if before else output).verify_checksums()
+    if not before:
+        assert contents(output) == contents(uninterrupted(False).folder)
+    assert run(source, output, force=not before).resumed or not before
     assert contents(output) == contents(uninterrupted(False).folder)
     assert not partial_folder(output).exists()
 
@@ -206,6 +198,8 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     place.keep_moments("curvature", "block", {"q": torch.ones(2, 2)})
     place.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})
+    place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
+    assert place.block("block").attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]
     assert place.change() == 0.5
     assert place.answers() is not None
     assert place.factors() is not None
@@ -252,14 +246,6 @@ def test_a_damaged_working_folder_is_no_obstacle(
     assert Workplace(output, "x", force=True).notes("shard") == []
 
 
-def test_what_attention_began_with_is_kept(tmp_path: Path) -> None:
-    place = FitWorkplace(tmp_path / "out", "same")
-    place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
-    found = place.block("block")
-    place.discard()
-    assert found.attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]
-
-
 # Conversions that cannot be finished leave nothing that loads, and touch nothing else
 
 
@@ -271,23 +257,19 @@ def test_outputs_that_are_empty_or_in_folders_that_do_not_exist(
         Artifact.open(run(source, output).folder).verify_checksums()
 
 
-def test_force_replaces_everything(source: Path, tmp_path: Path) -> None:
-    output = run(source, tmp_path / "out", changes={"seed": 1}).folder
-    (output / "old.safetensors").write_text("old")
-    run(source, output, force=True)
-    assert contents(output) == contents(run(source, tmp_path / "other").folder)
-    assert not partial_folder(output).exists()
-
-
-def test_force_keeps_the_old_output_until_the_new_one_is_whole(
+def test_force_replaces_everything_once_the_new_output_is_whole(
     source: Path, tmp_path: Path
 ) -> None:
-    output = run(source, tmp_path / "out").folder
+    output = run(source, tmp_path / "out", changes={"seed": 1}).folder
+    (output / "old.safetensors").write_text("old")
     before = contents(output)
     broken = _with_tensor(source, tmp_path / "broken", REWRITTEN, float("nan"))
     with pytest.raises(FitError):
         run(broken, output, force=True)
     assert contents(output) == before
+    run(source, output, force=True)
+    assert contents(output) == contents(run(source, tmp_path / "other").folder)
+    assert not partial_folder(output).exists()
 
 
 REWRITTEN = "bert.encoder.layer.1.attention.self.key.weight"

@@ -255,8 +255,7 @@ def test_blocks_without_effect_go_first(tmp_path: Path) -> None:
     assert done.manifest.calibration.name == "tiny"
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     inputs = tiny.inputs(2, 8, 50)
-    with torch.no_grad():
-        assert (model(**inputs).logits - dense(**inputs).logits).abs().max() <= 1e-5
+    assert distance(outputs(model, inputs), outputs(dense, inputs)) <= 1e-5
 
 
 def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> None:
@@ -265,7 +264,6 @@ def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> No
     _, source = _saved(tiny, tmp_path)
     recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
     depth = plan_depth(recipe, source)
-    assert depth is not None
     chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu")).dropped
     first = _block_losses(source, drawn(tiny))
     assert chosen[0] == min(first, key=lambda item: item.loss)
@@ -304,42 +302,52 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
 
 
 # Going on after a kill
-MOMENTS: tuple[tuple[str, int] | str, ...] = (
-    ("choosing blocks", 1),
-    "tcompress.conversion.state.FitWorkplace.keep_depth",
-    ("fitting blocks", 2),
-    ("writing", 20),
+AWARE: dict[str, Any] = {"calibration": {"source": "builtin"}, **SVD}
+RESUMED = {
+    "one": _recipe(drop_layers=1, max_shard_size="20KB", **AWARE),
+    "weighed": _recipe(drop_layers="auto", **AWARE),
+}
+STATE = "tcompress.conversion.state.FitWorkplace"
+MOMENTS: tuple[tuple[str, tuple[str, int] | str], ...] = (
+    ("one", ("choosing blocks", 1)),
+    ("one", f"{STATE}.keep_depth"),
+    ("one", ("fitting blocks", 2)),
+    ("one", ("writing", 20)),
+    ("weighed", ("fitting blocks", 3)),
+    ("weighed", f"{STATE}.keep_change"),
+    ("weighed", f"{STATE}.adopt"),
+    ("weighed", f"{STATE}.keep_depth"),
+    ("weighed", ("writing", 20)),
 )
 
 
 @pytest.fixture(scope="module")
 def whole(
     tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Converted]:
-    """A conversion that nothing interrupts, made once."""
-    output, data = tmp_path_factory.mktemp("whole") / "out", calibration("bert")
-    return cache(lambda: convert(str(tiny("bert")), RESUMED, output, data=data))
+) -> Callable[[str], Converted]:
+    """Conversions that nothing interrupts, each made once."""
+    source, data, root = str(tiny("bert")), calibration("bert"), tmp_path_factory.mktemp("whole")
+    return cache(lambda name: convert(source, RESUMED[name], root / name, data=data))
 
 
-RESUMED = _recipe(drop_layers=1, max_shard_size="20KB", calibration={"source": "builtin"}, **SVD)
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_killed_and_run_again(
+    name: str,
     moment: tuple[str, int] | str,
     tiny: Callable[[str], Path],
-    whole: Callable[[], Converted],
+    whole: Callable[[str], Converted],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source, output = tiny("bert"), tmp_path / "out"
-    convert_until_killed(source, RESUMED, output, "bert", moment)
+    source, output, recipe = tiny("bert"), tmp_path / "out", RESUMED[name]
+    convert_until_killed(source, recipe, output, "bert", moment)
     assert not output.exists()
-    if moment == ("fitting blocks", 2):  # the choice is not made again
+    chosen = (name, moment) == ("one", ("fitting blocks", 2))
+    if chosen:  # the choice is not made again
         monkeypatch.setattr("tcompress.conversion.converter.choose_blocks", None)
-    done = convert(str(source), RESUMED, output, data=calibration("bert"))
-    assert done.resumed or moment != ("fitting blocks", 2)
-    assert contents(output) == contents(whole().folder)
+    done = convert(str(source), recipe, output, data=calibration("bert"))
+    assert done.resumed or (name == "one" and not chosen)
+    assert contents(output) == contents(whole(name).folder)
 
 
 # Models with copies of their last block on top of it

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.cli.convert import default_output
+from tcompress.conversion import converter as running
 from tcompress.conversion.converter import convert
 from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import PlanError, SourceError
@@ -46,6 +48,7 @@ from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.model_folders import save_tokenizer
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import make_layer, randn, reference_of
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.training import texts, train
 from tests.support.typed import conversion
@@ -56,12 +59,8 @@ TABLES = {
     "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
     "bart": 3, "gemma3": 1,
 }  # fmt: skip
-ROWS = [
-    pytest.param(family, method, marks=() if tiered_in else pytest.mark.grid)
-    for family in TABLES
-    for method in METHODS
-    for tiered_in in [method == "svd" or family in ("bert", "t5")]
-]
+OFTEN = ("bert", "t5")
+ROWS = tiered(product(TABLES, METHODS), lambda row: row[1] == "svd" or row[0] in OFTEN)
 
 
 def recipe(**changes: Any) -> Convert:
@@ -230,17 +229,16 @@ def test_words_that_occur_count_more(tmp_path: Path) -> None:
     data = calibration("bert")
     for batch in data.batches:
         batch["input_ids"] = batch["input_ids"] % 33
-    build("bert").save_pretrained(tmp_path / "dense")
-    errors = []
+    dense, errors = build("bert"), []
+    dense.save_pretrained(tmp_path / "dense")
     for name, source in (("free", "none"), ("aware", "builtin")):
         chosen = recipe(calibration={"source": source})
         folder = convert(
             str(tmp_path / "dense"), chosen, tmp_path / name, data=data if name == "aware" else None
         ).folder
-        entry = Artifact.open(folder).layers[0]
-        (table,) = tables(type(build("bert")).from_pretrained(folder))
-        dense = build("bert").get_submodule(entry.name).weight
-        wrong = (table.dense_weight() - dense).square().sum(1).detach()
+        weight = dense.get_submodule(Artifact.open(folder).layers[0].name).weight
+        (table,) = tables(type(dense).from_pretrained(folder))
+        wrong = (table.dense_weight() - weight).square().sum(1).detach()
         errors.append(float(wrong @ count_words(data, VOCAB, held_out=True)))
     assert errors[1] < 0.9 * errors[0]
 
@@ -298,8 +296,6 @@ def test_layers_are_fitted_to_what_the_rewritten_table_gives(tmp_path: Path) -> 
 
 
 def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: Any) -> None:
-    from tcompress.conversion import converter as running
-
     build("bert").save_pretrained(tmp_path / "dense")
     chosen = recipe(method={"name": "svd"}, target=0.5)
     options: dict[str, Any] = {"data": calibration("bert")}
@@ -413,21 +409,10 @@ def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
     assert plain.now - macs.now == head - entry.row_macs  # the tied head, and a lookup
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    save_tokenizer(tmp_path / "dense")
-    command = ["convert", tmp_path / "dense", "--embeddings", "svd", "--calib", "none"]
-    planned = run(*command, "--dry-run")
+def test_a_dry_run_names_the_table(tiny: Callable[[str], Path]) -> None:
+    planned = run("convert", tiny("bert"), "--embeddings", "svd", "--calib", "none", "--dry-run")
     assert planned.code == 0
     assert "word embedding" in planned.out
-    done = run(*command, "-o", tmp_path / "out")
-    assert done.code == 0
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "word embedding" in card
-    assert "import tcompress" in card
-    wrong = run("convert", tmp_path / "dense", "--embeddings", "lprod", "-o", tmp_path / "not")
-    assert wrong.code == 2
-    assert not (tmp_path / "not").exists()
 
 
 def test_healing_trains_the_table(tmp_path: Path) -> None:

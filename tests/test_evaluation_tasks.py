@@ -49,6 +49,13 @@ def rows_of(data: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.read_text().splitlines()]
 
 
+def logits_of(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
+    """Scores of a text, or of a pair of texts, on its own."""
+    with torch.no_grad():
+        found: torch.Tensor = model(**tokenizer(*texts, return_tensors="pt")).logits[0]
+    return found
+
+
 def same_at_all_batch_sizes(prepared: Task, model: Any) -> dict[str, float]:
     """Numbers that batches of 1 and of 7 agree on."""
     alone, together = (prepared.score(model, batch_size=size) for size in (1, 7))
@@ -64,11 +71,8 @@ def test_classification(family: str, tmp_path: Path) -> None:
     found = same_at_all_batch_sizes(*ready("classification", folder, data))
     model, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
     rows = rows_of(data)
-    hits = 0
-    for row in rows:
-        with torch.no_grad():
-            logits = model(**tokenizer(row["text"], return_tensors="pt")).logits
-        hits += int(logits.argmax()) == row["label"]
+    guesses = [int(logits_of(model, tokenizer, row["text"]).argmax()) for row in rows]
+    hits = sum(guess == row["label"] for guess, row in zip(guesses, rows, strict=True))
     assert list(found) == ["accuracy", "macro_f1"]
     assert found["accuracy"] == pytest.approx(hits / len(rows))
 
@@ -193,13 +197,9 @@ def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:
     found = same_at_all_batch_sizes(prepared, model)
     plain, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
     rows = rows_of(data)
-    with torch.no_grad():
-        logits = [
-            float(
-                plain(**tokenizer(row["sentence1"], row["sentence2"], return_tensors="pt")).logits
-            )
-            for row in rows
-        ]
+    logits = [
+        float(logits_of(plain, tokenizer, row["sentence1"], row["sentence2"])) for row in rows
+    ]
     scores = [row["score"] for row in rows]
     assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(logits, scores).statistic)
     wide = classifier(tmp_path / "wide", 3)
@@ -347,8 +347,7 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
         for response in chosen:
             one, two = texts[row], texts[12 + response]
             if labels:
-                with torch.no_grad():
-                    logits = plain(**tokenizer(one, two, return_tensors="pt")).logits[0]
+                logits = logits_of(plain, tokenizer, one, two)
                 scores.append(float(logits[-1] - (logits[0] if labels == 2 else 0)))
             else:
                 scores.append(

@@ -146,7 +146,6 @@ def test_the_shift_of_the_bias_is_the_best() -> None:
     entry, weight, rows = _plan([FITTED], bias=True), randn(OUTPUTS, WIDTH), Rows.drawn()
     fitted = _fit(entry, weight, LayerMoments(rows.moments(centred=True)))
     dense, shift = _layer(entry, fitted).dense_weight(), fitted.shift
-    assert shift is not None
     assert_close(shift, (rows.dense @ weight.T - rows.new @ dense.T).mean(0))
     best = rows.error(weight, dense, shift)
     for seed in range(5):
@@ -307,7 +306,6 @@ def test_experts_without_tokens_are_fitted_without_data(method: Method, silent: 
     kind, layout = structure("lprod"), entry.parts[0].terms[0]
     own = {name.rpartition(".")[2]: tensor.detach() for name, tensor in free.items()}
     transform = transform_of(layout, "in")
-    assert transform is not None
     operators = {"in": transform.build(own, weight)}
     target = fitting.Target(weight[silent], None, 1.0, operators=operators)
     wanted = dense_of(layout, kind.fit(target, layout), operators)

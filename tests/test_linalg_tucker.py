@@ -1,6 +1,7 @@
 """Shared Tucker factors, against dense least squares and orthogonal iteration."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import fit_lowrank
+from tcompress.linalg.tensortrain import tt_svd
 from tcompress.linalg.tuckerfit import (
     Ranks,
     Tucker,
@@ -49,10 +51,12 @@ def _problem(
     return weights, weights @ (x.mT @ new / rows + ridge), new.mT @ new / rows + ridge
 
 
-def _loss(found: Tucker, products: Tensor, grams: Tensor | None) -> float:
+def _loss(
+    found: Tucker, products: Tensor, grams: Tensor | None, curves: Tensor | None = None
+) -> float:
     dense = found.matrices()
-    seen = dense if grams is None else dense @ grams
-    return float((seen - 2 * products).mul(dense).sum())
+    change = (dense if grams is None else dense @ grams) - 2 * products
+    return float((change if curves is None else curves @ change).mul(dense).sum())
 
 
 # ---------------------------------------------------------------- sizes
@@ -208,29 +212,33 @@ def test_zero_matrices_are_fitted_by_zero() -> None:
     assert_close(found.matrices(), torch.zeros(COUNT, ROWS, COLS).double())
 
 
+@pytest.mark.parametrize(
+    ("name", "fit"),
+    [
+        ("tucker", lambda: fit_tucker(randn(COUNT, ROWS, COLS), None, (2, 3, 4))),
+        ("tensor_train_matrix", lambda: tt_svd(randn(4, 4), (2, 2), (2, 2), [2])),
+    ],
+)
 def test_the_backend_of_tensorly_is_changed_for_one_call_and_thread(
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, fit: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
     def look() -> None:
+        """Here, and in another thread."""
         seen.append(tensorly.get_backend())
-
-    def elsewhere() -> None:
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=lambda: seen.append(tensorly.get_backend()))
         thread.start()
         thread.join()
 
-    def tucker(*args: Any, **options: Any) -> Any:
+    def decomposed(*args: Any, **options: Any) -> Any:
         look()
-        elsewhere()
         return original(*args, **options)
 
-    original = tensorly.decomposition.tucker
-    monkeypatch.setattr("tensorly.decomposition.tucker", tucker)
-    fit_tucker(randn(COUNT, ROWS, COLS), None, (2, 3, 4))
+    original = getattr(tensorly.decomposition, name)
+    monkeypatch.setattr(tensorly.decomposition, name, decomposed)
+    fit()
     look()
-    elsewhere()
     assert seen == ["pytorch", "numpy", "numpy", "numpy"]
 
 
@@ -281,26 +289,14 @@ def _curves(seed: int = 20) -> Tensor:
     return half @ half.mT + 0.1 * torch.eye(ROWS).double()
 
 
-def _curved_loss(found: Tucker, products: Tensor, grams: Tensor, curves: Tensor) -> float:
-    dense = found.matrices()
-    return float((curves @ (dense @ grams - 2 * products)).mul(dense).sum())
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_round_costs_loss_with_both_moments(seed: int) -> None:
     _, products, grams = _problem(seed)
-    curves = _curves(seed)
-    losses = [
-        _curved_loss(
-            fit_tucker(
-                products, grams, (2, 3, 4), curvatures=curves, sweeps=sweeps, tolerance=0.0, inner=3
-            ),
-            products,
-            grams,
-            curves,
-        )
-        for sweeps in (1, 2, 4, 8)
-    ]
+    curves, losses = _curves(seed), []
+    options: dict[str, Any] = {"curvatures": curves, "tolerance": 0.0, "inner": 3}
+    for sweeps in (1, 2, 4, 8):
+        found = fit_tucker(products, grams, (2, 3, 4), sweeps=sweeps, **options)
+        losses.append(_loss(found, products, grams, curves))
     assert losses == sorted(losses, reverse=True)
 
 
@@ -325,9 +321,9 @@ def test_a_transposed_problem_is_solved_as_well() -> None:
     options = {"sweeps": 300, "tolerance": 0.0, "inner": 20}
     one = fit_tucker(weights @ grams, grams, (2, 3, 4), curvatures=curves, **options)
     two = fit_tucker(weights.mT @ curves, curves, (2, 4, 3), curvatures=grams, **options)
-    losses = [_curved_loss(one, weights @ grams, grams, curves)]
+    losses = [_loss(one, weights @ grams, grams, curves)]
     turned = Tucker(two.right, two.cores.mT, two.left, two.mixing)
-    losses.append(_curved_loss(turned, weights @ grams, grams, curves))
+    losses.append(_loss(turned, weights @ grams, grams, curves))
     assert losses[0] == pytest.approx(losses[1], rel=0.03)  # optima are local
 
 

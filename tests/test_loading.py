@@ -106,16 +106,33 @@ def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("family", "option", "device_map"),
+    ("family", "option", "place"),
     [
-        *(("bert", option, "auto") for option in ("fitted", "tucker-model")),
-        *(("llama", "fitted", {"": "cpu"}), ("mixtral", "residual", "cpu")),
+        ("bert", "fitted", "auto"),
+        ("bert", "tucker-model", "auto"),
+        ("llama", "fitted", {"": "cpu"}),
+        ("mixtral", "residual", "cpu"),
+        ("bert", "fitted", "disk_offload"),
+        ("llama", "fitted", "cpu_offload"),
+        ("mixtral", "fitted", "disk_offload"),
+        ("gpt2", "svd", "cpu_offload"),
+        ("bert", "tucker-model", "cpu_offload"),
     ],
 )
-def test_device_map(family: str, option: str, device_map: Any, models: Models) -> None:
+def test_device_map_and_offload(
+    family: str, option: str, place: Any, models: Models, tmp_path: Path
+) -> None:
     made = models(family, option)
-    model = made.load(device_map=device_map)
-    assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) <= 1e-6
+    if "offload" in place:
+        model = made.load()
+        files = [tmp_path] if place == "disk_offload" else []
+        getattr(accelerate, place)(model, *files, execution_device=torch.device("cpu"))
+        assert all(parameter.is_meta for parameter in model.parameters())
+    else:
+        model = made.load(device_map=place)
+    wanted = outputs(made.load(), made.inputs())
+    for _ in range(2):
+        assert distance(outputs(model, made.inputs()), wanted) <= 1e-6
 
 
 OFFLOADED = [
@@ -151,31 +168,6 @@ def test_a_shared_input_side_on_disk(owner_on_disk: bool, models: Models, tmp_pa
     readers = [layer.name for layer in made.plan.layers if layer.input_of == owner]
     assert len(readers) == 2
     assert_same_from_disk(made, [owner] if owner_on_disk else readers, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("family", "option", "kind"),
-    [
-        ("bert", "fitted", "disk_offload"),
-        ("llama", "fitted", "cpu_offload"),
-        ("mixtral", "fitted", "disk_offload"),
-        ("gpt2", "svd", "cpu_offload"),
-        ("bert", "tucker-model", "cpu_offload"),
-    ],
-)
-def test_accelerate_offload(
-    family: str, option: str, kind: str, models: Models, tmp_path: Path
-) -> None:
-    made = models(family, option)
-    wanted = outputs(made.load(), made.inputs())
-    model = made.load()
-    if kind == "disk_offload":
-        accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
-    else:
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    assert all(parameter.is_meta for parameter in model.parameters())
-    for _ in range(2):
-        assert distance(outputs(model, made.inputs()), wanted) <= 1e-6
 
 
 LOW = {torch.float16: 0.05, torch.bfloat16: 0.3}  # results are of size 3
@@ -261,17 +253,6 @@ def test_shards(family: str, aware: bool, tmp_path: Path, monkeypatch: pytest.Mo
     small = [path for path in cut.folder.glob("*.safetensors") if path.stat().st_size <= 30_000]
     assert len(small) >= len(files) - 1  # one tensor may be larger than a shard
     assert distance(outputs(whole.load(), whole.inputs()), outputs(cut.load(), cut.inputs())) == 0
-
-
-def test_sharded_source(tmp_path: Path) -> None:
-    whole = make("llama", tmp_path / "one", "svd")
-    cut = tmp_path / "cut"
-    whole.dense.save_pretrained(cut, max_shard_size="20KB")
-    assert len(list(cut.glob("*.safetensors"))) > 2
-    convert(str(cut), recipe("svd"), tmp_path / "small")
-    model = type(whole.dense).from_pretrained(tmp_path / "small")
-    inputs = whole.inputs()
-    assert distance(outputs(model, inputs), outputs(whole.load(), inputs)) == 0
 
 
 class Tagger(BertPreTrainedModel):  # type: ignore[misc]

@@ -81,27 +81,30 @@ def texts(folder: Path, count: int = 40) -> dict[str, Any]:
     return {"source": [text_file(folder / "texts.txt", sentences(count))]}
 
 
-def pictures(folder: Path, count: int = 10) -> Path:
-    """Write small pictures of noise into a new folder."""
+def _noise(rng: np.random.Generator) -> Any:
+    """A small picture of noise."""
     from PIL import Image
 
+    return Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8))
+
+
+def pictures(folder: Path, count: int = 10) -> Path:
+    """Write small pictures of noise into a new folder."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for index in range(count):
-        pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index}.png")
+        _noise(rng).save(folder / f"{index}.png")
     return folder
 
 
 def picture_rows(path: Path, count: int = 12, classes: int = 2) -> Path:
     """Write small pictures and labels as a table."""
     import pandas as pd
-    from PIL import Image
 
     rng, cells = np.random.default_rng(0), []
     for _ in range(count):
         content = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(content, "PNG")
+        _noise(rng).save(content, "PNG")
         cells.append({"bytes": content.getvalue(), "path": None})
     frame = pd.DataFrame({"image": cells, "label": [index % classes for index in range(count)]})
     frame.to_parquet(path)

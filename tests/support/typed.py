@@ -55,7 +55,8 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
 def conversion_changes(text: str | None = None, **options: Any) -> dict[str, Any]:
     """What options of `convert` make of the text of a recipe, less what are defaults."""
     recipe = None if text is None else parse_recipe(text, "test.yaml")
-    return conversion(options, recipe).model_dump(exclude_defaults=True)
+    found = conversion(options, recipe).model_dump(exclude_defaults=True)
+    return {name: value for name, value in found.items() if (name, value) != ("calibration", {})}
 
 
 def settings_of(options: Mapping[str, Any]) -> Finetune:

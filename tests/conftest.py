@@ -51,12 +51,16 @@ def pytest_collection_finish() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Sums of floats depend on how many threads share them."""
-    import torch
+    from tests.support.evaluation import one_thread
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Works in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ import tcompress
 from tcompress.api import evaluate
 from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule
-from tcompress.cli.convert import default_output
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, PlanError, RecipeError
 from tcompress.models import SourceModel
@@ -24,8 +23,9 @@ from tcompress.reporting.model_report import report_of
 from tcompress.roles import find_roles
 from tcompress.training.objectives import Observer
 from tests.support.cli import run
-from tests.support.evaluation import one_thread, pairs_file
-from tests.support.model_folders import model_folder
+from tests.support.conversions import load_whole
+from tests.support.evaluation import rows_file
+from tests.support.model_folders import model_folder, sentences
 from tests.support.own_models import HOSTS, REPLACEMENTS
 from tests.support.tiny import TinyModel
 from tests.support.training import (
@@ -40,14 +40,9 @@ from tests.support.training import (
     train,
 )
 from tests.support.typed import conversion
+from tests.support.typed import conversion_changes as settings
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _data(family: str, folder: Path) -> dict[str, Any]:
-    if needs_pictures(family):
-        return {"source": [str(pictures(folder / "pictures"))]}
-    return texts(folder)
+pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,8 @@ def test_a_step_of_healing_trains_the_mechanism(
     family: str, name: str, method: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     folder = small(family, tmp_path, method=method, attention=REPLACEMENTS[name])
-    data = _data(family, tmp_path)
+    seen = needs_pictures(family)
+    data = {"source": [str(pictures(tmp_path / "p"))]} if seen else texts(tmp_path)
     losses = losses_of(folder, data=data)
     assert 0 < losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
     own = [m for m in losses.setup.model.modules() if isinstance(m, ReplacementModule)]
@@ -82,16 +78,10 @@ def test_a_step_of_healing_trains_the_mechanism(
     names = [key for entry in after.attention for key in entry.tensor_shapes]
     moved = [key for key in names if not before.store.tensor(key).equal(after.store.tensor(key))]
     assert bool(moved) == (after.manifest.training[-1].best_step > 0)  # the best weights are kept
-    kind = type(HOSTS[family].build())
-    _, info = kind.from_pretrained(done.folder, output_loading_info=True)
-    assert not any(info.values())
+    loaded = load_whole(type(HOSTS[family].build()), done.folder)
     report = report_of(done.folder)
     assert report.attention == after.attention
-    assert report.parameters.total.now == after_parameters(kind, done.folder)
-
-
-def after_parameters(kind: Any, folder: Path) -> int:
-    return sum(parameter.numel() for parameter in kind.from_pretrained(folder).parameters())
+    assert report.parameters.total.now == sum(item.numel() for item in loaded.parameters())
 
 
 def test_only_what_is_new_can_be_trained(tmp_path: Path) -> None:
@@ -138,14 +128,10 @@ def test_texts_are_cut_to_the_length_from_calibration_to_evaluation(tmp_path: Pa
     words = tmp_path / "words.txt"
     words.write_text("\n".join(f"w{n} " * 30 for n in range(40)))
     recipe = FIXED | {"calibration": {"source": str(words), "samples": 40}}
-    with one_thread():
-        made = convert(str(dense), Convert.model_validate(recipe), tmp_path / "made").folder
-        pairs = pairs_file(tmp_path / "pairs.jsonl", 6)
-        rows = [json.loads(line) for line in pairs.read_text().splitlines()]
-        for row in rows:
-            row.update({key: value * 30 for key, value in row.items() if isinstance(value, str)})
-        pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert evaluate([made], "sts", pairs, bootstrap=0)[0].metrics
+    made = convert(str(dense), Convert.model_validate(recipe), tmp_path / "made").folder
+    long = {name: [f"{text} " * 30 for text in sentences(6)] for name in ("sentence1", "sentence2")}
+    pairs = rows_file(tmp_path / "pairs.jsonl", **long, score=range(6))
+    assert evaluate([made], "sts", pairs, bootstrap=0)[0].metrics
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert tokenizer.model_max_length == LENGTH
     assert json.loads((made / "sentence_bert_config.json").read_text()) == {"max_seq_length": 8}
@@ -203,18 +189,6 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder("vit", tmp_path_factory.mktemp("models") / "vit")
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
-    """What options make of a recipe, less what are defaults."""
-    recipe = None if text is None else parse_recipe(text, "test.yaml")
-    found = conversion(options, recipe).model_dump(exclude_defaults=True)
-    return {name: value for name, value in found.items() if (name, value) != ("calibration", {})}
-
-
 def test_a_mechanism_alone_leaves_weights_dense() -> None:
     assert settings(method="hot", grid="4x4") == {"attention": {"grid": (4, 4)}}
     assert settings(method="tsa", filter_order=3, layers="0-1,4") == {
@@ -252,22 +226,6 @@ def test_options_override_a_recipe() -> None:
     assert settings(RECIPE, method="hot", fold=4)["attention"] == {"fold": 4}
     assert conversion({"structure": "svd", "target": 0.5}, parsed).label == "tsa + svd"
     assert settings(RECIPE, layers="0")["attention_layers"] == (0,)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"method": "hot"}, "vit-base-hot"),
-        ({"method": "hot", "structure": "lprod"}, "vit-base-hot-lprod-p4"),
-        ({"method": "hot", "grid": "14,14", "kernel": "favor"}, "vit-base-hot-14x14-favor"),
-        ({"method": "tsa", "filter_order": 3, "layers": "0,1"}, "vit-base-tsa-k3-at2"),
-        ({"method": "tga", "target": 0.25}, "vit-base-tga-tt-25"),
-        ({"method": "tam", "core": "tucker"}, "vit-base-tam-tucker"),
-        ({"method": "hot", "fold": 32}, "vit-base-hot-f32"),
-    ],
-)
-def test_default_output(options: dict[str, Any], name: str) -> None:
-    assert default_output("vit-base", conversion(options)) == name
 
 
 def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:

@@ -1,6 +1,6 @@
 """Method `auto` tries out what it predicts beside every method on its own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.planning.entries import BudgetPlan
 from tcompress.planning.planner import make_plan
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
@@ -34,8 +33,7 @@ def _recipe(**changes: Any) -> Convert:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "dense"
-    model: Any = LLAMA.build()
-    model.save_pretrained(folder)
+    LLAMA.build().save_pretrained(folder)
     return folder
 
 
@@ -49,68 +47,53 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[]
     return cache(lambda: _convert(folder, tmp_path_factory.mktemp("whole") / "out", _recipe()))
 
 
-def _facts(done: Converted) -> BudgetPlan:
-    assert done.manifest.plan.budget is not None
-    return done.manifest.plan.budget
-
-
 # ---------------------------------------------------------------- the choice alone
-def _chosen(**changes: float | None) -> str:
-    """Chooses by made-up changes; None is a budget out of reach."""
-
-    def change(name: str) -> float:
-        found = changes.get(name, 9.0)
-        if found is None:
-            raise PlanError(f"too small for {name}")
-        return found
-
-    return try_out(["auto", "svd", "lprod", "tt", "tucker"], change)[0]
+FEWER: dict[str, Any] = {"stop": STOP, "prefer_last": True}
+"""As for fewer and fewer blocks, of which the fewest are the fastest."""
 
 
-@pytest.mark.parametrize(
-    ("changes", "taken"),
-    [
-        ({"auto": 1.0, "svd": 0.5, "lprod": 0.7}, "svd"),
-        ({"auto": 1.0, "svd": 1.1, "lprod": 0.99}, "auto"),  # of equals the first
-        ({"auto": None, "svd": 2.0, "lprod": 1.0}, "lprod"),
-        ({"auto": 1.0, "svd": None, "lprod": None}, "auto"),
-        ({"auto": 0.0, "svd": 0.0, "lprod": 1e-300}, "auto"),
-        ({"auto": 1e-9, "svd": -1e-9, "lprod": 0.0}, "svd"),  # what older versions measured
-    ],
-)
-def test_choice(changes: dict[str, float | None], taken: str) -> None:
-    assert _chosen(**changes) == taken
-
-
-def test_no_choice() -> None:
-    with pytest.raises(PlanError, match="too small for auto"):
-        _chosen(**dict.fromkeys(("auto", "svd", "lprod", "tt", "tucker")))
-
-
-@pytest.mark.parametrize(
-    ("changes", "taken", "tried"),
-    [
-        ((1.0, 0.5, 2.0), 1, 3),  # a clearly worse one ends the search
-        ((1.0, 1.2), 0, 2),
-        ((1.0, 1.05, 0.9, 2.0), 2, 4),  # a little worse does not
-        ((1.0, 1.01, 2.0), 1, 3),  # of equals the last
-        ((3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 5, 6),
-        ((0.0, 0.0, 1e-9), 1, 3),
-        ((1e-9, -1e-9, 1e-8), 1, 3),  # what older versions measured
-        ((None, None, 1.0, 2.0), 2, 4),
-    ],
-)
-def test_a_search_that_ends(changes: tuple[float | None, ...], taken: int, tried: int) -> None:
-    """As for fewer and fewer blocks, of which the fewest are the fastest."""
+def _tried(changes: Sequence[float | None], **options: Any) -> tuple[str, dict[str, float | None]]:
+    """Choose by made-up changes; None is a budget out of reach."""
 
     def change(name: str) -> float:
         found = changes[int(name)]
         if found is None:
-            raise PlanError("too small")
+            raise PlanError(f"too small for {name}")
         return found
 
-    found = try_out(map(str, range(6)), change, stop=STOP, prefer_last=True)
-    assert found == (str(taken), {str(i): changes[i] for i in range(tried)})
+    return try_out([str(index) for index in range(len(changes))], change, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "taken", "tried"),
+    [
+        ({}, (1.0, 0.5, 0.7, 9.0), 1, 4),
+        ({}, (1.0, 1.1, 0.99, 9.0), 0, 4),  # of equals the first
+        ({}, (None, 2.0, 1.0, 9.0), 2, 4),
+        ({}, (1.0, None, None, 9.0), 0, 4),
+        ({}, (0.0, 0.0, 1e-300, 9.0), 0, 1),  # nothing is better than no change
+        ({}, (1e-9, -1e-9, 0.0, 9.0), 1, 4),  # what older versions measured
+        (FEWER, (1.0, 0.5, 2.0, 9.0), 1, 3),  # a clearly worse one ends the search
+        (FEWER, (1.0, 1.2, 9.0), 0, 2),
+        (FEWER, (1.0, 1.05, 0.9, 2.0, 9.0), 2, 4),  # a little worse does not
+        (FEWER, (1.0, 1.01, 2.0, 9.0), 1, 3),  # of equals the last
+        (FEWER, (3.0, 2.0, 1.0, 0.5, 0.4, 0.3), 5, 6),
+        (FEWER, (0.0, 0.0, 1e-9, 9.0), 1, 3),
+        (FEWER, (1e-9, -1e-9, 1e-8, 9.0), 1, 3),  # what older versions measured
+        (FEWER, (None, None, 1.0, 2.0, 9.0), 2, 4),
+    ],
+)
+def test_choice(
+    options: dict[str, Any], changes: tuple[float | None, ...], taken: int, tried: int
+) -> None:
+    found, measured = _tried(changes, **options)
+    assert found == str(taken)
+    assert measured == {str(index): changes[index] for index in range(tried)}
+
+
+def test_no_choice() -> None:
+    with pytest.raises(PlanError, match="too small for 0"):
+        _tried([None] * 5)
 
 
 def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
@@ -129,8 +112,7 @@ def test_what_is_taken_changes_the_output_least(
 ) -> None:
     """The change that is told is the one of whole passes of the saved model."""
     done = whole()
-    facts = _facts(done)
-    assert facts.taken is not None
+    facts = done.manifest.plan.budget
     assert set(facts.tried) >= {"auto", "lprod", "tt", "tucker"}
     assert facts.tried[facts.taken] <= 1.02 * min(facts.tried.values())
     dense, model = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, done.folder))
@@ -145,7 +127,7 @@ def test_what_is_taken_changes_the_output_least(
 
 def test_the_winner_is_what_its_method_alone_would_be(folder: Path, tmp_path: Path) -> None:
     done = _convert(folder, tmp_path / "out", _recipe(options={"offer": ["lprod"]}))
-    facts = _facts(done)
+    facts = done.manifest.plan.budget
     assert facts.tried.keys() == {"auto", "lprod"}
     alone = Convert.model_validate({"method": {"name": "lprod", "p": 8}, "target": 0.4})
     same = _convert(folder, tmp_path / "alone", alone).manifest.plan
@@ -159,7 +141,7 @@ def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: P
     data = CalibrationData([batch], [], "one text", 1, 8, "one")
     done = convert(str(folder), _recipe(**changes), tmp_path / "out", data=data)
     plan = done.manifest.plan
-    found = plan.depth.weighed if plan.depth is not None else _facts(done).tried.values()
+    found = plan.depth.weighed if plan.depth is not None else plan.budget.tried.values()
     assert len(found) > 1
     assert all(change is None or change > 0 for change in found)
     assert plan.warnings[-1] == (
@@ -176,7 +158,7 @@ def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: P
     ids=["not asked for", "a largest error"],
 )
 def test_where_predictions_decide(changes: Any, folder: Path, tmp_path: Path) -> None:
-    facts = _facts(_convert(folder, tmp_path / "out", _recipe(**changes)))
+    facts = _convert(folder, tmp_path / "out", _recipe(**changes)).manifest.plan.budget
     assert facts.tried == {}
     assert facts.taken is None
     assert facts.error is not None
@@ -185,7 +167,7 @@ def test_where_predictions_decide(changes: Any, folder: Path, tmp_path: Path) ->
 def test_in_fewer_blocks(folder: Path, tmp_path: Path) -> None:
     done = _convert(folder, tmp_path / "out", _recipe(drop_layers=1))
     assert done.manifest.plan.depth.kept == 2
-    assert len(_facts(done).tried) > 1
+    assert len(done.manifest.plan.budget.tried) > 1
 
 
 @pytest.mark.parametrize("after", [10, 38])

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import datasets
 import numpy as np
@@ -187,20 +188,13 @@ def test_named_columns_are_checked(bert: SourceModel, tmp_path: Path) -> None:
 def test_a_hub_data_set_is_asked_for_split_and_configuration(
     bert: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[tuple[Any, ...]] = []
-
-    def load_dataset(*args: Any, **options: Any) -> datasets.Dataset:
-        calls.append((*args, options))
-        return datasets.Dataset.from_dict({"text": sentences(5)})
-
+    load_dataset = Mock(return_value=datasets.Dataset.from_dict({"text": sentences(5)}))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     data = load_batches(bert, Calibration(source="owner/name", split="train[:5]"))
     load_batches(bert, Calibration(source="name:config"))
     assert data.name == "owner/name:text"
-    assert calls == [
-        ("owner/name", None, {"split": "train[:5]"}),
-        ("name", "config", {"split": "train"}),
-    ]
+    asked = [call("owner/name", None, split="train[:5]"), call("name", "config", split="train")]
+    assert load_dataset.call_args_list == asked
 
 
 @pytest.mark.parametrize(
@@ -215,10 +209,7 @@ def test_a_hub_data_set_is_asked_for_split_and_configuration(
 def test_failures_of_the_hub_are_explained(
     error: Exception, message: str, bert: SourceModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(DataError, match=message) as caught:
         load_batches(bert, Calibration(source="owner/name"))
     assert caught.value.hint
@@ -271,11 +262,19 @@ def feature_file(folder: Path) -> Path:
     return folder / "typed.parquet"
 
 
-@pytest.mark.parametrize("write", [image_folder, byte_file, feature_file])
+@pytest.mark.parametrize(
+    ("write", "name"),
+    [
+        (image_folder, "pictures"),
+        (byte_file, "raw.parquet:image"),
+        (feature_file, "typed.parquet:picture"),
+    ],
+)
 def test_pictures_are_normalised_as_the_model_wants(
-    write: Callable[[Path], Path], vit: SourceModel, tmp_path: Path
+    write: Callable[[Path], Path], name: str, vit: SourceModel, tmp_path: Path
 ) -> None:
     data = load_batches(vit, Calibration(source=str(write(tmp_path / "pictures"))))
+    assert data.name == name
     pixels = torch.cat([batch["pixel_values"] for batch in data.batches])
     assert pixels.shape == (4, 3, IMAGE, IMAGE)
     expected = (torch.tensor(COLORS) / 255 - torch.tensor(MEAN)) / torch.tensor(SPREAD)
@@ -283,11 +282,6 @@ def test_pictures_are_normalised_as_the_model_wants(
     assert _rounded(found) == _rounded(expected)
     assert data.samples == 4
     assert data.tokens == 0
-
-
-def test_the_name_of_a_folder_of_pictures_is_plain(vit: SourceModel, tmp_path: Path) -> None:
-    folder = image_folder(tmp_path / "pictures")
-    assert load_batches(vit, Calibration(source=str(folder))).name == "pictures"
 
 
 def test_a_model_of_the_other_kind_is_refused(
@@ -301,20 +295,16 @@ def test_a_model_of_the_other_kind_is_refused(
         load_batches(bert, Calibration(source=folder))
 
 
-def test_other_bytes_are_not_taken_for_pictures(vit: SourceModel, tmp_path: Path) -> None:
-    file = tmp_path / "volumes.parquet"
+def test_bytes_that_are_no_pictures_are_refused(vit: SourceModel, tmp_path: Path) -> None:
+    file = tmp_path / "bytes.parquet"
+    pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
+    with pytest.raises(DataError, match=r"a picture of `bytes\.parquet` cannot be decoded"):
+        load_batches(vit, Calibration(source=str(file)))
     pd.DataFrame({"volume": [bytes(27), bytes(8)]}).to_parquet(file)
     with pytest.raises(DataError, match=r"it has `volume` \(bytes\)"):
         load_batches(vit, Calibration(source=str(file)))
-    with pytest.raises(DataError, match=r"of `volumes\.parquet` cannot be decoded"):
+    with pytest.raises(DataError, match=r"of `bytes\.parquet` cannot be decoded"):
         load_batches(vit, Calibration(source=str(file), columns=("volume",)))
-
-
-def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
-    file = tmp_path / "cut.parquet"
-    pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
-    with pytest.raises(DataError, match=r"a picture of `cut\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(source=str(file)))
 
 
 def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
@@ -342,10 +332,11 @@ def test_real_pictures_need_pillow(
 def test_builtin_pictures_need_no_pillow(vit: SourceModel, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = load_batches(vit, Calibration(samples=6))
 
-    def from_pretrained(*_: Any, **__: Any) -> None:
-        raise ImportError("requires the PIL library")
-
-    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(
+        transformers.AutoImageProcessor,
+        "from_pretrained",
+        Mock(side_effect=ImportError("requires the PIL library")),
+    )
     plain = load_batches(vit, Calibration(samples=6))
     assert plain.name == usual.name
     assert plain.fingerprint == usual.fingerprint
@@ -353,23 +344,18 @@ def test_builtin_pictures_need_no_pillow(vit: SourceModel, monkeypatch: pytest.M
         torch.testing.assert_close(left["pixel_values"], right["pixel_values"])
 
 
-def test_texts_and_builtin_pictures_fill_both_towers(tmp_path: Path) -> None:
-    source = SourceModel.open(str(model_folder("clip", tmp_path / "clip")))
-    file = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
-    data = load_batches(source, Calibration(source=file))
-    assert data.name == "captions.txt + builtin images (synthetic)"
-    assert data.samples == MOST_PICTURES  # nine of them with two texts
-    assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
-
-
-def test_pictures_with_captions_fill_both_towers(tmp_path: Path) -> None:
+def test_texts_with_pictures_fill_both_towers(tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder("clip", tmp_path / "clip")))
     file = tmp_path / "captions.parquet"
     frame = {"image": [png(color) for color in COLORS], "caption": sentences(4)}
     pd.DataFrame(frame).to_parquet(file)
     data = load_batches(source, Calibration(source=str(file)))
-    assert data.name == "captions.parquet:image,caption"
-    assert data.samples == 4
+    assert (data.name, data.samples) == ("captions.parquet:image,caption", 4)
+    texts = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
+    data = load_batches(source, Calibration(source=texts))
+    assert data.name == "captions.txt + builtin images (synthetic)"
+    assert data.samples == MOST_PICTURES  # nine of them with two texts
+    assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
 
 
 def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
@@ -383,6 +369,7 @@ def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
 def test_made_up_pictures_vary_and_have_a_natural_spectrum() -> None:
     pictures = [picture(64, 64, 3, np.random.default_rng([0, index])) for index in range(24)]
     assert all(item.shape == (64, 64, 3) and item.dtype == np.uint8 for item in pictures)
+    assert picture(8, 12, 1, np.random.default_rng(0)).shape == (8, 12, 1)  # grey, and oblong
     again = picture(64, 64, 3, np.random.default_rng([0, 5]))
     assert np.array_equal(again, pictures[5])
     assert np.std([item.mean() for item in pictures]) > 15
@@ -394,10 +381,6 @@ def test_made_up_pictures_vary_and_have_a_natural_spectrum() -> None:
     usual = (distance > 2) & (distance < 24)
     slope = np.polyfit(np.log(distance[usual]), np.log(power[usual]), 1)[0]
     assert -2.8 < slope < -1.5  # natural pictures: about -2
-
-
-def test_pictures_may_be_grey_and_oblong() -> None:
-    assert picture(8, 12, 1, np.random.default_rng(0)).shape == (8, 12, 1)
 
 
 def test_made_up_speech_is_scaled_like_log_mel_features() -> None:

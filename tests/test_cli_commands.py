@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import typer
@@ -21,6 +22,8 @@ from tcompress.options import recipe_text
 from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 from tests.support.tiny import build
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 @pytest.fixture(scope="module")
@@ -127,16 +130,10 @@ def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
 
 
 # The text and the exit code of every kind of failure
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise KeyError("lost\nmore")
-
-    monkeypatch.setattr("tcompress.inspection.inspect_model", fail)
+    monkeypatch.setattr(
+        "tcompress.inspection.inspect_model", Mock(side_effect=KeyError("lost\nmore"))
+    )
     done = run("inspect", "m", "--json")
     assert done.code == 1
     assert done.document["error"]["type"] == "KeyError"

@@ -4,10 +4,11 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -15,10 +16,13 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from tcompress.cli import terminal
 from tcompress.cli.convert import default_output
 from tcompress.models import WeightStore
-from tcompress.options import parse_recipe
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
+from tests.support.training import AtStep
 from tests.support.typed import conversion
+from tests.support.typed import conversion_changes as settings
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 RECIPE = """\
 recipe_version: 1
@@ -35,20 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder("bert", tmp_path_factory.mktemp("models") / "bert")
 
 
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def manifest(folder: Path | str) -> dict[str, Any]:
     loaded: dict[str, Any] = json.loads((Path(folder) / "tcompress.json").read_text())
     return loaded
-
-
-def settings(text: str | None = None, **options: Any) -> dict[str, Any]:
-    """What options make of a recipe, less what are defaults."""
-    recipe = None if text is None else parse_recipe(text, "test.yaml")
-    return conversion(options, recipe).model_dump(exclude_defaults=True)
 
 
 def test_every_option_reaches_the_recipe() -> None:
@@ -121,6 +114,13 @@ def test_another_method_drops_the_options_of_the_recipe_s_method() -> None:
             {"method": "tucker", "share": "model", "cores": 72, "rank": "384"},
             "bert-base-tucker-model-c72-r384",
         ),
+        ({"method": "hot"}, "bert-base-hot"),
+        ({"method": "hot", "structure": "lprod"}, "bert-base-hot-lprod-p4"),
+        ({"method": "hot", "grid": "14,14", "kernel": "favor"}, "bert-base-hot-14x14-favor"),
+        ({"method": "tsa", "filter_order": 3, "layers": "0,1"}, "bert-base-tsa-k3-at2"),
+        ({"method": "tga", "target": 0.25}, "bert-base-tga-tt-25"),
+        ({"method": "tam", "core": "tucker"}, "bert-base-tam-tucker"),
+        ({"method": "hot", "fold": 32}, "bert-base-hot-f32"),
     ],
 )
 def test_default_output(options: dict[str, Any], name: str) -> None:
@@ -182,10 +182,7 @@ def test_token_is_not_written_anywhere(model: Path, monkeypatch: pytest.MonkeyPa
 def test_dry_run_reads_no_weight_and_writes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a weight was read")
-
-    monkeypatch.setattr(WeightStore, "tensor", refuse)
+    monkeypatch.setattr(WeightStore, "tensor", Mock(side_effect=AssertionError))
     done = run("convert", model, "--p", "2", "--transform", "dct", "--keep", "down", "--dry-run")
     assert (done.code, done.err) == (0, "")
     assert re.search(r"rewritten layers +12,288 +6,144 +50\.0%", done.out)
@@ -228,23 +225,6 @@ def test_recipe_by_name(model: Path) -> None:
     assert done.document["plan"]["layers"][0]["parts"][0]["terms"][0]["transform"] == "fitted"
 
 
-@contextmanager
-def stopped_after(steps: int, by: int) -> Iterator[Any]:
-    """Progress that sends a signal after some steps."""
-
-    class Stopping:
-        left = steps
-
-        def stage(self, name: str, total: int, unit: str) -> None: ...
-
-        def advance(self, amount: int = 1, note: str = "") -> None:
-            self.left -= 1
-            if not self.left:
-                signal.raise_signal(by)
-
-    yield Stopping()
-
-
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_conversion_goes_on(
     by: int, code: int, model: Path, monkeypatch: pytest.MonkeyPatch
@@ -252,7 +232,8 @@ def test_interrupted_conversion_goes_on(
     options = ["--calib-samples", "24", "--p", "2", "--transform", "dct", "-o", "out"]
     with monkeypatch.context() as patch:
         # Four groups of layers in each block: the first block is done.
-        patch.setattr(terminal, "shown_progress", lambda quiet: stopped_after(6, by))
+        stopping = AtStep(6, partial(signal.raise_signal, by))
+        patch.setattr(terminal, "shown_progress", lambda quiet: nullcontext(stopping))
         done = run("convert", model, *options)
     assert (done.code, done.out) == (code, "")
     assert done.err == (
@@ -272,10 +253,7 @@ def test_interrupted_conversion_goes_on(
 def test_interrupted_elsewhere(by: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    def stop(*_: object, **__: object) -> None:
-        signal.raise_signal(by)
-
-    monkeypatch.setattr("tcompress.inspection.inspect_model", stop)
+    monkeypatch.setattr("tcompress.inspection.inspect_model", lambda *_: signal.raise_signal(by))
     done = run("inspect", "m", "--json")
     assert done.code == code
     assert signal.getsignal(signal.SIGTERM) == before

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers.utils.logging import disable_progress_bar
@@ -17,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from tcompress.cli.finetune import GRACE, default_output
 from tcompress.options import Finetune
 from tests.support.cli import error, run
-from tests.support.evaluation import encoder, labelled_file, one_thread
+from tests.support.evaluation import encoder, labelled_file
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
 from tests.support.training import memory_for, small_encoder
@@ -37,12 +36,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _in_the_folder(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _in_the_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> Iterator[None]:
     monkeypatch.chdir(place)
     disable_progress_bar()  # the variable that does so comes too late in a process of tests
     before = sorted(path.name for path in place.iterdir())
-    with one_thread():
-        yield
+    yield
     for path in place.iterdir():
         if path.name not in before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -199,33 +199,16 @@ def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) 
     assert (finished.code, finished.out, finished.err) == (0, "", "")
 
 
-def _started(*arguments: str, **options: Any) -> subprocess.Popen[str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }
-    return subprocess.Popen(
-        [sys.executable, "-m", *arguments], env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, **options,
-    )  # fmt: skip
-
-
 def test_ctrl_c_keeps_the_training(tmp_path: Path) -> None:
     """In a process of its own, as users run it."""
     output = tmp_path / "out"
-    command = (
-        "finetune",
-        "bert-small",
-        "--data",
-        "texts.txt",
-        "--device",
-        "cpu",
-        "-o",
-        str(output),
-    )
-    options = ("--steps", "5000", "--checkpoint-every", "3", "--evaluate-every", "5000")
-    process = _started("tcompress", *command, *options)
+    command = f"finetune bert-small --data texts.txt --device cpu -o {output}"
+    options = "--steps 5000 --checkpoint-every 3 --evaluate-every 5000"
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tcompress", *command.split(), *options.split()],
+        env={**os.environ, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     kept = tmp_path / ".out.partial" / "checkpoints"
     end = time.monotonic() + 100
     while not list(kept.glob("step-*[0-9]")) and time.monotonic() < end:

@@ -49,26 +49,19 @@ def test_options_import_no_torch() -> None:
     assert not {*done.stdout.split()} & {"torch", "transformers", "numpy", "typer"}
 
 
-def test_listing_recipes_imports_no_torch() -> None:
-    assert "torch" not in modules_after("recipes", "list")
-
-
-def test_completion_imports_no_torch() -> None:
+def test_completion_and_lists_of_recipes_import_no_torch() -> None:
     setup = (
         "os.environ |= {'_TCOMPRESS_COMPLETE': 'complete_bash', "
         "'COMP_WORDS': 'tcompress convert x --method l', 'COMP_CWORD': '4'}"
     )
     assert not modules_after(setup=setup) & set(HEAVY)
+    assert "torch" not in modules_after("recipes", "list")
 
 
 def test_no_command_shows_the_help() -> None:
     done = run()
     assert done.code == 2
     assert "Usage: tcompress [OPTIONS] COMMAND" in done.out
-
-
-def test_version() -> None:
-    assert run("--version").out == f"tcompress {tcompress.__version__}\n"
 
 
 def test_module_runs_as_a_program() -> None:
@@ -89,9 +82,7 @@ def test_the_registries_are_those_of_the_options() -> None:
 def test_completion_of_words() -> None:
     def offered(flag: str, typed: str) -> list[str]:
         item = next(item for item in typed_fields(Convert) if item.name == flag)
-        found = offers(item)
-        assert found is not None
-        return found(typed)
+        return offers(item)(typed)
 
     assert complete.methods("l") == ["lowrank", "lprod"]
     assert complete.methods("q") == ["qtt"]

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,19 +13,11 @@ from tcompress.errors import FitError
 from tcompress.options import Finetune, Recipe
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import error, run
-from tests.support.evaluation import headed, one_thread, pairs_file
+from tests.support.evaluation import headed, pairs_file
 from tests.support.typed import recipe_of
 
 FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
-SEE = "see `tcompress sweep --help`"
 STS = ("--task", "sts", "--data", "pairs.jsonl")
-NOTHING: dict[str, Any] = dict.fromkeys(
-    (
-        "recipe", "methods", "targets", "finetune_steps", "train_data", "task", "data", "split",
-        "columns", "limit", "allocation", "keep", "changes", "calib", "calib_samples",
-        "calib_columns", "keep_models", "dtype", "device",
-    )
-)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +30,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+    models: Path, tmp_path: Path, own_folder: None, one_thread: None
+) -> None:
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    with one_thread():
-        yield
 
 
 def settings(**given: Any) -> Recipe:
-    return recipe_of({**NOTHING, "bench": False, **given})
+    return recipe_of(given)
 
 
 def test_defaults() -> None:
     said = settings()
-    assert said.sweep is not None
     assert {"svd", "lprod", "tt"} <= {*said.sweep.methods}
     assert said.sweep.targets == (0.5, 0.25)
     assert said.sweep.keep_models
@@ -67,9 +55,6 @@ def test_every_option_reaches_the_recipe() -> None:
         calib="c.txt", calib_samples=3, calib_columns=["x"], keep_models=False, dtype="float16",
         device="cpu", changes=["finetune.batch_size=5", "bench.batch=[2]"],
     )  # fmt: skip
-    assert said.sweep is not None
-    assert said.finetune is not None
-    assert said.bench is not None
     assert said.sweep.methods == ("svd", LprodSpec(p=8, transform="dct"))
     assert said.sweep.targets == (0.4, 0.1)
     assert not said.sweep.keep_models
@@ -93,14 +78,10 @@ def test_every_option_reaches_the_recipe() -> None:
 def test_options_change_a_recipe() -> None:
     said = settings(recipe="encoder/minilm-sweep", targets="0.3", limit=None)
     base = settings(recipe="encoder/minilm-sweep")
-    assert said.sweep is not None
-    assert base.sweep is not None
     assert said.sweep.targets == (0.3,)
     assert said.sweep.methods == base.sweep.methods
     assert said.evaluate == base.evaluate
-    plain = settings(recipe="encoder/minilm-tt-25").sweep
-    assert plain is not None
-    assert plain.methods == ()  # its own
+    assert settings(recipe="encoder/minilm-tt-25").sweep.methods == ()  # its own
 
 
 def test_table_and_exit_code_with_a_refused_cell() -> None:
@@ -130,10 +111,7 @@ def test_json_is_what_the_folder_holds() -> None:
 
 
 def test_dry_run_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise AssertionError
-
-    monkeypatch.setattr("tcompress.models.store.Shard.read", fail)
+    monkeypatch.setattr("tcompress.models.store.Shard.read", Mock(side_effect=AssertionError))
     options = ("--methods", "svd,lprod,lprod:p=3", "--dry-run", *FREE)
     done = run("sweep", "bert", *options)
     assert (done.code, done.err) == (0, "")
@@ -162,10 +140,9 @@ def test_recipe_with_a_sweep_runs() -> None:
 
 
 def test_failed_cell_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise FitError("layer `q` is not finite")
-
-    monkeypatch.setattr("tcompress.pipeline.convert", fail)
+    monkeypatch.setattr(
+        "tcompress.pipeline.convert", Mock(side_effect=FitError("layer `q` is not finite"))
+    )
     done = run("sweep", "bert", "--methods", "svd", "--targets", "0.5", *STS, *FREE)
     assert done.code == 2
     assert "svd-50    layer `q` is not finite" in done.out
@@ -180,10 +157,7 @@ def test_missed_threshold_is_an_exit_code() -> None:
 
 
 def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tcompress.pipeline.convert", interrupt)
+    monkeypatch.setattr("tcompress.pipeline.convert", Mock(side_effect=KeyboardInterrupt))
     done = run("sweep", "bert", "--methods", "svd", *FREE, "--quiet")
     assert (done.code, done.out) == (130, "")
     assert done.err == error(

@@ -63,13 +63,10 @@ TRIED = (
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work for a model that knows nothing."""
     few_steps(monkeypatch)
-    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED)
-    monkeypatch.setattr("tcompress.demo.FITTING_STORIES", FITTING)
-    monkeypatch.setattr("tcompress.demo.WRITTEN_STORIES", 4)
-    monkeypatch.setattr("tcompress.demo.HEALING_STEPS", 2)
-    monkeypatch.setattr(
-        "tcompress.demo.TIMED", Bench(batch=(1,), length=(8,), repeats=1, dtype="float32")
-    )
+    timed = Bench(batch=(1,), length=(8,), repeats=1, dtype="float32")
+    less = {"FITTING_STORIES": FITTING, "WRITTEN_STORIES": 4, "HEALING_STEPS": 2, "TIMED": timed}
+    for name, value in {"VARIANTS": TRIED, **less}.items():
+        monkeypatch.setattr(f"tcompress.demo.{name}", value)
 
 
 @pytest.mark.usefixtures("short")
@@ -153,8 +150,6 @@ def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
     with shipped_data() as data:
         dense, half, quarter = run_demo(data, tmp_path / "models", low_rank).rows
     assert dense.perplexity < half.perplexity < quarter.perplexity
-    assert half.error is not None
-    assert quarter.error is not None
     assert 0 < half.error < quarter.error < 1
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.roles import find_roles
-from tests.support.conversions import calibration, densified, distance, outputs, structured
-from tests.support.depth import deep, drawn, stacks, without
+from tests.support.conversions import (
+    assert_same_without_a_cache,
+    calibration,
+    densified,
+    distance,
+    load_whole,
+    outputs,
+    structured,
+)
+from tests.support.depth import deep, drawn, idle_llama, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
 from tests.support.tiers import tiered
 from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel
@@ -39,7 +48,7 @@ KEPT = {"modernbert": (0, 2)}
 USUAL = ("bert", "gpt2", "gemma3", "qwen3_moe", "t5", "bart", "clip", "vit", "modernbert")
 
 
-def _saved(tiny: TinyModel, folder: Path) -> tuple[nn.Module, SourceModel]:
+def _saved(tiny: TinyModel, folder: Path) -> tuple[Any, SourceModel]:
     model: Any = tiny.build()
     model.save_pretrained(folder)
     return model, SourceModel.open(str(folder))
@@ -63,15 +72,13 @@ def _assert_left(
     tiny: TinyModel, folder: Path, kept: tuple[int, ...] = (1, 3), **changes: Any
 ) -> None:
     dense, source = _saved(tiny, folder / "dense")
-    aware = "calibration" in changes
+    data = drawn(tiny) if "calibration" in changes else None
     for path in stacks(dense):
         asked = _asked(source, path, kept)
         output = folder / f"small-{path}"
-        data = drawn(tiny) if aware else None
         done = convert(source, _recipe(keep_layers=asked, **changes), output, data=data)
         cut = without(dense, path, kept)
-        model, info = type(dense).from_pretrained(output, output_loading_info=True)  # type: ignore[attr-defined]
-        assert {name: found for name, found in info.items() if found} == {}
+        model = load_whole(type(dense), output)
         assert len(structured(model)) == len(done.manifest.plan.layers)
         assert bool(structured(model)) is ("method" in changes)
         model.config.use_cache = False
@@ -183,25 +190,11 @@ def test_what_is_left_makes_up_for_what_is_gone(tmp_path: Path) -> None:
 def test_generation_with_a_cache(tmp_path: Path) -> None:
     _, source = _saved(deep("llama"), tmp_path / "dense")
     done = convert(source, _recipe(keep_layers=[0, 3], **SVD), tmp_path / "out")
-    model = AutoModelForCausalLM.from_pretrained(done.folder)
     ids = TINY["llama"].inputs(1, 8, 3)["input_ids"]
-    made = [
-        model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=cache)
-        for cache in (True, False)
-    ]
-    assert made[0].shape[1] > ids.shape[1]
-    assert torch.equal(*made)
+    assert_same_without_a_cache(AutoModelForCausalLM.from_pretrained(done.folder), ids, 8)
 
 
 # Choosing
-def _without_effect(model: nn.Module, index: int) -> None:
-    """Make a block of a Llama hand on what it reads."""
-    block: Any = model.get_submodule(f"model.layers.{index}")
-    with torch.no_grad():
-        block.self_attn.o_proj.weight.zero_()
-        block.mlp.down_proj.weight.zero_()
-
-
 def _block_losses(source: Any, data: Any, gone: Any = frozenset()) -> tuple[Any, ...]:
     roles = find_roles(source.meta_model())
     left = [block.name for block in roles.blocks if block.name not in gone]
@@ -238,32 +231,22 @@ def _divergence(dense: Any, cut: Any, batches: Any) -> float:
     return total
 
 
-def test_memory_bounds_how_many_run_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_and_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither how many run together, nor that few samples stand for all, moves what is lost."""
     tiny = deep("bert", 3)
     _, source = _saved(tiny, tmp_path)
     together = _block_losses(source, drawn(tiny))
-    monkeypatch.setattr("tcompress.conversion.depth_search.MOST_BYTES", 1)
-    assert _block_losses(source, drawn(tiny)) == together
-
-
-def test_few_samples_stand_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = deep("bert", 3)
-    _, source = _saved(tiny, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("tcompress.conversion.depth_search.MOST_BYTES", 1)
+        assert _block_losses(source, drawn(tiny)) == together
     monkeypatch.setattr("tcompress.conversion.depth_search.SAMPLES", 4)
     half = _block_losses(source, drawn(tiny))
-    data = replace(drawn(tiny), holdout=[0, 2])
-    one = _block_losses(source, data)
+    one = _block_losses(source, replace(drawn(tiny), holdout=[0, 2]))
     assert [item.loss for item in half] == pytest.approx([2 * item.loss for item in one])
 
 
 def test_blocks_without_effect_go_first(tmp_path: Path) -> None:
-    tiny = deep("llama", 5)
-    dense: Any = tiny.build()
-    for index in (1, 3):
-        _without_effect(dense, index)
-    dense.save_pretrained(tmp_path / "dense")
+    tiny, dense = deep("llama", 5), idle_llama(tmp_path / "dense")
     recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
     done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
@@ -272,8 +255,7 @@ def test_blocks_without_effect_go_first(tmp_path: Path) -> None:
     assert done.manifest.calibration.name == "tiny"
     model = AutoModelForCausalLM.from_pretrained(done.folder)
     inputs = tiny.inputs(2, 8, 50)
-    with torch.no_grad():
-        assert (model(**inputs).logits - dense(**inputs).logits).abs().max() <= 1e-5
+    assert distance(outputs(model, inputs), outputs(dense, inputs)) <= 1e-5
 
 
 def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> None:
@@ -282,7 +264,6 @@ def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> No
     _, source = _saved(tiny, tmp_path)
     recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
     depth = plan_depth(recipe, source)
-    assert depth is not None
     chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu")).dropped
     first = _block_losses(source, drawn(tiny))
     assert chosen[0] == min(first, key=lambda item: item.loss)
@@ -321,53 +302,52 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
 
 
 # Going on after a kill
-MOMENTS: tuple[tuple[str, int] | str, ...] = (
-    ("choosing blocks", 1),
-    "tcompress.conversion.state.FitWorkplace.keep_depth",
-    ("fitting blocks", 2),
-    ("writing", 20),
+AWARE: dict[str, Any] = {"calibration": {"source": "builtin"}, **SVD}
+RESUMED = {
+    "one": _recipe(drop_layers=1, max_shard_size="20KB", **AWARE),
+    "weighed": _recipe(drop_layers="auto", **AWARE),
+}
+STATE = "tcompress.conversion.state.FitWorkplace"
+MOMENTS: tuple[tuple[str, tuple[str, int] | str], ...] = (
+    ("one", ("choosing blocks", 1)),
+    ("one", f"{STATE}.keep_depth"),
+    ("one", ("fitting blocks", 2)),
+    ("one", ("writing", 20)),
+    ("weighed", ("fitting blocks", 3)),
+    ("weighed", f"{STATE}.keep_change"),
+    ("weighed", f"{STATE}.adopt"),
+    ("weighed", f"{STATE}.keep_depth"),
+    ("weighed", ("writing", 20)),
 )
 
 
 @pytest.fixture(scope="module")
-def bert(tiny: Callable[[str], Path]) -> Path:
-    return tiny("bert")
+def whole(
+    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Converted]:
+    """Conversions that nothing interrupts, each made once."""
+    source, data, root = str(tiny("bert")), calibration("bert"), tmp_path_factory.mktemp("whole")
+    return cache(lambda name: convert(source, RESUMED[name], root / name, data=data))
 
 
-@pytest.fixture(scope="module")
-def whole(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
-    made: list[Converted] = []
-
-    def once() -> Converted:
-        if not made:
-            output = tmp_path_factory.mktemp("whole") / "out"
-            made.append(convert(str(bert), RESUMED, output, data=calibration("bert")))
-        return made[0]
-
-    return once
-
-
-RESUMED = _recipe(drop_layers=1, max_shard_size="20KB", calibration={"source": "builtin"}, **SVD)
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_killed_and_run_again(
-    moment: tuple[str, int] | str, bert: Path, whole: Callable[[], Converted], tmp_path: Path
+    name: str,
+    moment: tuple[str, int] | str,
+    tiny: Callable[[str], Path],
+    whole: Callable[[str], Converted],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    output = tmp_path / "out"
-    convert_until_killed(bert, RESUMED, output, "bert", moment)
+    source, output, recipe = tiny("bert"), tmp_path / "out", RESUMED[name]
+    convert_until_killed(source, recipe, output, "bert", moment)
     assert not output.exists()
-    convert(str(bert), RESUMED, output, data=calibration("bert"))
-    assert contents(output) == contents(whole().folder)
-
-
-def test_the_choice_is_not_made_again(
-    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = tmp_path / "out"
-    convert_until_killed(bert, RESUMED, output, "bert", ("fitting blocks", 2))
-    monkeypatch.setattr("tcompress.conversion.converter.choose_blocks", None)
-    assert convert(str(bert), RESUMED, output, data=calibration("bert")).resumed
+    chosen = (name, moment) == ("one", ("fitting blocks", 2))
+    if chosen:  # the choice is not made again
+        monkeypatch.setattr("tcompress.conversion.converter.choose_blocks", None)
+    done = convert(str(source), recipe, output, data=calibration("bert"))
+    assert done.resumed or (name == "one" and not chosen)
+    assert contents(output) == contents(whole(name).folder)
 
 
 # Models with copies of their last block on top of it
@@ -380,13 +360,10 @@ LAST = (0, 1, 2, 3, 3, 3)  # what a model of four blocks becomes
 def _made(family: str, folder: Path, **changes: Any) -> tuple[nn.Module, nn.Module]:
     """The model that was made, and what it should compute: the blocks by hand."""
     tiny = deep(family)
-    dense: Any = tiny.build()
-    dense.save_pretrained(folder / "dense")
-    aware = "calibration" in changes
-    data = drawn(tiny) if aware else None
-    done = convert(str(folder / "dense"), _recipe(**changes), folder / "out", data=data)
-    model, info = type(dense).from_pretrained(folder / "out", output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
+    dense, source = _saved(tiny, folder / "dense")
+    data = drawn(tiny) if "calibration" in changes else None
+    done = convert(source, _recipe(**changes), folder / "out", data=data)
+    model = load_whole(type(dense), folder / "out")
     assert done.manifest.plan.depth.stacks[0].kept == LAST
     model.config.use_cache = False
     for name in ("num_hidden_layers", "layer_types", "mlp_layer_types"):  # decoders go by these
@@ -401,8 +378,6 @@ def _made(family: str, folder: Path, **changes: Any) -> tuple[nn.Module, nn.Modu
 
 # Of each way to say how many blocks there are and what they are.
 OFTEN = ("bert", "distilbert", "deberta-v2", "modernbert", "gpt2", "opt", "gemma3", "mixtral")
-
-
 OFTEN += ("qwen3_moe", "vit", "tcompress_grid")
 
 
@@ -417,9 +392,8 @@ def test_copies_compute_what_the_last_block_does(family: str, tmp_path: Path) ->
     ("family", "source"), [("bert", "builtin"), ("llama", "none"), ("vit", "builtin")]
 )
 def test_with_a_structure_appended(family: str, source: str, tmp_path: Path) -> None:
-    svd = {"method": {"name": "svd"}, "target": 0.5}
     more = {} if source == "none" else {"calibration": {"source": source}}
-    model, right = _made(family, tmp_path, append_layers=2, **svd, **more)
+    model, right = _made(family, tmp_path, append_layers=2, **SVD, **more)
     layers = structured(model)
     assert {name.partition(".5.")[1] for name in layers} == {"", ".5."}
     inputs = deep(family).inputs(2, 8, 50)
@@ -442,9 +416,8 @@ def test_a_mechanism_stands_on_top(tmp_path: Path) -> None:
 
 
 def test_copies_are_counted_on_from_the_last_block(tmp_path: Path) -> None:
-    deep("bert").build().save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
-    source = SourceModel.open(str(tmp_path / "dense"))
-    recipe = _recipe(append_layers=2, method={"name": "svd"}, target=0.5, keep=["*.layer.5.*"])
+    _, source = _saved(deep("bert"), tmp_path / "dense")
+    recipe = _recipe(append_layers=2, keep=["*.layer.5.*"], **SVD)
     plan = make_plan(recipe, source)
     blocks = {layer.name.split(".")[3] for layer in plan.layers}
     assert blocks == {"0", "1", "2", "3", "4"}

@@ -1,23 +1,18 @@
 """The number of dropped blocks chosen under a budget."""
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 import tcompress
-from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.converter import convert
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
-from tests.support.conversions import calibration
-from tests.support.depth import change_of, deep, drawn
-from tests.support.interrupted import contents, convert_until_killed
+from tests.support.depth import change_of, deep, drawn, idle_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,19 +23,10 @@ def _recipe(**changes: Any) -> Convert:
 
 
 # Real conversions
-def _without_effect(model: Any, index: int) -> None:
-    block = model.model.layers[index]
-    for layer in (block.self_attn.o_proj, block.mlp.down_proj):
-        torch.nn.init.zeros_(layer.weight)
-
-
 @pytest.fixture
 def idle(tmp_path: Path) -> Path:
     """A language model whose first and third blocks do nothing."""
-    dense: Any = deep("llama", 5).build()
-    for index in (1, 3):
-        _without_effect(dense, index)
-    dense.save_pretrained(tmp_path / "dense")
+    idle_llama(tmp_path / "dense")
     return tmp_path / "dense"
 
 
@@ -69,7 +55,7 @@ def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
 def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     """The change measured block by block is the one of whole passes of the saved model."""
     tiny = deep("llama", 4)
-    dense: Any = tiny.build()
+    dense = tiny.build()
     dense.save_pretrained(tmp_path / "dense")
     data = drawn(tiny)
     done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=data)
@@ -83,7 +69,7 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "modernbert", "qwen3_moe"])
 def test_families(family: str, tmp_path: Path) -> None:
     tiny = deep(family, 3)
-    dense: Any = tiny.build()
+    dense = tiny.build()
     dense.save_pretrained(tmp_path / "dense")
     done = convert(str(tmp_path / "dense"), _recipe(target=0.7), tmp_path / "out", data=drawn(tiny))
     depth = done.manifest.plan.depth
@@ -110,47 +96,10 @@ def test_a_fraction_of_all_blocks(budget: Any, share: float | None, tmp_path: Pa
 
 def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
     tiny = deep("bert", 4)
-    dense: Any = tiny.build()
+    dense = tiny.build()
     dense.save_pretrained(tmp_path / "dense")
     limit = int(0.8 * sum(item.numel() for item in dense.parameters()))
     recipe = _recipe(target=None, target_params=limit)
     done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
     plan = done.manifest.plan
     assert plan.parameters - plan.saved <= limit
-
-
-# Refusals
-
-
-# Going on after a kill
-@pytest.fixture(scope="module")
-def whole(
-    tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[], Converted]:
-    """A conversion that nothing interrupts, made once."""
-    output, data = tmp_path_factory.mktemp("whole") / "out", calibration("bert")
-    return cache(lambda: convert(str(tiny("bert")), _recipe(), output, data=data))
-
-
-@pytest.mark.parametrize(
-    "moment",
-    [
-        ("fitting blocks", 3),
-        "tcompress.conversion.state.FitWorkplace.keep_change",
-        "tcompress.conversion.state.FitWorkplace.adopt",
-        "tcompress.conversion.state.FitWorkplace.keep_depth",
-        ("writing", 20),
-    ],
-)
-def test_killed_and_run_again(
-    moment: tuple[str, int] | str,
-    tiny: Callable[[str], Path],
-    whole: Callable[[], Converted],
-    tmp_path: Path,
-) -> None:
-    folder, output = tiny("bert"), tmp_path / "out"
-    convert_until_killed(folder, _recipe(), output, "bert", moment)
-    assert not output.exists()
-    done = convert(str(folder), _recipe(), output, data=calibration("bert"))
-    assert done.resumed
-    assert contents(output) == contents(whole().folder)

@@ -1,8 +1,12 @@
 """Rewritten word embeddings: lookups, tied heads, fits, files."""
 
 import copy
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.cli.convert import default_output
+from tcompress.conversion import converter as running
 from tcompress.conversion.converter import convert
 from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import PlanError, SourceError
@@ -24,16 +29,27 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
-from tcompress.structures import structure
+from tcompress.structures import Site, structure
 from tcompress.structures.base import LooksUp
 from tcompress.structures.costs import lookup_macs
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
+from tcompress.structures.modules.linear import PartLayout
 from tests.support.cli import run
-from tests.support.conversions import assert_wired, calibration, distance, make, outputs
+from tests.support.conversions import (
+    assert_same_from_disk,
+    assert_same_without_a_cache,
+    assert_wired,
+    calibration,
+    distance,
+    load_whole,
+    make,
+    outputs,
+)
 from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.model_folders import save_tokenizer
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import make_layer, randn, reference_of
+from tests.support.tiers import tiered
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.training import texts, train
 from tests.support.typed import conversion
@@ -44,12 +60,13 @@ TABLES = {
     "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
     "bart": 3, "gemma3": 1,
 }  # fmt: skip
-ROWS = [
-    pytest.param(family, method, marks=() if tiered_in else pytest.mark.grid)
-    for family in TABLES
-    for method in METHODS
-    for tiered_in in [method == "svd" or family in ("bert", "t5")]
-]
+OFTEN = ("bert", "t5")
+ROWS = tiered(product(TABLES, METHODS), lambda row: row[1] == "svd" or row[0] in OFTEN)
+
+
+def recipe(**changes: Any) -> Convert:
+    """A recipe that rewrites the table, and nothing else unless asked to."""
+    return Convert.model_validate({**ALONE, "embeddings": METHODS["svd"], **changes})
 
 
 def tables(model: nn.Module) -> list[StructuredEmbedding]:
@@ -84,11 +101,7 @@ def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
 
 
 def _table(method: str = "svd") -> StructuredEmbedding:
-    name = "lowrank" if method == "svd" else method
-    from tcompress.structures import Site
-    from tcompress.structures.modules.linear import PartLayout
-
-    kind = structure(name)
+    kind = structure("lowrank" if method == "svd" else method)
     layout = kind.layout(kind.spec(), Site(12, 30, "both"), 150)
     table = StructuredEmbedding([PartLayout(name="embedding", terms=(layout,))], padding_idx=0)
     for seed, parameter in enumerate(table.parameters()):
@@ -163,20 +176,15 @@ def test_saved_again_trained_and_exported(family: str, tmp_path: Path) -> None:
     model, inputs = found.load(), found.inputs()
     before = outputs(model, inputs)
     model.save_pretrained(tmp_path / "again")
-    again, info = type(found.dense).from_pretrained(tmp_path / "again", output_loading_info=True)
-    assert {name: value for name, value in info.items() if value} == {}
+    again = load_whole(type(found.dense), tmp_path / "again")
     assert distance(outputs(again, inputs), before) == 0.0
-    plain = type(found.dense).from_pretrained(export_dense(found.folder, tmp_path / "plain"))
+    plain = found.load(export_dense(found.folder, tmp_path / "plain"))
     assert distance(outputs(plain, inputs), before) <= 1e-4
     assert not tables(plain)
     model.train()
-    sum(output.square().mean() for output in _with_gradients(model, inputs)).backward()
+    model(**inputs).logits.square().mean().backward()
     (table,) = tables(model)
     assert all(p.grad is not None and bool(p.grad.any()) for p in table.parameters())
-
-
-def _with_gradients(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
-    return [model(**inputs).logits]
 
 
 def test_a_model_of_another_head_loads(tmp_path: Path) -> None:
@@ -207,29 +215,13 @@ def test_ties_are_gone_for_good(tmp_path: Path) -> None:
 
 
 def test_text_is_generated_with_a_cache_as_without(tmp_path: Path) -> None:
-    model: Any = made("opt", tmp_path).load()
     ids = TINY["opt"].inputs(1, 6, 1)["input_ids"]
-    texts = [
-        model.generate(ids, max_new_tokens=5, do_sample=False, use_cache=cached)
-        for cached in (True, False)
-    ]
-    assert torch.equal(*texts)
+    assert_same_without_a_cache(made("opt", tmp_path).load(), ids)
 
 
 @pytest.mark.parametrize("on_disk", ["model.decoder.embed_tokens", "lm_head", "model.decoder"])
 def test_disk_offload_gives_the_same(on_disk: str, tmp_path: Path) -> None:
-    found = made("opt", tmp_path)
-    resident = found.load()
-    leaves = [
-        name
-        for name, module in resident.named_modules()
-        if list(module.parameters(recurse=False)) and not name.startswith(on_disk)
-    ]
-    places = {**dict.fromkeys(leaves, "cpu"), on_disk: "disk"}
-    away = found.load(device_map=places, offload_folder=str(tmp_path / "offload"))
-    inputs = found.inputs()
-    for _ in range(2):
-        assert distance(outputs(away, inputs), outputs(resident, inputs)) <= 1e-6
+    assert_same_from_disk(made("opt", tmp_path), [on_disk], tmp_path / "offload")
 
 
 # ---------------------------------------------------------------- the fit
@@ -238,27 +230,23 @@ def test_words_that_occur_count_more(tmp_path: Path) -> None:
     data = calibration("bert")
     for batch in data.batches:
         batch["input_ids"] = batch["input_ids"] % 33
-    build("bert").save_pretrained(tmp_path / "dense")
-    errors = []
+    dense, errors = build("bert"), []
+    dense.save_pretrained(tmp_path / "dense")
     for name, source in (("free", "none"), ("aware", "builtin")):
-        chosen = Convert.model_validate(
-            {**ALONE, "embeddings": METHODS["svd"], "calibration": {"source": source}}
-        )
+        chosen = recipe(calibration={"source": source})
         folder = convert(
             str(tmp_path / "dense"), chosen, tmp_path / name, data=data if name == "aware" else None
         ).folder
-        entry = Artifact.open(folder).layers[0]
-        (table,) = tables(type(build("bert")).from_pretrained(folder))
-        dense = build("bert").get_submodule(entry.name).weight
-        wrong = (table.dense_weight() - dense).square().sum(1).detach()
+        weight = dense.get_submodule(Artifact.open(folder).layers[0].name).weight
+        (table,) = tables(type(dense).from_pretrained(folder))
+        wrong = (table.dense_weight() - weight).square().sum(1).detach()
         errors.append(float(wrong @ count_words(data, VOCAB, held_out=True)))
     assert errors[1] < 0.9 * errors[0]
 
 
 def test_the_fit_is_the_best_of_its_rank_in_the_norm_of_frequencies(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path)
-    chosen = Convert.model_validate({**ALONE, "embeddings": METHODS["svd"]})
-    (entry,) = make_plan(chosen, SourceModel.open(str(tmp_path))).embeddings
+    (entry,) = make_plan(recipe(), SourceModel.open(str(tmp_path))).embeddings
     weight, counts = randn(VOCAB, 32, seed=1), torch.arange(VOCAB).double()
     fitted = fit_table(entry, weight, counts, counts, torch.float64)
     scales = frequencies(counts).sqrt()[:, None]
@@ -270,20 +258,13 @@ def test_the_fit_is_the_best_of_its_rank_in_the_norm_of_frequencies(tmp_path: Pa
     assert fitted.errors["calibration"] == pytest.approx(float(tail / norm), rel=1e-6)
 
 
-def test_frequencies_leave_room_for_words_that_were_not_seen() -> None:
-    found = frequencies(torch.tensor([0.0, 1.0, 1.0, 6.0]))
-    assert found.sum() == pytest.approx(1.0)
-    assert found[0] == pytest.approx(0.25 / 4)  # two of eight words were seen once
-    assert found.min() > 0
-    assert torch.equal(frequencies(torch.zeros(4)), torch.full((4,), 0.25))
-    assert frequencies(torch.full((4,), 5.0)).min() > 0
-
-
 def test_words_never_seen_get_the_share_of_words_seen_once() -> None:
     """Good and Turing: 2 of 10 words read occurred once, so 0.2 of a text is spread over all 8."""
     found = frequencies(torch.tensor([3.0, 5.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]))
     wanted = [0.8 * share + 0.025 for share in (0.3, 0.5, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0)]
     assert found.tolist() == pytest.approx(wanted)
+    assert torch.equal(frequencies(torch.zeros(4)), torch.full((4,), 0.25))
+    assert frequencies(torch.full((4,), 5.0)).min() > 0  # where no word was seen once
 
 
 def test_counts_leave_padding_and_held_out_data_out() -> None:
@@ -316,19 +297,12 @@ def test_layers_are_fitted_to_what_the_rewritten_table_gives(tmp_path: Path) -> 
 
 
 def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: Any) -> None:
-    from tcompress.conversion import converter as running
-
     build("bert").save_pretrained(tmp_path / "dense")
-    chosen = Convert.model_validate(
-        {"method": {"name": "svd"}, "target": 0.5, "embeddings": METHODS["svd"]}
-    )
+    chosen = recipe(method={"name": "svd"}, target=0.5)
     options: dict[str, Any] = {"data": calibration("bert")}
 
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patched:
-        patched.setattr(running._Job, "_fit_blocks", stop)
+        patched.setattr(running._Job, "_fit_blocks", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
     monkeypatch.setattr(running, "fit_embeddings", None)  # nothing is fitted again
@@ -346,12 +320,8 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
     tensors = load_file(file)
     head = tensors["model.decoder.embed_tokens.weight"].clone()
     save_file({**tensors, "lm_head.weight": head if same else head + 1}, file, {"format": "pt"})
-    chosen = Convert.model_validate({**ALONE, "embeddings": METHODS["svd"]})
+    chosen = recipe(calibration={"source": "builtin" if aware else "none"})
     data = calibration("opt") if aware else None
-    if not aware:
-        chosen = chosen.model_copy(
-            update={"calibration": chosen.calibration.model_copy(update={"source": "none"})}
-        )
     if same:
         folder = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=data).folder
         stored = load_file(folder / "model.safetensors")
@@ -365,17 +335,15 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
 
 # Rewritten word embeddings: refusals, options, reports, the command line, healing
 @pytest.mark.parametrize(
-    ("family", "embeddings", "message"),
+    ("embeddings", "message"),
     [
-        ("bert", {"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
-        ("bert", {"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
+        ({"method": {"name": "svd", "rank": 32}}, "it would not shrink"),
+        ({"method": {"name": "svd"}, "target": 0.001}, "does not pay for rank 1"),
     ],
 )
-def test_refusals(family: str, embeddings: Any, message: str, tmp_path: Path) -> None:
-    build(family).save_pretrained(tmp_path)
-    chosen = Convert.model_validate({"method": None, "embeddings": embeddings})
+def test_refusals(embeddings: Any, message: str, sources: Callable[[str], SourceModel]) -> None:
     with pytest.raises(PlanError) as failed:
-        make_plan(chosen, SourceModel.open(str(tmp_path)))
+        make_plan(recipe(embeddings=embeddings), sources("bert"))
     assert message in failed.value.message
     assert "leave `embeddings` out" in (failed.value.hint or "")
 
@@ -388,47 +356,41 @@ def test_an_embedding_that_computes_more_is_refused(tmp_path: Path) -> None:
         pass
 
     source.keymap.model.get_submodule("bert.embeddings.word_embeddings").__class__ = Normed
-    chosen = Convert.model_validate({"method": None, "embeddings": METHODS["svd"]})
     with pytest.raises(PlanError, match="`Normed` computes more than a table does"):
-        make_plan(chosen, source)
+        make_plan(recipe(), source)
+
+
+RANKED = {"method": {"name": "svd", "rank": 4}}
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"),
+    ("given", "table", "wanted"),
     [
-        ({"embeddings": "svd"}, ("svd", 0.25, None)),
-        ({"embeddings": "svd", "target": 0.4}, ("svd", 0.4, "lprod")),
-        ({"embeddings": "tt", "embedding_target": 0.3, "method": "svd", "target": 0.5},
-         ("tt", 0.3, "svd")),
+        ({"embeddings": "svd"}, None, ("svd", None, 0.25, None)),
+        ({"embeddings": "svd", "target": 0.4}, None, ("svd", None, 0.4, "lprod")),
+        ({"embeddings": "tt", "embedding_target": 0.3, "method": "svd", "target": 0.5}, None,
+         ("tt", None, 0.3, "svd")),
+        # A target takes the place of the rank of a recipe, and `none` that of its embeddings.
+        ({"embedding_target": 0.3}, RANKED, ("svd", None, 0.3, None)),
+        ({"embeddings": "none", "method": "svd", "target": 0.5}, RANKED, (None, "svd")),
     ],
 )  # fmt: skip
-def test_options(given: dict[str, Any], wanted: tuple[Any, ...]) -> None:
-    made = conversion(given)
-    assert made.embeddings is not None
+def test_options(given: dict[str, Any], table: Any, wanted: tuple[Any, ...]) -> None:
+    said: Any = SimpleNamespace(convert=Convert(embeddings=table)) if table else None
+    made = conversion(given, said)
     method = None if made.method is None else made.method.name
-    assert (made.embeddings.method.name, made.embeddings.target, method) == wanted
+    if made.embeddings is None:
+        assert (None, method) == wanted
+    else:
+        own = made.embeddings.method
+        rank = getattr(own, "rank", None)
+        assert (own.name, rank, made.embeddings.target, method) == wanted
 
 
 def test_names_and_labels() -> None:
     made = conversion({"embeddings": "svd", "target": 0.4, "method": "svd"})
     assert made.label == "svd + embeddings"
     assert default_output("models/tiny", made) == "tiny-svd-40-words40"
-
-
-def test_none_takes_a_recipe_back() -> None:
-    recipe: Any = type("R", (), {"convert": Convert(embeddings=METHODS["svd"])})()
-    assert (
-        conversion({"embeddings": "none", "method": "svd", "target": 0.5}, recipe).embeddings
-        is None
-    )
-
-
-def test_a_target_takes_the_place_of_a_recipes_rank() -> None:
-    table = {"method": {"name": "svd", "rank": 4}}
-    recipe: Any = type("R", (), {"convert": Convert(embeddings=table)})()
-    found = conversion({"embedding_target": 0.3}, recipe).embeddings
-    assert found is not None
-    assert (found.target, found.method.rank) == (0.3, None)
 
 
 def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
@@ -448,29 +410,16 @@ def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
     assert plain.now - macs.now == head - entry.row_macs  # the tied head, and a lookup
 
 
-def test_from_the_command_line(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    save_tokenizer(tmp_path / "dense")
-    command = ["convert", tmp_path / "dense", "--embeddings", "svd", "--calib", "none"]
-    planned = run(*command, "--dry-run")
+def test_a_dry_run_names_the_table(tiny: Callable[[str], Path]) -> None:
+    planned = run("convert", tiny("bert"), "--embeddings", "svd", "--calib", "none", "--dry-run")
     assert planned.code == 0
     assert "word embedding" in planned.out
-    done = run(*command, "-o", tmp_path / "out")
-    assert done.code == 0
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    assert "word embedding" in card
-    assert "import tcompress" in card
-    wrong = run("convert", tmp_path / "dense", "--embeddings", "lprod", "-o", tmp_path / "not")
-    assert wrong.code == 2
-    assert not (tmp_path / "not").exists()
 
 
 def test_healing_trains_the_table(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "dense")
     save_tokenizer(tmp_path / "dense")
-    chosen = Convert.model_validate(
-        {**ALONE, "embeddings": METHODS["svd"], "calibration": {"source": "none"}}
-    )
+    chosen = recipe(calibration={"source": "none"})
     folder = convert(str(tmp_path / "dense"), chosen, tmp_path / "small").folder
     done = train(folder, tmp_path / "healed", data=texts(tmp_path), steps=12, learning_rate=3e-3)
     curve = [point.validation for point in done.facts.curve]

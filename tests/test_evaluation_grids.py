@@ -102,17 +102,14 @@ def test_volumes_of_one_class_have_no_area(tmp_path: Path) -> None:
     ],
 )
 def test_volumes_of_other_models(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = volume_file(tmp_path / "v.parquet")
     folder = grid_folder("tcompress_grid", tmp_path / "model", **options)
     with pytest.raises(DataError, match=message):
-        evaluate([folder], "volume-classification", volume_file(tmp_path / "v.parquet"))
-
-
-def test_texts_are_no_volumes_and_volumes_no_series(tmp_path: Path) -> None:
-    data = volume_file(tmp_path / "v.parquet")
+        evaluate([folder], "volume-classification", data)
+    with pytest.raises(DataError, match="which forecasts no series"):
+        evaluate([folder], "forecasting", data)
     with pytest.raises(DataError, match="which reads no volumes"):
         evaluate([classifier(tmp_path / "bert")], "volume-classification", data)
-    with pytest.raises(DataError, match="which forecasts no series"):
-        evaluate([grid_folder("tcompress_grid", tmp_path / "model")], "forecasting", data)
 
 
 def test_forecasts(tmp_path: Path) -> None:

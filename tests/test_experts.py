@@ -18,7 +18,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles import find_roles
-from tests.support.conversions import distance, outputs
+from tests.support.conversions import distance, load_whole, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 
 SVD = {"method": {"name": "svd"}, "target": 0.6}
@@ -37,6 +37,16 @@ def _thin(tiny: TinyModel) -> Any:
     return model
 
 
+def _converted(
+    dense: Any, folder: Path, data: CalibrationData | None = None, **changes: Any
+) -> Converted:
+    """Save a model as `<folder>/dense` and convert it to `<folder>/small`."""
+    dense.save_pretrained(folder / "dense")
+    source = {"source": "none" if data is None else "builtin"}
+    recipe = Convert.model_validate({"calibration": source, **SVD, **changes})
+    return convert(str(folder / "dense"), recipe, folder / "small", data=data)
+
+
 def _batches(layout: str, count: int) -> CalibrationData:
     drawn = [EXPERTS[layout].inputs(2, 6, seed) for seed in range(count)]
     return CalibrationData(drawn, [count - 1], "tiny", 2 * count, 12 * count, layout)
@@ -49,9 +59,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[nn.M
     def make(layout: str) -> tuple[nn.Module, Converted]:
         folder = tmp_path_factory.mktemp("experts")
         dense = _thin(EXPERTS[layout])
-        dense.save_pretrained(folder / "dense")
-        recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD})
-        return dense, convert(str(folder / "dense"), recipe, folder / "small")
+        return dense, _converted(dense, folder)
 
     return cache(make)
 
@@ -62,16 +70,14 @@ def test_rank_two_is_kept_through_loading_saving_and_exporting(
 ) -> None:
     dense, converted = made(layout)
     kind, inputs = type(dense), EXPERTS[layout].inputs(2, 6, 50)
-    model, info = kind.from_pretrained(converted.folder, output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
+    model = load_whole(kind, converted.folder)
     wanted = outputs(dense, inputs)
     assert distance(outputs(model, inputs), wanted) < 1e-4
     model.save_pretrained(tmp_path / "again")
     again = kind.from_pretrained(tmp_path / "again")
     assert distance(outputs(again, inputs), outputs(model, inputs)) == 0
     exporting.export_dense(converted.folder, tmp_path / "dense")
-    exported, info = kind.from_pretrained(tmp_path / "dense", output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
+    exported = load_whole(kind, tmp_path / "dense")
     assert distance(outputs(exported, inputs), wanted) < 1e-4
 
 
@@ -109,13 +115,8 @@ SIZED = ("shared expert", "list", "one product for all")
     ("layout", "by_loss"), [*((name, False) for name in EXPERTS), *((name, True) for name in SIZED)]
 )
 def test_a_few_tokens_suffice(layout: str, by_loss: bool, tmp_path: Path) -> None:
-    dense: Any = EXPERTS[layout].build()
-    dense.save_pretrained(tmp_path / "dense")
-    chosen = {**SVD, "allocation": "loss" if by_loss else "uniform"}
-    recipe = Convert.model_validate({"calibration": {"source": "builtin"}, **chosen})
-    converted = convert(
-        str(tmp_path / "dense"), recipe, tmp_path / "small", data=_batches(layout, 2)
-    )
+    dense, allocation = EXPERTS[layout].build(), "loss" if by_loss else "uniform"
+    converted = _converted(dense, tmp_path, _batches(layout, 2), allocation=allocation)
     model = type(dense).from_pretrained(converted.folder)
     assert all(
         bool(torch.isfinite(item).all()) for item in outputs(model, _batches(layout, 1).batches[0])
@@ -129,15 +130,12 @@ def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
     layout: str, only: str, tmp_path: Path
 ) -> None:
     """Transformers stores the experts of these families one by one."""
-    dense: Any = _thin(EXPERTS[layout])
-    dense.save_pretrained(tmp_path / "dense")
-    recipe = Convert.model_validate({"calibration": {"source": "none"}, **SVD, "only": [only]})
-    converted = convert(str(tmp_path / "dense"), recipe, tmp_path / "small")
+    dense = _thin(EXPERTS[layout])
+    converted = _converted(dense, tmp_path, only=[only])
     assert any(entry.experts for entry in converted.manifest.plan.layers)
     model = type(dense).from_pretrained(converted.folder)
     model.save_pretrained(tmp_path / "again")
-    again, info = type(dense).from_pretrained(tmp_path / "again", output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
+    again = load_whole(type(dense), tmp_path / "again")
     inputs = EXPERTS[layout].inputs(2, 6, 50)
     assert distance(outputs(again, inputs), outputs(dense, inputs)) < 1e-4
 
@@ -145,17 +143,13 @@ def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
 @pytest.mark.parametrize("layout", ["chunked", "transposed, biased, interleaved"])
 def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Path) -> None:
     dense: Any = EXPERTS[layout].build()
-    dense.save_pretrained(tmp_path / "dense")
-    errors: dict[str, float] = {}
-    for source in ("none", "builtin"):
-        recipe = Convert.model_validate({"calibration": {"source": source}, **SVD, "target": 0.5})
-        data = _batches(layout, 8) if source == "builtin" else None
-        converted = convert(str(tmp_path / "dense"), recipe, tmp_path / source, data=data)
+    errors = []
+    for data in (None, _batches(layout, 8)):
+        converted = _converted(dense, tmp_path / str(len(errors)), data, target=0.5)
         model: Any = type(dense).from_pretrained(converted.folder)
-        errors[source] = sum(
-            _change(dense, model, EXPERTS[layout].inputs(2, 6, seed)) for seed in range(4)
-        )
-    assert errors["builtin"] < errors["none"]
+        drawn = [EXPERTS[layout].inputs(2, 6, seed) for seed in range(4)]
+        errors.append(sum(_change(dense, model, inputs) for inputs in drawn))
+    assert errors[1] < errors[0]
 
 
 def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:

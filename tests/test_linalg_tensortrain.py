@@ -2,10 +2,8 @@
 
 import math
 from itertools import pairwise
-from threading import Thread
 
 import pytest
-import tensorly
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -309,15 +307,6 @@ def test_padding_is_zero_and_cut_off() -> None:
 def test_what_cannot_be_decomposed() -> None:
     with pytest.raises(FitError, match="NaN or infinity"):
         tt_svd(torch.full((12, 20), math.nan), (4, 5), (3, 4), [2])
-
-
-def test_tensorly_keeps_its_backend() -> None:
-    seen = []
-    tt_svd(randn(4, 4), (2, 2), (2, 2), [2])
-    thread = Thread(target=lambda: seen.append(tensorly.get_backend()))
-    thread.start()
-    thread.join()
-    assert [tensorly.get_backend(), *seen] == ["numpy", "numpy"]
 
 
 @shapes

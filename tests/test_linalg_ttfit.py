@@ -35,6 +35,12 @@ def spd(size: int, decades: float, seed: int) -> Tensor:
     return (basis * torch.logspace(0, -decades, size, dtype=torch.float64)) @ basis.T
 
 
+def until_solved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let steps within a fit go on until they change nothing."""
+    for name, value in (("STEPS", 300), ("CURVED_STEPS", 300), ("ENOUGH", 1e-24)):
+        monkeypatch.setattr(ttfit, name, value)
+
+
 class Setting:
     """A weight, its moments and where a fit starts."""
 
@@ -94,9 +100,7 @@ def test_one_update_is_the_least_squares_optimum(
     case: str, curved: bool, n: int, side: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ttfit, "SIDE", side)
-    monkeypatch.setattr(ttfit, "STEPS", 300)
-    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
-    monkeypatch.setattr(ttfit, "ENOUGH", 1e-22)
+    until_solved(monkeypatch)
     s = Setting(case, curved)
     left, core, right = s.around(n % len(s.cores))
     design = s.images(left, core, right)
@@ -145,9 +149,7 @@ def test_gradients_and_factors_find_the_same_fit(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     s = Setting(case, curved=False, decades=1)
-    monkeypatch.setattr(ttfit, "STEPS", 300)
-    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
-    monkeypatch.setattr(ttfit, "ENOUGH", 1e-24)
+    until_solved(monkeypatch)
     factored = tt_to_matrix(s.fit(sweeps=2))[:OUT, :IN]
     monkeypatch.setattr(ttfit, "normal_matrix", None)  # must not be called
     monkeypatch.setattr(ttfit, "SIDE", 0)
@@ -161,9 +163,7 @@ def test_gradients_and_factors_find_the_same_fit(
 def test_few_steps_come_close(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     s = Setting(case, curved=True, decades=3)
     few = s.loss(s.fit())
-    monkeypatch.setattr(ttfit, "STEPS", 300)
-    monkeypatch.setattr(ttfit, "CURVED_STEPS", 300)
-    monkeypatch.setattr(ttfit, "ENOUGH", 1e-24)
+    until_solved(monkeypatch)
     start, most = s.loss(s.cores), s.loss(s.fit())
     assert start - few > 0.999 * (start - most)
 

@@ -23,7 +23,7 @@ from tcompress.data.encoding import (
     image_reader,
     plain_reader,
 )
-from tcompress.data.examples import Needs, hash_of, load_examples
+from tcompress.data.examples import Needs, load_examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
     SERIES,
@@ -36,7 +36,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, opened
+from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, hash_of, opened
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tcompress.data.tables import (
     Table,
     check_column,
     content,
+    hash_of,
     kinds_of,
     opened,
     text_columns,
@@ -295,14 +295,6 @@ def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> 
     digest = hash_of(contents)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
-
-
-def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
-    """Hashes contents (SHA-256), one after another, each with its length; may go on with a hash."""
-    digest = digest or hashlib.sha256()
-    for item in contents:
-        digest.update(f"{len(item)} ".encode() + item)
-    return digest
 
 
 def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError:

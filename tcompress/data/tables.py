@@ -277,6 +277,14 @@ def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str |
             return
 
 
+def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
+    """Hashes contents (SHA-256), one after another, each with its length; may go on with a hash."""
+    digest = digest or hashlib.sha256()
+    for item in contents:
+        digest.update(f"{len(item)} ".encode() + item)
+    return digest
+
+
 def content(cell: Any) -> str | bytes | None:
     """Give a cell's text or the bytes of its picture; None if it is empty."""
     if isinstance(cell, dict):

@@ -20,7 +20,6 @@ from tcompress.data.examples import (
     by_name,
     check_columns,
     doubts,
-    hash_of,
     label_names,
     load_examples,
 )
@@ -35,7 +34,15 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
-from tcompress.data.tables import Kind, columns_of, draw_cells, kinds_of, opened, with_derived
+from tcompress.data.tables import (
+    Kind,
+    columns_of,
+    draw_cells,
+    hash_of,
+    kinds_of,
+    opened,
+    with_derived,
+)
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel

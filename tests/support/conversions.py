@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,10 +61,9 @@ class Made:
     def plan(self) -> Plan:
         return self.converted.manifest.plan
 
-    def load(self, **options: Any) -> nn.Module:
-        """Load the converted model with the class of the dense one."""
-        model: nn.Module = type(self.dense).from_pretrained(self.folder, **options)
-        return model
+    def load(self, folder: Path | None = None, **options: Any) -> Any:
+        """Load the converted model, or a folder made of it, with the class of the dense one."""
+        return type(self.dense).from_pretrained(folder or self.folder, **options)  # type: ignore[attr-defined]
 
     def inputs(self, seed: int = 50) -> dict[str, Tensor]:
         return TINY[self.family].inputs(2, 8, seed)
@@ -175,10 +174,46 @@ def densified(model: nn.Module, dense: nn.Module) -> nn.Module:
     return dense
 
 
+def load_whole(kind: type[nn.Module], folder: Path) -> Any:
+    """Load a model whose checkpoint must fit: nothing is missing, and nothing is left over."""
+    model, info = kind.from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
+    assert {name: found for name, found in info.items() if found} == {}
+    return model
+
+
+def assert_same_without_a_cache(model: Any, ids: Tensor, tokens: int = 6) -> None:
+    """Generating with a cache gives the tokens that generating without one does."""
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    cached, plain = (
+        model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=flag, **options)
+        for flag in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    assert cached.shape[1] == tokens + (1 if model.config.is_encoder_decoder else ids.shape[1])
+
+
+def assert_same_from_disk(made: Made, on_disk: Sequence[str], offload_folder: Path) -> nn.Module:
+    """Load with modules, and all below them, on disk: results are those of the resident model."""
+    resident = made.load()
+    owners = [name for name, module in resident.named_modules() if owns_tensors(name, module)]
+    here = [name for name in owners if not name.startswith(tuple(on_disk))]
+    places = {**dict.fromkeys(here, "cpu"), **dict.fromkeys(on_disk, "disk")}
+    model: nn.Module = made.load(device_map=places, offload_folder=offload_folder)
+    for seed in (1, 2):
+        inputs = made.inputs(seed)
+        assert distance(outputs(model, inputs), outputs(resident, inputs)) <= 1e-6
+    return model
+
+
+def owns_tensors(name: str, module: nn.Module) -> bool:
+    """Whether a module has tensors of its own; parts of structured ones go with their owner."""
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    return bool(own) and ".tc_" not in name
+
+
 def assert_wired(made: Made) -> nn.Module:
     """Load a conversion, whose checkpoint must fit; its results are those of its dense form."""
-    model, info = type(made.dense).from_pretrained(made.folder, output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
+    model: nn.Module = load_whole(type(made.dense), made.folder)
     assert len(structured(model)) == len(made.plan.entries)
     inputs = made.inputs()
     assert distance(outputs(model, inputs), outputs(densified(model, made.dense), inputs)) <= 1e-4

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +35,18 @@ def _deeper(options: Mapping[str, Any], blocks: int) -> dict[str, Any]:
         else value
         for key, value in options.items()
     }
+
+
+def idle_llama(folder: Path, blocks: int = 5, idle: Sequence[int] = (1, 3)) -> Any:
+    """Write a language model of which some blocks hand on what they read; gives the model."""
+    model: Any = deep("llama", blocks).build()
+    with torch.no_grad():
+        for index in idle:
+            block = model.model.layers[index]
+            block.self_attn.o_proj.weight.zero_()
+            block.mlp.down_proj.weight.zero_()
+    model.save_pretrained(folder)
+    return model
 
 
 def stacks(model: nn.Module) -> list[str]:

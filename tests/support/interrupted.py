@@ -180,6 +180,17 @@ def convert_again(source: Path, output: Path, aware: bool, force: bool, swaps: b
         run(source, output, aware, force=force)
 
 
+def until_killed(work: Callable[..., object], *args: Any) -> None:
+    """Run a function of a module in another process, which must die."""
+    # A process that forks from a fresh one inherits no threads, and imports only once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(MODULES)
+    process = context.Process(target=work, args=args)
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+
+
 def convert_until_killed(
     source: Path, recipe: Convert, output: Path, family: str | None, moment: tuple[str, int] | str
 ) -> None:
@@ -188,13 +199,7 @@ def convert_until_killed(
     The moment is a stage and a number of steps in it, or a function at whose call to die; if a
     family is given, its inputs are calibrated on.
     """
-    # A process that forks from a fresh one inherits no threads, and imports only once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(MODULES)
-    process = context.Process(target=_run, args=(source, recipe, output, family, moment))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    until_killed(_run, source, recipe, output, family, moment)
 
 
 def _run(

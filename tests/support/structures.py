@@ -24,14 +24,10 @@ from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tcompress.structures.tt import TTLayout
 from tcompress.structures.tucker import TuckerLayout
+from tests.support.numerics import randn
 
 Stored = Mapping[str, Tensor]  # tensors of one term by name: `slices`, `in.generators`, `bank.u`
 NO_BANK: Stored = {}
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Seeded float64 normal numbers."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 # ---------------------------------------------------------------- dense references

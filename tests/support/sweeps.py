@@ -1,7 +1,6 @@
 """Sweeps of a tiny model, and counts of what they do."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tcompress.evaluation.scores import Baseline, ModelScores
 from tcompress.models import SourceModel
 from tcompress.options import Evaluate, Recipe
 from tcompress.sweeps import Swept, sweep
-from tests.support.evaluation import headed, loaded, one_thread, rows_file
+from tests.support.evaluation import headed, loaded, rows_file
 from tests.support.model_folders import sentences, text_file
 
 STS: dict[str, Any] = {"task": "sts", "data": "pairs.jsonl", "bootstrap": 50}
@@ -38,14 +37,9 @@ def sweep_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def sweep_folder(
-    sweep_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+def sweep_folder(sweep_models: Path, tmp_path: Path, own_folder: None, one_thread: None) -> None:
     """Works in a folder with a model, sentences and pairs."""
     shutil.copytree(sweep_models, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    with one_thread():
-        yield
 
 
 def agreeable_pairs(path: Path, model: Path, count: int) -> None:

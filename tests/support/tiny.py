@@ -55,7 +55,7 @@ class TinyModel:
     options: Mapping[str, Any]
     needs: tuple[str, ...] = ("text",)
 
-    def build(self, seed: int = 0) -> nn.Module:
+    def build(self, seed: int = 0) -> Any:
         """Build the model in evaluation mode with weights that depend on the seed only."""
         config = named(self.config)(**self.options)
         with torch.random.fork_rng(devices=[]):
@@ -89,7 +89,7 @@ def named(name: str) -> Any:
     )
 
 
-def build(family: str, seed: int = 0) -> nn.Module:
+def build(family: str, seed: int = 0) -> Any:
     """Build the tiny model of a family, see `TinyModel.build`."""
     return TINY[family].build(seed)
 

@@ -2,8 +2,6 @@
 
 import hashlib
 import io
-import multiprocessing
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from tcompress.training.setup import set_up
 from tcompress.training.teacher import find_teacher
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
-from tests.support.interrupted import die
+from tests.support.interrupted import die, until_killed
 from tests.support.model_folders import (
     model_folder,
     save_processor,
@@ -83,27 +81,30 @@ def texts(folder: Path, count: int = 40) -> dict[str, Any]:
     return {"source": [text_file(folder / "texts.txt", sentences(count))]}
 
 
-def pictures(folder: Path, count: int = 10) -> Path:
-    """Write small pictures of noise into a new folder."""
+def _noise(rng: np.random.Generator) -> Any:
+    """A small picture of noise."""
     from PIL import Image
 
+    return Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8))
+
+
+def pictures(folder: Path, count: int = 10) -> Path:
+    """Write small pictures of noise into a new folder."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     for index in range(count):
-        pixels = rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{index}.png")
+        _noise(rng).save(folder / f"{index}.png")
     return folder
 
 
 def picture_rows(path: Path, count: int = 12, classes: int = 2) -> Path:
     """Write small pictures and labels as a table."""
     import pandas as pd
-    from PIL import Image
 
     rng, cells = np.random.default_rng(0), []
     for _ in range(count):
         content = io.BytesIO()
-        Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(content, "PNG")
+        _noise(rng).save(content, "PNG")
         cells.append({"bytes": content.getvalue(), "path": None})
     frame = pd.DataFrame({"image": cells, "label": [index % classes for index in range(count)]})
     frame.to_parquet(path)
@@ -199,13 +200,7 @@ def batch_of(losses: Losses, size: int = 6) -> dict[str, Tensor]:
 
 def train_until_killed(model: Path, output: Path, moment: int | str, **changes: Any) -> None:
     """Train in another process, which must die after a step or at the call of a function."""
-    # A process that forks from a fresh one inherits no threads, and imports only once.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.training"])
-    process = context.Process(target=_train_and_die, args=(model, output, moment, changes))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    until_killed(_train_and_die, model, output, moment, changes)
 
 
 def _train_and_die(model: Path, output: Path, moment: int | str, changes: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from tcompress.cli.finetune import settings_of as finetune_settings
 from tcompress.cli.flags import flagged
 from tcompress.cli.sweep import recipe_of as sweep_recipe
 from tcompress.cli.sweep import sweep
-from tcompress.options import Convert, Finetune, Recipe, choose
+from tcompress.options import Convert, Finetune, Recipe, choose, parse_recipe
 
 _ON = ("trials", "keep_models")  # by default
 _FLAGS = {"changes": "--set", "learning_rate": "--lr"}
@@ -50,6 +50,13 @@ def conversion(options: Mapping[str, Any], recipe: Recipe | None = None) -> Conv
     made = bound(convert, "m", *arguments_of(options))
     said, structure = made["said"], made["call"].structure
     return choose.conversion(said.values(), recipe, structure=structure, typed=said)
+
+
+def conversion_changes(text: str | None = None, **options: Any) -> dict[str, Any]:
+    """What options of `convert` make of the text of a recipe, less what are defaults."""
+    recipe = None if text is None else parse_recipe(text, "test.yaml")
+    found = conversion(options, recipe).model_dump(exclude_defaults=True)
+    return {name: value for name, value in found.items() if (name, value) != ("calibration", {})}
 
 
 def settings_of(options: Mapping[str, Any]) -> Finetune:

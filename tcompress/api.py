@@ -53,7 +53,7 @@ def convert(
     method: str | Mapping[str, Any] | None = None,
     output: str | Path | None = None,
     recipe: str | Convert | None = None,
-    calibration: str | Mapping[str, Any] | None = None,
+    calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     force: bool = False,
     revision: str | None = None,
     token: str | None = None,
@@ -70,7 +70,7 @@ def convert(
             where blocks are dropped or embeddings rewritten and nothing is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
-        calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
+        calibration: `builtin`, `none`, a file or a dataset id, or a list; or all options of it.
         force: Replace a folder that is not empty.
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
@@ -145,7 +145,7 @@ def sweep(
     keep_models: bool = True,
     output: str | Path | None = None,
     recipe: str | Recipe | None = None,
-    calibration: str | Mapping[str, Any] | None = None,
+    calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     force: bool = False,
     revision: str | None = None,
     token: str | None = None,
@@ -168,7 +168,7 @@ def sweep(
         keep_models: Whether models are kept once they are measured.
         output: Folder to write; default the model's name and `-sweep`.
         recipe: A recipe with `sweep` instead of the other options: name, file, or `Recipe`.
-        calibration: `builtin`, `none`, a file or a dataset id; or all options of it.
+        calibration: `builtin`, `none`, a file or a dataset id, or a list; or all options of it.
         force: Do all cells again, also in a folder that holds something else.
         revision: Branch, tag or commit on the hub.
         token: Access token for the hub.
@@ -286,7 +286,7 @@ def plan(
     *,
     method: str | Mapping[str, Any] | None = None,
     recipe: str | Convert | None = None,
-    calibration: str | Mapping[str, Any] | None = None,
+    calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
     revision: str | None = None,
     token: str | None = None,
     **options: Any,
@@ -314,7 +314,7 @@ def _opened(
 def _conversion(
     recipe: str | Convert | None,
     method: str | Mapping[str, Any] | None,
-    calibration: str | Mapping[str, Any] | None,
+    calibration: str | Sequence[str] | Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Convert:
     _refuse_beside(recipe, method=method, calibration=calibration, **options)
@@ -330,8 +330,8 @@ def _conversion(
     if said["method"].get("name") in replacement_names():
         said |= {"attention": said["method"], "method": {}}
     if calibration is not None:
-        source = isinstance(calibration, str | Path)
-        said["calibration"] = as_plain({"source": calibration} if source else calibration)
+        options_of = calibration if isinstance(calibration, Mapping) else {"source": calibration}
+        said["calibration"] = as_plain(options_of)
     for name, value in as_plain(given).items():
         section = _section(said, structure, name)
         (said if section is None else said.setdefault(section, {}))[name] = value

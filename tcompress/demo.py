@@ -141,7 +141,8 @@ def run_demo(
     converted: list[DemoRow] = []
     healed: list[DemoRow] = []
     for variant in variants:
-        calibration = Calibration(source=str(stories) if variant.calibrated else "none")
+        texts = (str(stories),) if variant.calibrated else ("none",)
+        calibration = Calibration(source=texts, samples=len(fitting))
         recipe = Convert(**variant.options, calibration=calibration)
         done = convert(str(data.model), recipe, output / variant.folder)
         if not dense:

@@ -98,7 +98,7 @@ def run_recipe(
 
 def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
     """Lists the names of all data that a recipe reads in the stages that are still to be done."""
-    names = [recipe.convert.calibration.source] if converts else []
+    names = [*recipe.convert.calibration.source] if converts else []
     if recipe.finetune is not None and trains:
         data = recipe.finetune.data
         names += [*data.source, *([] if data.validation is None else [data.validation])]

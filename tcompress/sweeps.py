@@ -398,7 +398,7 @@ class _Sweep:
         """The models of a cell: as converted and, if it is trained, as trained."""
         convert, finetune = cell.recipe.convert, cell.recipe.finetune
         weights, data = self.dense.identity, convert.calibration.source
-        identity = identity_of(weights, convert, data)
+        identity = identity_of(weights, convert, *data)
         models = [self._model(cell.name, identity)]
         if finetune is not None:
             named = [*finetune.data.source, finetune.data.validation or "", finetune.teacher]

@@ -74,7 +74,7 @@ def test_clips_are_made_up_and_not_read(tmp_path: Path) -> None:
     assert not torch.equal(first[0], first[1])  # things move
     source.model_class.from_pretrained(tmp_path / "model")(**data.batches[0])
     with pytest.raises(DataError, match="takes clips, which cannot be read from"):
-        load_batches(source, Calibration(source="pictures"))
+        load_batches(source, Calibration(samples=500, source="pictures"))
     with pytest.raises(DataError, match="takes clips, which cannot be trained on yet"):
         load_data(source, TrainingData(source=["builtin"]), None, 0)
     (times,) = bench(
@@ -96,7 +96,7 @@ def test_volumes_and_series_are_drawn_from_files(tmp_path: Path) -> None:
         assert next(iter(data.batches[0].values())).shape[1:] == shape
     other = grid_folder("tcompress_grid", tmp_path / "other", input_size=(8, 8, 8))
     with pytest.raises(DataError, match=r"inputs of shape \(1, 8, 8, 4\), the model takes"):
-        load_batches(SourceModel.open(str(other)), Calibration(source=str(volumes)))
+        load_batches(SourceModel.open(str(other)), Calibration(samples=500, source=str(volumes)))
 
 
 def test_padding_is_on_the_right_and_masked(bert: SourceModel, tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_decoder_reads_the_text_shifted_right(
     """A start token that the text begins with is not doubled."""
     source = SourceModel.open(str(model_folder(family, tmp_path / family)))
     file = text_file(tmp_path / "texts.txt", ["red fox", "the old stone"])
-    for batch in load_batches(source, Calibration(source=file)).batches:
+    for batch in load_batches(source, Calibration(samples=500, source=file)).batches:
         ids = batch["input_ids"]
         before = torch.tensor(start, dtype=ids.dtype).expand(len(ids), -1)
         shifted = torch.cat([before, ids], 1)[:, : ids.shape[1]]
@@ -155,7 +155,7 @@ def test_drawing_is_repeatable_and_follows_the_seed(bert: SourceModel) -> None:
 def test_the_batch_size_changes_no_sample(bert: SourceModel, tmp_path: Path) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(60))
     small, large = (
-        load_batches(bert, Calibration(source=file, batch_size=size, holdout=0.2))
+        load_batches(bert, Calibration(samples=500, source=file, batch_size=size, holdout=0.2))
         for size in (3, 16)
     )
     assert small.fingerprint == large.fingerprint
@@ -168,13 +168,13 @@ def test_samples_of_like_length_go_together_and_all_lengths_are_held_out(
     bert: SourceModel, tmp_path: Path
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(140))
-    data = load_batches(bert, Calibration(source=file, holdout=0.2, batch_size=10))
+    data = load_batches(bert, Calibration(samples=500, source=file, holdout=0.2, batch_size=10))
     held = [len(row) for row in rows(data, data.holdout)]
     everything = [len(row) for row in rows(data)]
     assert len(held) == 28
     assert {min(held), max(held)} == {min(everything), max(everything)}
     assert np.mean(held) == pytest.approx(np.mean(everything), rel=0.05)
-    data = load_batches(bert, Calibration(source=file, batch_size=10))
+    data = load_batches(bert, Calibration(samples=500, source=file, batch_size=10))
     assert data.tokens > 0.9 * sum(batch["input_ids"].numel() for batch in data.batches)
 
 
@@ -183,13 +183,15 @@ def test_few_samples_are_split_all_the_same(
     count: int, batches: int, holdout: list[int], bert: SourceModel, tmp_path: Path
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(count))
-    data = load_batches(bert, Calibration(source=file))
+    data = load_batches(bert, Calibration(samples=500, source=file))
     assert (len(data.batches), data.holdout, data.samples) == (batches, holdout, count)
 
 
 def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -> None:
     texts = ["red fox", "", "   ", "red fox ", "stone bridge", "red fox"]
-    data = load_batches(bert, Calibration(source=text_file(tmp_path / "texts.txt", texts)))
+    data = load_batches(
+        bert, Calibration(samples=500, source=text_file(tmp_path / "texts.txt", texts))
+    )
     assert data.samples == 2
 
 
@@ -214,7 +216,7 @@ def test_texts_are_cut_at_the_smallest_limit(
     save_tokenizer(folder, **options)
     source = SourceModel.open(str(folder))
     file = text_file(tmp_path / "texts.txt", ["fox " * 200, "stone " * 200])
-    data = load_batches(source, Calibration(source=file, max_length=max_length))
+    data = load_batches(source, Calibration(samples=500, source=file, max_length=max_length))
     assert {batch["input_ids"].shape[1] for batch in data.batches} == {expected}
     model = source.model_class.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -228,7 +230,9 @@ def test_a_model_without_padding_token_is_padded_with_a_known_one(
     folder = model_folder("gpt2", tmp_path / "model", tokenizer=False)
     save_tokenizer(folder, start=False, pad_token=pad)
     file = text_file(tmp_path / "texts.txt", ["fox", "fox runs over", "tree"])
-    data = load_batches(SourceModel.open(str(folder)), Calibration(source=file, holdout=0.3))
+    data = load_batches(
+        SourceModel.open(str(folder)), Calibration(samples=500, source=file, holdout=0.3)
+    )
     batch = data.batches[0]
     masks = batch["attention_mask"].sum(1).tolist()
     assert masks == [3, 1]
@@ -250,7 +254,7 @@ def test_a_foreign_tokenizer_is_noticed(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = text_file(tmp_path / "texts.txt", ["one newword"])
     with pytest.raises(DataError, match=f"gives token {VOCAB} for `one newword`"):
-        load_batches(SourceModel.open(str(folder)), Calibration(source=file))
+        load_batches(SourceModel.open(str(folder)), Calibration(samples=500, source=file))
 
 
 def test_a_tokenizer_that_gives_nothing_is_noticed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, spe
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration
+from tcompress.options.convert_options import FEWEST
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -54,8 +55,10 @@ def test_every_format_gives_the_same(kind: str, bert: SourceModel, tmp_path: Pat
     frame = pd.DataFrame({"id": range(12), "text": texts, "label": ["good", "bad"] * 6})
     file = tmp_path / f"data [1].{kind}"
     WRITERS[kind](file, frame)
-    data = load_batches(bert, Calibration(source=str(file)))
-    plain = load_batches(bert, Calibration(source=text_file(tmp_path / "texts.txt", texts)))
+    data = load_batches(bert, Calibration(samples=500, source=str(file)))
+    plain = load_batches(
+        bert, Calibration(samples=500, source=text_file(tmp_path / "texts.txt", texts))
+    )
     assert data.name == f"data [1].{kind}:text"
     assert plain.name == "texts.txt"
     assert data.fingerprint == plain.fingerprint
@@ -74,7 +77,7 @@ def test_both_sentences_of_a_pair_are_samples(bert: SourceModel, tmp_path: Path)
         }
     )
     frame.to_parquet(tmp_path / "pairs.parquet")
-    data = load_batches(bert, Calibration(source=str(tmp_path / "pairs.parquet")))
+    data = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "pairs.parquet")))
     assert data.name == "pairs.parquet:premise,hypothesis"
     assert data.samples == 40
 
@@ -82,7 +85,7 @@ def test_both_sentences_of_a_pair_are_samples(bert: SourceModel, tmp_path: Path)
 def test_named_columns_are_used_whatever_they_hold(bert: SourceModel, tmp_path: Path) -> None:
     frame = pd.DataFrame({"text": sentences(6), "word": WORDS[:6]})
     frame.to_csv(tmp_path / "words.csv", index=False)
-    options = Calibration(source=str(tmp_path / "words.csv"), columns=("word",))
+    options = Calibration(samples=500, source=str(tmp_path / "words.csv"), columns=("word",))
     data = load_batches(bert, options)
     assert data.name == "words.csv:word"
     assert data.tokens == 6 * 3
@@ -94,21 +97,23 @@ def test_a_folder_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
     (folder / "README.md").write_text("# Data\n")
     pd.DataFrame({"text": sentences(9)}).to_parquet(folder / "train.parquet")
     pd.DataFrame({"text": sentences(4)}).to_parquet(folder / "test.parquet")
-    assert load_batches(bert, Calibration(source=str(folder))).samples == 9
-    assert load_batches(bert, Calibration(source=str(folder), split="test")).samples == 4
+    assert load_batches(bert, Calibration(samples=500, source=str(folder))).samples == 9
+    assert (
+        load_batches(bert, Calibration(samples=500, source=str(folder), split="test")).samples == 4
+    )
     with pytest.raises(DataError, match=r"no such split .*'train', 'test'"):
-        load_batches(bert, Calibration(source=str(folder), split="dev"))
+        load_batches(bert, Calibration(samples=500, source=str(folder), split="dev"))
 
 
 def test_a_data_set_saved_to_disk_is_read(bert: SourceModel, tmp_path: Path) -> None:
     found = datasets.Dataset.from_dict({"text": sentences(9)})
     found.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"dev": found}).save_to_disk(str(tmp_path / "more"))
-    one = load_batches(bert, Calibration(source=str(tmp_path / "one")))
-    more = load_batches(bert, Calibration(source=str(tmp_path / "more"), split="dev"))
+    one = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "one")))
+    more = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "more"), split="dev"))
     assert one.fingerprint == more.fingerprint
     with pytest.raises(DataError, match="no such split"):
-        load_batches(bert, Calibration(source=str(tmp_path / "more")))
+        load_batches(bert, Calibration(samples=500, source=str(tmp_path / "more")))
 
 
 def test_nothing_is_left_behind(
@@ -121,7 +126,7 @@ def test_nothing_is_left_behind(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     file = text_file(tmp_path / "texts.txt", sentences(9))
     before = datasets.logging.get_verbosity()
-    load_batches(bert, Calibration(source=file))
+    load_batches(bert, Calibration(samples=500, source=file))
     assert [*(tmp_path / "temporary").iterdir(), *(tmp_path / "cache").iterdir()] == []
     assert datasets.logging.get_verbosity() == before
     assert not datasets.utils.are_progress_bars_disabled()
@@ -147,7 +152,7 @@ def test_unusable_files_are_explained(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load_batches(bert, Calibration(source=str(tmp_path / name)))
+        load_batches(bert, Calibration(samples=500, source=str(tmp_path / name)))
     assert caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -160,28 +165,28 @@ def test_a_missing_file_lists_what_is_there(
     monkeypatch.chdir(tmp_path)
     for name in ("sub/trian.txt", str(tmp_path / "sub" / "tran.txt"), "sub/train.text"):
         with pytest.raises(DataError, match=r"holds `train\.txt`") as caught:
-            load_batches(bert, Calibration(source=name))
+            load_batches(bert, Calibration(samples=500, source=name))
         assert caught.value.hint == "did you mean `train.txt`"
     for name in ("texts.csv", ""):
         with pytest.raises(DataError, match=r"there is no file|name .* is empty"):
-            load_batches(bert, Calibration(source=name))
+            load_batches(bert, Calibration(samples=500, source=name))
 
 
 def test_a_folder_without_data_is_refused(bert: SourceModel, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "notes.md").touch()
     with pytest.raises(DataError, match=r"has no data files; it holds `notes\.md`"):
-        load_batches(bert, Calibration(source=str(tmp_path / "docs")))
+        load_batches(bert, Calibration(samples=500, source=str(tmp_path / "docs")))
 
 
 def test_named_columns_are_checked(bert: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     pd.DataFrame({"sentence": sentences(3), "label": [0, 1, 0]}).to_csv(file, index=False)
     with pytest.raises(DataError, match="has no column `sentense`") as caught:
-        load_batches(bert, Calibration(source=str(file), columns=("sentense",)))
+        load_batches(bert, Calibration(samples=500, source=str(file), columns=("sentense",)))
     assert caught.value.hint == "did you mean `sentence`"
     with pytest.raises(DataError, match="holds int64, but `BertForMaskedLM` takes text"):
-        load_batches(bert, Calibration(source=str(file), columns=("label",)))
+        load_batches(bert, Calibration(samples=500, source=str(file), columns=("label",)))
 
 
 # Data of the hub
@@ -190,8 +195,8 @@ def test_a_hub_data_set_is_asked_for_split_and_configuration(
 ) -> None:
     load_dataset = Mock(return_value=datasets.Dataset.from_dict({"text": sentences(5)}))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = load_batches(bert, Calibration(source="owner/name", split="train[:5]"))
-    load_batches(bert, Calibration(source="name:config"))
+    data = load_batches(bert, Calibration(samples=500, source="owner/name", split="train[:5]"))
+    load_batches(bert, Calibration(samples=500, source="name:config"))
     assert data.name == "owner/name:text"
     asked = [call("owner/name", None, split="train[:5]"), call("name", "config", split="train")]
     assert load_dataset.call_args_list == asked
@@ -211,7 +216,7 @@ def test_failures_of_the_hub_are_explained(
 ) -> None:
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(DataError, match=message) as caught:
-        load_batches(bert, Calibration(source="owner/name"))
+        load_batches(bert, Calibration(samples=500, source="owner/name"))
     assert caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -289,22 +294,22 @@ def test_a_model_of_the_other_kind_is_refused(
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(3))
     with pytest.raises(DataError, match=r"takes images, but no column of `texts.txt`"):
-        load_batches(vit, Calibration(source=file))
+        load_batches(vit, Calibration(samples=500, source=file))
     folder = str(image_folder(tmp_path / "pictures"))
     with pytest.raises(DataError, match=r"takes text, .* it has `image` \(image\)"):
-        load_batches(bert, Calibration(source=folder))
+        load_batches(bert, Calibration(samples=500, source=folder))
 
 
 def test_bytes_that_are_no_pictures_are_refused(vit: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "bytes.parquet"
     pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
     with pytest.raises(DataError, match=r"a picture of `bytes\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(source=str(file)))
+        load_batches(vit, Calibration(samples=500, source=str(file)))
     pd.DataFrame({"volume": [bytes(27), bytes(8)]}).to_parquet(file)
     with pytest.raises(DataError, match=r"it has `volume` \(bytes\)"):
-        load_batches(vit, Calibration(source=str(file)))
+        load_batches(vit, Calibration(samples=500, source=str(file)))
     with pytest.raises(DataError, match=r"of `bytes\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(source=str(file), columns=("volume",)))
+        load_batches(vit, Calibration(samples=500, source=str(file), columns=("volume",)))
 
 
 def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
@@ -312,7 +317,7 @@ def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
     source = SourceModel.open(str(folder))
     pictures = str(image_folder(tmp_path / "pictures"))
     with pytest.raises(DataError, match="has no usable image processor"):
-        load_batches(source, Calibration(source=pictures))
+        load_batches(source, Calibration(samples=500, source=pictures))
     data = load_batches(source, Calibration(samples=3))
     assert data.name == "builtin images (synthetic, without the model's image processor)"
     assert data.batches[0]["pixel_values"].abs().max() <= 1
@@ -322,10 +327,10 @@ def test_real_pictures_need_pillow(
     vit: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(byte_file(tmp_path / "pictures"))
-    load_batches(vit, Calibration(source=file))
+    load_batches(vit, Calibration(samples=500, source=file))
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match="needs Pillow") as caught:
-        load_batches(vit, Calibration(source=file))
+        load_batches(vit, Calibration(samples=500, source=file))
     assert caught.value.hint == "pip install pillow"
 
 
@@ -349,10 +354,10 @@ def test_texts_with_pictures_fill_both_towers(tmp_path: Path) -> None:
     file = tmp_path / "captions.parquet"
     frame = {"image": [png(color) for color in COLORS], "caption": sentences(4)}
     pd.DataFrame(frame).to_parquet(file)
-    data = load_batches(source, Calibration(source=str(file)))
+    data = load_batches(source, Calibration(samples=500, source=str(file)))
     assert (data.name, data.samples) == ("captions.parquet:image,caption", 4)
     texts = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
-    data = load_batches(source, Calibration(source=texts))
+    data = load_batches(source, Calibration(samples=500, source=texts))
     assert data.name == "captions.txt + builtin images (synthetic)"
     assert data.samples == MOST_PICTURES  # nine of them with two texts
     assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
@@ -362,7 +367,7 @@ def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder("whisper", tmp_path / "whisper")))
     file = text_file(tmp_path / "texts.txt", sentences(3))
     with pytest.raises(DataError, match="takes sound, which cannot be read from"):
-        load_batches(source, Calibration(source=file))
+        load_batches(source, Calibration(samples=500, source=file))
 
 
 # What is made up
@@ -391,3 +396,60 @@ def test_made_up_speech_is_scaled_like_log_mel_features() -> None:
         assert sound.max() - sound.min() <= 2.0 + 1e-5  # eight powers of ten, divided by four
         assert 0.5 < sound.max() < 2.5
     assert np.std([sound[:, :100].mean(1) for sound in sounds], axis=1).mean() > 0.05
+
+
+# Several sources
+
+
+def pair_of_sources(folder: Path, *counts: int) -> list[str]:
+    """Files of equal name in folders of their own, with texts that are all different."""
+    texts = iter(sentences(sum(counts)))
+    found = []
+    for name, count in zip("ab", counts, strict=True):
+        (folder / name).mkdir()
+        found.append(text_file(folder / name / "t.txt", [next(texts) for _ in range(count)]))
+    return found
+
+
+def test_sources_have_equal_shares_and_batches_held_out_of_their_own(
+    bert: SourceModel, tmp_path: Path
+) -> None:
+    both = pair_of_sources(tmp_path, 40, 8)
+    data = load_batches(bert, Calibration(source=both, samples=20, holdout=0.4, batch_size=4))
+    assert (data.name, data.samples) == ("a/t.txt + b/t.txt", 20)
+    assert {*data.origins} == {*data.holdout}
+    assert {*data.origins.values()} == {"a/t.txt", "b/t.txt"}
+    alone = load_batches(bert, Calibration(source=both[1], samples=20))
+    assert alone.samples == 8  # all of them are in the mixture: twelve are of the other one
+    assert load_batches(bert, Calibration(source=both[0], samples=12)).tokens == (
+        data.tokens - alone.tokens
+    )
+
+
+def test_a_short_file_has_built_in_text_beside_it(bert: SourceModel, tmp_path: Path) -> None:
+    file = text_file(tmp_path / "few.txt", sentences(9))
+    data = load_batches(bert, Calibration(source=file))
+    assert (data.name, data.samples) == ("few.txt + builtin text", FEWEST)
+    assert load_batches(bert, Calibration(source=file, samples=FEWEST)).samples == 9
+
+
+def test_columns_are_those_of_any_source(bert: SourceModel, tmp_path: Path) -> None:
+    pd.DataFrame({"one": sentences(9), "other": WORDS[:9]}).to_csv(tmp_path / "a.csv", index=False)
+    pd.DataFrame({"two": sentences(9)}).to_csv(tmp_path / "b.csv", index=False)
+    both = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
+    data = load_batches(bert, Calibration(source=both, columns=("one",), samples=50))
+    assert data.name == "a.csv:one + b.csv:two"
+    with pytest.raises(DataError, match="none of the data has the columns `three`") as caught:
+        load_batches(bert, Calibration(source=both, columns=("one", "three"), samples=50))
+    assert "`one`, `other`, `two`" in str(caught.value.hint)
+
+
+def test_pictures_of_several_folders_have_equal_shares(vit: SourceModel, tmp_path: Path) -> None:
+    both = [str(image_folder(tmp_path / name)) for name in ("a", "b")]
+    data = load_batches(vit, Calibration(source=both, samples=4))
+    assert (data.name, data.samples) == ("a + b", 4)
+
+
+def test_nothing_stands_beside_none() -> None:
+    with pytest.raises(ValueError, match="`none` stands beside other data"):
+        Calibration(source=("none", "texts.txt"))

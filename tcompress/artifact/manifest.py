@@ -49,6 +49,9 @@ class CalibrationFacts(_Section):
     held_out_samples: int = 0
     tokens: int = 0
     fingerprint: str | None = None
+    # Change of the output per sample held out, by source, where there are several: the squared
+    # distance of embeddings or states, or twice the Kullback-Leibler divergence of scores.
+    changes: dict[str, float] = {}
 
 
 class Interval(_Section):

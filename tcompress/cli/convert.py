@@ -79,7 +79,7 @@ def show_plan(job: Job) -> None:
     from tcompress.planning.planner import make_plan
     from tcompress.reporting.console import render_plan
 
-    check_data([job.convert.calibration.source])
+    check_data(job.convert.calibration.source)
     source = job.open()
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)

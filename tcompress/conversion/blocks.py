@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from math import fsum
 from typing import Any
 
 import torch
@@ -219,7 +221,8 @@ class BlockFitter:
     """Compares what the model puts out before and after, on the batches held out."""
 
     def __post_init__(self) -> None:
-        self.change = None if self.sampler is None else 0.0  # of the output, per sample
+        self._moved: dict[str, float] = defaultdict(float)  # change of the output, by source
+        self._judged: Counter[str] = Counter()  # samples, by source
         self._blocks = {self.source.original_name(b.name): b for b in roles_of(self.source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.whole).blocks]
@@ -243,7 +246,16 @@ class BlockFitter:
         ]
         self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]
         self._new = [self._model.stream(b, rewritten=True, keep=keep) for b, keep in pairs]
-        self._measured = sum(len(next(iter(batch.values()))) for batch, keep in pairs if keep)
+
+    @property
+    def change(self) -> float | None:
+        """Change of the output per sample held out, if a sampler measured it."""
+        return fsum(self._moved.values()) / self._judged.total() if self._judged else None
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The same by source."""
+        return {name: self._moved[name] / count for name, count in self._judged.items()}
 
     def run(
         self, done: Callable[[str], BlockResult | None], progress: Callable[[str, str], None]
@@ -346,9 +358,10 @@ class BlockFitter:
                     answer = forward(*call.args, **call.kwargs)
                 skipped = routing is None and stream is two
                 stream.answer(handed_on(call, answer) if skipped else answer)
-            if self.sampler is not None and self.change is not None and one.output is not None:
-                found = self.sampler.change(one.output, two.output, one.batch)
-                self.change += found / self._measured
+            if self.sampler is not None and one.output is not None:
+                origin = self.data.origins.get(index, self.data.name)
+                self._moved[origin] += self.sampler.change(one.output, two.output, one.batch)
+                self._judged[origin] += len(next(iter(one.batch.values())))
                 one.output = two.output = None  # at once: logits are large
 
     def _fit_group(self, pair: _Pair, group: Group, result: BlockResult) -> None:

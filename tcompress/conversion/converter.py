@@ -136,7 +136,7 @@ def convert(
             source=source_facts(job.source, source),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
-            calibration=calibration_facts(job.data),
+            calibration=calibration_facts(job.data, job.changes),
             fit=dict(sorted(errors.items())),
             checksums={**checksums},
             seconds=round(time.perf_counter() - start, 2),
@@ -158,6 +158,8 @@ class _Job:
     data: CalibrationData | None = None
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
     factors: SharedFactors = field(default_factory=dict)
+    changes: dict[str, float] = field(default_factory=dict)
+    """How far the output is from the dense model's on data held out, by source."""
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -165,7 +167,7 @@ class _Job:
         self.inner = self.recipe.within_blocks  # what is asked of the blocks that stay
         if not self.plan.reads_data:
             self.data = None
-        elif self.data is None and self.recipe.calibration.source != "none":
+        elif self.data is None and not self.recipe.calibration.is_none:
             self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
 
     def decide(self, place: FitWorkplace) -> None:
@@ -294,7 +296,9 @@ class _Job:
         Returns the errors of all layers by weight name.
         """
         self.moments = place
-        self.fit_on_data(place)
+        several = self.data is not None and len({*self.data.origins.values()}) > 1
+        compares = several and self.recipe.measures_sensitivity  # what it puts out can be compared
+        self.fit_on_data(place, sampler_of(self.dense) if compares else None)
         clusters: dict[str, list[Cluster]] = {}
         for cluster in {id(c): c for c in self.outputs.made.values()}.values():
             clusters.setdefault(self._block(cluster), []).append(cluster)
@@ -376,6 +380,7 @@ class _Job:
         blocks = {e.name: self.block_of.get(self.outputs.runtime_name(e)) for e in self.plan.layers}
         blind = [entry.name for entry in self.plan.layers if blocks[entry.name] in unreached]
         self.plan = with_unreached(self.plan, blind)
+        self.changes = fitter.changes
         return fitter.change
 
     def write(self, place: FitWorkplace) -> dict[str, str]:

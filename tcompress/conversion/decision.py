@@ -224,7 +224,7 @@ class BudgetProblem:
         """Whether all layers keep the same fraction: asked for, or since no data tells better."""
         if self.recipe.allocation == "uniform":
             return True
-        return self.recipe.calibration.source == "none" and not self._limits_error
+        return self.recipe.calibration.is_none and not self._limits_error
 
     def _rank(self, item: _Answer) -> tuple[float, float]:
         return (float(item.size), item.loss) if self._limits_error else (item.loss, 0.0)
@@ -545,7 +545,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
         if not follows_rules(recipe, source, layer)
         for part in layer.parts
     }
-    calibrated = recipe.calibration.source != "none"
+    calibrated = not recipe.calibration.is_none
 
     def suits(spec: Spec) -> bool:
         choice = Choice(spec, recipe.residual_rank, plan.budget.fraction)  # type: ignore[union-attr]

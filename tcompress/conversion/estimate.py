@@ -78,7 +78,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     flops += sum(cost.flops for cost in shared)
     if plan.depth is not None and plan.depth.chosen == "later":
         blocks, kept = plan.depth.blocks, plan.depth.kept
-        some = tokens * min(1, SAMPLES / recipe.calibration.samples)
+        some = tokens * min(1, SAMPLES / recipe.calibration.count)
         width = getattr(source.config.get_text_config(), "hidden_size", 0)
         weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
         memory = max(memory, weights + min(MOST_BYTES, int(4 * some * width * (blocks + 1))))
@@ -159,13 +159,13 @@ def _parameters(module: nn.Module) -> int:
 
 def _tokens(source: SourceModel, options: Calibration) -> int:
     """Tokens in the calibration data."""
-    if options.source == "none":
+    if options.is_none:
         return 0
     config = source.config
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
-    builtin = options.source == "builtin"
-    samples, tokens = options.samples, TOKENS if builtin else options.max_length // 4
+    builtin = options.source == ("builtin",)
+    samples, tokens = options.count, TOKENS if builtin else options.max_length // 4
     if isinstance(patch, int) and isinstance(side, int):
         tokens = (side // patch) ** 2 + 1
         samples = min(samples, MOST_PICTURES) if builtin else samples

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isnan
@@ -261,8 +261,10 @@ def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
     )
 
 
-def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
-    """Says what a fit looked at."""
+def calibration_facts(
+    data: CalibrationData | None, changes: Mapping[str, float]
+) -> CalibrationFacts:
+    """Says what a fit looked at, and how much outputs changed by source."""
     if data is None:
         return CalibrationFacts(name="none")
     held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
@@ -272,6 +274,7 @@ def calibration_facts(data: CalibrationData | None) -> CalibrationFacts:
         held_out_samples=sum(held),
         tokens=data.tokens,
         fingerprint=data.fingerprint,
+        changes=dict(changes),
     )
 
 

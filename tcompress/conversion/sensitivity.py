@@ -21,7 +21,7 @@ from tcompress.conversion.fit import is_finite
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import centre_of, row_products
+from tcompress.linalg.moments import add_gram, centre_of, multipliable
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles
@@ -64,9 +64,9 @@ class Sensitivity:
             return
         if not self.rows:
             self.centre = centre_of(x)
-        x = x.float() - self.centre
-        self.gram += row_products(x, x)
-        self.curvature += row_products(gradient, gradient)
+        [x] = multipliable(x.float() - self.centre)
+        add_gram(self.gram, x)
+        add_gram(self.curvature, *multipliable(gradient))
         self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, cast
+from itertools import chain, groupby, zip_longest
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,11 +38,9 @@ from tcompress.data.inputs import (
     window_of,
 )
 from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, hash_of, opened
-from tcompress.errors import DataError
+from tcompress.errors import DataError, listed
 from tcompress.models import SourceModel
-
-if TYPE_CHECKING:
-    from tcompress.options import Calibration
+from tcompress.options.convert_options import FEWEST, Calibration
 
 # Calibration data that needs no files: a shipped text, and made-up pictures and sounds.
 #
@@ -150,9 +149,6 @@ def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.boo
     return np.abs(along) ** power + np.abs(across) ** power < 1, along
 
 
-Example = dict[str, Tensor]  # inputs of one sample, without the batch axis
-
-
 @dataclass(frozen=True)
 class CalibrationData:
     """Batches to run through a model."""
@@ -163,7 +159,28 @@ class CalibrationData:
     name: str  # what was used, such as `builtin text` or `train.parquet:text`
     samples: int  # number of samples over all batches
     tokens: int  # number of tokens of text, padding not counted
-    fingerprint: str  # SHA-256 of the texts, pixels and sounds
+    fingerprint: str  # SHA-256 of the texts, pixels and sounds that were drawn
+    origins: dict[int, str] = field(default_factory=dict)
+    """Names of the sources of batches kept back, by index; no batch mixes them."""
+
+
+Named = tuple[Any, str]
+"""A text, or a frame, and the name of its source."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What was drawn from one source; `frames` are pictures, sounds, volumes or series."""
+
+    name: str
+    texts: Sequence[str] = ()
+    frames: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class _Example:
+    inputs: dict[str, Tensor]  # of one sample, without the batch axis
+    origin: str
 
 
 def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
@@ -174,81 +191,113 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     inputs = inputs_of(source)
     reads_text = inputs.text or inputs.decoder
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
-    samples = _Samples(source, inputs, options)
-    if options.source != "builtin" and inputs.grid is None:
-        samples.read_data()
-    elif options.source != "builtin":
-        samples.read_grids()
-    samples.make_missing()
-    examples = _examples(samples, inputs, encoder)
+    sources = _Sources(source, inputs, options)
+    drawn = sources.draw()
+    examples = _examples(drawn, options.count, inputs, encoder)
     fitted, held = _split(examples, options.holdout)
     count, tokens = len(examples), sum(map(_tokens, examples))
     pad = encoder.pad if encoder else 0
     batches = [*_batches(fitted, options.batch_size, pad)]
-    first = len(batches)
-    batches += _batches(held, options.batch_size, pad)
+    origins: dict[int, str] = {}
+    for origin in dict.fromkeys(item.origin for item in held):
+        own = [item for item in held if item.origin == origin]
+        for batch in _batches(own, options.batch_size, pad):
+            origins[len(batches)] = origin
+            batches.append(batch)
     return CalibrationData(
         batches=batches,
-        holdout=list(range(first, len(batches))),
-        name=" + ".join(samples.names),
+        holdout=[*origins],
+        name=" + ".join(item.name for item in drawn),
         samples=count,
         tokens=tokens,
-        fingerprint=samples.digest.hexdigest(),
+        fingerprint=sources.digest.hexdigest(),
+        origins=origins,
     )
 
 
-class _Samples:
-    """Samples before they are put together; `frames` are pictures, sounds, volumes or series."""
+class _Sources:
+    """The sources that a user names, and what ships where they lack something."""
 
     def __init__(self, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
         self._source, self._inputs, self._options = source, inputs, options
-        self.texts: list[str] = []
-        self.frames: list[Tensor] = []
-        self.names: list[str] = []
+        self._named = [name for name in options.source if name != "builtin"]
+        self._columns: set[str] = set()  # those of all tables
         self.digest = hashlib.sha256()
 
-    def read_data(self) -> None:
+    def draw(self) -> list[_Drawn]:
+        """Draws from all sources."""
+        inputs, options = self._inputs, self._options
+        read = self._from_table if inputs.grid is None else self._from_grids
+        drawn = [read(name) for name in self._named]
+        unknown = {*options.columns} - self._columns
+        if unknown and len(drawn) > 1:
+            hint = f"name others; there are {listed(self._columns)}"
+            raise DataError(f"none of the data has the columns {listed(unknown)}", hint)
+        builtin, texts = "builtin" in options.source, sum(len(item.texts) for item in drawn)
+        if not any(item.frames for item in drawn) or builtin:
+            drawn += self._made()
+        is_short = texts < FEWEST and options.samples is None and not inputs.image
+        if (inputs.text or inputs.decoder) and (builtin or is_short or not texts):
+            shipped = draw_texts(builtin_texts(), options.count, options.seed)
+            drawn.append(_Drawn("builtin text", self._hashed_texts(shipped)))
+        return drawn
+
+    def _from_table(self, source: str) -> _Drawn:
         inputs, options = self._inputs, self._options
         model = self._source.model_class.__name__
         clips = inputs.image and frames_of(self._source.config)
         if inputs.audio or clips:
             raise DataError(
                 f"`{model}` takes {'sound' if inputs.audio else 'clips'}, which cannot be read "
-                f"from `{options.source}`",
+                f"from `{source}`",
                 hint="give `--calib builtin` or `--calib none`",
             )
         main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
         needed = {kind for kind, present in main.items() if present}
         wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
-        with opened(options.source, options.split) as table:
-            chosen = columns_of(table, options.columns, wanted, needed, model)
+        texts: list[str] = []
+        frames: list[Tensor] = []
+        with opened(source, options.split) as table:
+            known = {*table.rows.column_names}
+            self._columns |= known
+            asked = [name for name in options.columns if name in known or len(self._named) == 1]
+            chosen = columns_of(table, asked, wanted, needed, model)
             named = [name for columns in chosen.values() for name in columns]
             if chosen.get("text"):
-                texts = draw_cells(table, chosen["text"], options.samples, options.seed)
-                self._add_texts(map(str, texts))
+                cells = draw_cells(table, chosen["text"], options.count, options.seed)
+                texts = self._hashed_texts(map(str, cells))
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
                 channels = image_shape(self._source.config)[0]
-                for content in draw_cells(table, chosen["image"], options.samples, options.seed):
+                for content in draw_cells(table, chosen["image"], self._share, options.seed):
                     pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
-                    self.frames.append(read(self._hashed(pixels)))
-            if not self.texts and not self.frames:
+                    frames.append(read(self._hashed(pixels)))
+            if not texts and not frames:
                 raise DataError(
                     f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
                     + ", ".join(f"`{name}`" for name in named),
                     hint="name other columns in `calibration.columns`, or give other data",
                 )
+            label = self._label(source, table.label)
             is_plain = table.rows.info.builder_name in ("text", "imagefolder")
-            self.names.append(table.label if is_plain else f"{table.label}:{','.join(named)}")
+            return _Drawn(label if is_plain else f"{label}:{','.join(named)}", texts, frames)
 
-    def read_grids(self) -> None:
+    @property
+    def _share(self) -> int:
+        """Pictures of one source: they take memory."""
+        return -(-self._options.count // len(self._options.source))
+
+    def _label(self, source: str, label: str) -> str:
+        """Tells files of equal name apart by their folders."""
+        names = [Path(name).name for name in self._named]
+        alike = names.count(Path(source).name) > 1
+        return f"{Path(source).expanduser().resolve().parent.name}/{label}" if alike else label
+
+    def _from_grids(self, source: str) -> _Drawn:
         options, series = self._options, self._inputs.grid == SERIES
         needs = Needs(window=window_of(self._source)) if series else Needs(volume=True)
-        found = load_examples(
-            options.source, options.split, needs, limit=options.samples, seed=options.seed
-        )
-        self.names.append(found.name)
+        found = load_examples(source, options.split, needs, limit=self._share, seed=options.seed)
         if found.windows is not None:
             frames = [found.windows.past(index) for index in range(len(found))]
         else:
@@ -259,24 +308,24 @@ class _Samples:
             hint = "give data of that shape, `--calib builtin` or `--calib none`"
             has = f"`{found.name}` has inputs of shape {found.shape}"
             raise DataError(f"{has}, the model takes {wanted}", hint)
-        self.frames = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
+        hashed = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
+        return _Drawn(self._label(source, found.name), (), hashed)
 
-    def make_missing(self) -> None:
-        inputs, options = self._inputs, self._options
-        if inputs.image and not self.frames:
-            self._make_pictures()
-        if inputs.grid is not None and not self.frames:
+    def _made(self) -> Iterator[_Drawn]:
+        """Frames that ship with no file, for models that read any."""
+        inputs = self._inputs
+        if inputs.image:
+            yield self._pictures()
+        if inputs.grid is not None:
             shape, series = grid_shape(self._source, inputs), inputs.grid == SERIES
             draw = partial(builtin_series, shape[0], shape[1]) if series else partial(volume, shape)
-            self._make(f"builtin {'series' if series else 'volumes'} (synthetic)", draw)
+            yield self._make(f"builtin {'series' if series else 'volumes'} (synthetic)", draw)
         if inputs.audio:
             bands = spectrogram_shape(self._source)
-            self._make("builtin audio (synthetic)", lambda rng: speech(*bands, rng), MOST_SOUNDS)
-        if (inputs.text or inputs.decoder) and not self.texts:
-            self._add_texts(draw_texts(builtin_texts(), options.samples, options.seed))
-            self.names.append("builtin text")
+            draw = partial(speech, *bands)
+            yield self._make("builtin audio (synthetic)", draw, MOST_SOUNDS)
 
-    def _make_pictures(self) -> None:
+    def _pictures(self) -> _Drawn:
         channels, height, width = image_shape(self._source.config)
         count = frames_of(self._source.config)
         missing = count or not has_processor_file(self._source)
@@ -289,7 +338,7 @@ class _Samples:
             moved = (np.roll(still, tuple(frame * step), (0, 1)) for frame in range(count or 1))
             return torch.stack([read(pixels) for pixels in moved])
 
-        self._make(
+        return self._make(
             f"builtin {'clips' if count else 'images'} (synthetic{known})",
             lambda rng: picture(height, width, channels, rng),
             read=drift if count else lambda pixels, _: read(pixels),
@@ -301,43 +350,54 @@ class _Samples:
         make: Callable[[Generator], NDArray[Any]],
         most: int = MOST_PICTURES,
         read: Callable[[Any, Generator], Tensor] = lambda made, _: torch.from_numpy(made),
-    ) -> None:
+    ) -> _Drawn:
         """Make samples, each from a seed of its own, and turn them into inputs."""
-        self.names.append(name)
-        for index in range(min(self._options.samples, most)):
-            rng = np.random.default_rng([self._options.seed, index])
-            self.frames.append(read(self._hashed(make(rng)), rng))
+        seeds = ([self._options.seed, index] for index in range(min(self._share, most)))
+        draws = map(np.random.default_rng, seeds)
+        return _Drawn(name, (), [read(self._hashed(make(rng)), rng) for rng in draws])
 
-    def _add_texts(self, texts: Iterable[str]) -> None:
-        self.texts = list(texts)
-        hash_of(map(str.encode, self.texts), self.digest)
+    def _hashed_texts(self, texts: Iterable[str]) -> list[str]:
+        found = list(texts)
+        hash_of(map(str.encode, found), self.digest)
+        return found
 
     def _hashed(self, content: NDArray[Any]) -> NDArray[Any]:
         self.digest.update(f"{content.shape} ".encode() + content.tobytes())
         return content
 
 
-def _examples(samples: _Samples, inputs: Inputs, encoder: TextEncoder | None) -> list[Example]:
-    frame = "input_features" if inputs.audio else inputs.grid or "pixel_values"
+def _by_turns(parts: Iterable[Sequence[Named]], count: int) -> list[Named]:
+    """Takes from several sources in turn; where one ends, the others go on."""
+    turns = chain.from_iterable(zip_longest(*parts))
+    return [item for item in turns if item is not None][:count]
+
+
+def _examples(
+    drawn: Sequence[_Drawn], count: int, inputs: Inputs, encoder: TextEncoder | None
+) -> list[_Example]:
+    name = "input_features" if inputs.audio else inputs.grid or "pixel_values"
+    frames = _by_turns(([(one, item.name) for one in item.frames] for item in drawn), count)
     if encoder is None:
-        return [{frame: value} for value in samples.frames]
-    texts = samples.texts
+        return [_Example({name: value}, origin) for value, origin in frames]
+    texts = _by_turns(([(text, item.name) for text in item.texts] for item in drawn), count)
     if inputs.image or inputs.audio:
         # With fewer pictures than texts each picture gets several, so that no text is lost.
-        count = min(len(texts), len(samples.frames))
-        texts = [" ".join(texts[index::count]) for index in range(count)]
-    rows = encoder.encode(texts)
-    for row, value in zip(rows, samples.frames, strict=False):
+        few = min(len(texts), len(frames))
+        joined = (" ".join(text for text, _ in texts[index::few]) for index in range(few))
+        texts = [(text, origin) for text, (_, origin) in zip(joined, texts, strict=False)]
+    rows = encoder.encode([text for text, _ in texts])
+    for row, (value, _) in zip(rows, frames, strict=False):
         if row:
-            row[frame] = value
-    examples = [row for row in rows if row]
+            row[name] = value
+    pairs = zip(rows, texts, strict=True)
+    examples = [_Example(row, origin) for row, (_, origin) in pairs if row]
     if not examples:
         hint = "check the tokenizer, or convert with `--calib none`"
         raise DataError(f"the tokenizer in `{encoder.place}` gives no tokens for any text", hint)
     return examples
 
 
-def _split(examples: list[Example], share: float) -> tuple[list[Example], list[Example]]:
+def _split(examples: list[_Example], share: float) -> tuple[list[_Example], list[_Example]]:
     """Sort by length, longest first, and hold out samples at equal distances."""
     ordered = sorted(examples, key=lambda item: (_frame_shape(item), -_tokens(item)))
     if len(ordered) == 1:
@@ -350,21 +410,23 @@ def _split(examples: list[Example], share: float) -> tuple[list[Example], list[E
     )
 
 
-def _frame_shape(example: Example) -> tuple[int, ...]:
-    return tuple(size for value in example.values() if value.ndim > 1 for size in value.shape)
+def _frame_shape(example: _Example) -> tuple[int, ...]:
+    return tuple(
+        size for value in example.inputs.values() if value.ndim > 1 for size in value.shape
+    )
 
 
-def _tokens(example: Example) -> int:
-    ids = example.get("input_ids", example.get("decoder_input_ids"))
+def _tokens(example: _Example) -> int:
+    ids = example.inputs.get("input_ids", example.inputs.get("decoder_input_ids"))
     return 0 if ids is None else len(ids)
 
 
-def _batches(examples: list[Example], size: int, pad: int) -> Iterator[dict[str, Tensor]]:
+def _batches(examples: list[_Example], size: int, pad: int) -> Iterator[dict[str, Tensor]]:
     """Batch sorted examples; only pictures of equal shape go together."""
     for _, run in groupby(examples, key=_frame_shape):
         same = list(run)
         for first in range(0, len(same), size):
             chunk = same[first : first + size]
-            yield collate(chunk, pad)
+            yield collate([item.inputs for item in chunk], pad)
             for item in chunk:
-                item.clear()  # pictures take memory
+                item.inputs.clear()  # pictures take memory

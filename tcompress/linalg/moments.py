@@ -15,6 +15,7 @@ from tcompress.errors import FitError
 # minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
 # ``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
 
+_TILE = 256  # columns of a Gram matrix that are taken at a time
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
@@ -78,13 +79,22 @@ def relative_error(error: float, norm: float) -> float:
     return 1.0 if ratio == inf else ratio
 
 
-def row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Returns sum a_i b_i^T in float64; products are taken in float32 where that can hold them."""
-    a, b = a.float(), b.float()
-    sizes = [float(rows.abs().amax()) if rows.numel() else 0.0 for rows in (a, b)]
+def multipliable(*rows: Tensor) -> list[Tensor]:
+    """Returns rows in float32 where that holds sums of their products, all in float64 else."""
+    narrow = [item.float() for item in rows]
+    sizes = [float(item.abs().amax()) if item.numel() else 0.0 for item in narrow]
     if all(size == 0 or SMALLEST < size < LARGEST for size in sizes):
-        return (a.T @ b).double()
-    return a.double().T @ b.double()
+        return narrow
+    return [item.double() for item in rows]
+
+
+def add_gram(total: Tensor, rows: Tensor) -> None:
+    """Adds sum a_i a_i^T to a float64 sum; of products that are equal one is taken."""
+    for first in range(0, rows.shape[-1], _TILE):
+        last = first + _TILE
+        tile = rows[:, first:].T @ rows[:, first:last]
+        total[first:, first:last] += tile
+        total[first:last, last:] += tile[_TILE:].T
 
 
 def centre_of(rows: Tensor) -> Tensor:
@@ -108,10 +118,10 @@ class MomentSums:
         dense, new = dense.float(), new.float()
         if not self.rows:
             self._centres = torch.stack([centre_of(new), centre_of(dense)])
-        new, dense = new - self._centres[0], dense - self._centres[1]
-        self._sums[0] += row_products(new, new)
-        self._sums[1] += row_products(dense, new)
-        self._sums[2] += row_products(dense, dense)
+        new, dense = multipliable(new - self._centres[0], dense - self._centres[1])
+        add_gram(self._sums[0], new)
+        self._sums[1] += dense.T @ new
+        add_gram(self._sums[2], dense)
         self._means[0] += new.sum(0, dtype=torch.float64)
         self._means[1] += dense.sum(0, dtype=torch.float64)
         self.rows += len(dense)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from tcompress.errors import listed
 from tcompress.fields import (
     DEVICES,
     FIT,
@@ -93,7 +94,18 @@ def _count(text: int | str, units: Mapping[str, int]) -> int:
 
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
+FEWEST = 1024  # texts that a fit needs
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
+
+
+Sources = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        lambda given: (given,) if isinstance(given, str) else given,
+        json_schema_input_type=str | tuple[str, ...],
+    ),
+]
+"""Names of data; of one alone no list is needed."""
 
 
 class Calibration(Section):
@@ -101,19 +113,26 @@ class Calibration(Section):
 
     panel = "Data"
 
-    source: str = option(
-        "builtin",
-        "data to fit on; `builtin`, `none`, a txt, csv, jsonl or parquet file, a folder of images, "
-        "or a hub id",
+    source: Sources = option(
+        ("builtin",),
+        "data to fit on, in equal shares; `builtin`, `none`, txt, csv, jsonl or parquet files, "
+        "folders of images, or hub ids",
         "--calib",
         metavar="DATA",
         complete="calibrations",
+        splits=False,
+        min_length=1,
     )
     split: str = option("train", "split of a hub dataset", off=True)
     columns: tuple[str, ...] = option(
         (), "text or image columns; guessed where not given", "--calib-columns", metavar="NAME,..."
     )
-    samples: int = option(1024, "number of texts or images", "--calib-samples", gt=0)
+    samples: int | None = option(
+        None,
+        f"number of texts or images; default {FEWEST:,}, with built-in text where files have fewer",
+        "--calib-samples",
+        gt=0,
+    )
     max_length: int = option(256, "longest text, in tokens", gt=1)
     batch_size: int = option(32, "texts or images run together", gt=0, off=True)
     holdout: float = option(
@@ -134,6 +153,22 @@ class Calibration(Section):
         panel=FIT,
     )
     seed: int = option(0, "seed of all random choices", ge=0)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Calibration:
+        if "none" in self.source and len(self.source) > 1:
+            raise ValueError("`none` stands beside other data in `source`; leave one of them out")
+        return self
+
+    @property
+    def is_none(self) -> bool:
+        """Whether there is no data."""
+        return self.source == ("none",)
+
+    @property
+    def count(self) -> int:
+        """Most texts or images that are drawn."""
+        return self.samples or FEWEST
 
     def within(self, longest: int | None) -> Calibration:
         """The same with texts that are no longer than a replacement can take."""
@@ -204,7 +239,7 @@ def refuse_two_sizes(method: Spec | None, budget: str) -> None:
 
 
 def _usual_calibration(said: Mapping[str, Any]) -> Calibration:
-    return Calibration(source="none") if said.get("init") == "random" else Calibration()
+    return Calibration(source=("none",)) if said.get("init") == "random" else Calibration()
 
 
 def _show_usual(schema: dict[str, Any]) -> None:
@@ -365,10 +400,10 @@ class Convert(Section):
                 )
 
     def _needs_trained_weights(self) -> Iterator[str]:
-        if self.calibration.source != "none":
+        if not self.calibration.is_none:
             yield (
-                f"`calibration` is `{self.calibration.source}`, but with `init: random` nothing is "
-                "fitted: leave it out"
+                f"`calibration` is {listed(self.calibration.source)}, but with `init: random` "
+                "nothing is fitted: leave it out"
             )
         if isinstance(self.method, AutoSpec):
             yield "`auto` compares losses of trained weights: with `init: random` name a method"
@@ -424,7 +459,7 @@ class Convert(Section):
                 "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
                 "and a `target`, `target_params` or `target_bytes`"
             )
-        if self.chooses_depth and self.calibration.source == "none":
+        if self.chooses_depth and self.calibration.is_none:
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
@@ -444,7 +479,7 @@ class Convert(Section):
         """Whether methods are tried out under the budget, and measured on data held out."""
         tries = isinstance(self.method, AutoSpec) and self.method.trials
         sized = self.budget is not None and self.budget.is_size
-        return tries and sized and self.calibration.source != "none" and self.init != "random"
+        return tries and sized and not self.calibration.is_none and self.init != "random"
 
     @property
     def label(self) -> str:
@@ -502,12 +537,12 @@ class Convert(Section):
     @property
     def _asks_for_loss(self) -> bool:
         asked = self.budget is not None and (self._only_predicted or self.allocation == "loss")
-        return asked and self.calibration.source != "none"
+        return asked and not self.calibration.is_none
 
     @property
     def measures_sensitivity(self) -> bool:
         """Whether a conversion begins with a backward pass over the calibration data."""
-        if self.calibration.source == "none":
+        if self.calibration.is_none:
             return False
         weighs = self.calibration.output_moments
         return self.by_loss or (self._asks_for_loss if weighs is None else weighs)

@@ -59,7 +59,7 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
         _check_droppable(whole[0], source)
         return DepthPlan(stacks=whole, chosen="later")
     stacks = _as_asked(recipe, whole, source)
-    spread_out = "spread" if recipe.calibration.source == "none" else "later"
+    spread_out = "spread" if recipe.calibration.is_none else "later"
     return DepthPlan(stacks=stacks, chosen=spread_out if recipe.keep_layers is None else "asked")
 
 

@@ -189,7 +189,7 @@ class _Planner:
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         name, choice = self._choice_of(layer)
         stored = f"{name}.{layer.parameter}"
-        calibrated = self.recipe.calibration.source != "none"
+        calibrated = not self.recipe.calibration.is_none
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
         parts = []
@@ -388,7 +388,7 @@ def _notes(planner: _Planner) -> Iterator[str]:
         which = "1 layer" if count == 1 else f"{count} layers, such as"
         yield f"ranks are more than shapes admit in {which} `{name}`: {note}"
     dark = [e.name for e in layers if e.kind == "experts" and e.role == "linear"]
-    if dark and planner.recipe.calibration.source != "none":
+    if dark and not planner.recipe.calibration.is_none:
         names = ", ".join(f"`{name}`" for name in dark[:2]) + (", ..." if len(dark) > 2 else "")
         yield (
             f"{len(dark)} stacks of experts ({names}) are fitted without data: their module routes"

@@ -64,6 +64,9 @@ def rows_of(
     when = ", before training" if report.training else ""
     for kind, error in report.errors.items():
         rows.append(Row(fmt.error_name(kind) + when, fmt.error_text(error)))
+    if report.calibration is not None and not facts:
+        for name, change in report.calibration.changes.items():
+            rows.append(Row(f"  change of output, {name}", fmt.value_text(change)))
     if any(item.training or item.speed for item in shown) and healed_text(report):
         healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
         rows.append(Row("healed" if healed else "trained", healed_text(report)))

@@ -56,7 +56,7 @@ def test_every_option_reaches_the_recipe() -> None:
         "residual_rank": 4,
         "keep": ("down", "o"),
         "calibration": {
-            "source": "a.csv", "samples": 9, "columns": ("x", "y", "z"), "max_length": 33,
+            "source": ("a.csv",), "samples": 9, "columns": ("x", "y", "z"), "max_length": 33,
             "damping": 0.5, "seed": 3,
         },
         "dtype": "float16",
@@ -84,7 +84,7 @@ def test_options_override_a_recipe() -> None:
     assert made == {
         "method": {"transform": "haar"},
         "keep": ("down", "o"),
-        "calibration": {"source": "none", "samples": 8},
+        "calibration": {"source": ("none",), "samples": 8},
     }
 
 

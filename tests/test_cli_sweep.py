@@ -69,7 +69,7 @@ def test_every_option_reaches_the_recipe() -> None:
         "method": {},
         "allocation": "uniform",
         "keep": ("down",),
-        "calibration": {"source": "c.txt", "samples": 3, "columns": ("x",)},
+        "calibration": {"source": ("c.txt",), "samples": 3, "columns": ("x",)},
         "dtype": "float16",
         "device": "cpu",
     }

@@ -54,7 +54,7 @@ paper:
 
 def test_without_a_word_on_data_there_is_none() -> None:
     convert = Convert.model_validate({"init": "random", "method": LPROD, "target": 0.5})
-    assert convert.calibration.source == "none"
+    assert convert.calibration.is_none
     assert not convert.by_loss
     assert not convert.measures_sensitivity
 
@@ -207,7 +207,7 @@ def test_options_become_a_conversion() -> None:
     forms = {"positions": "linear", "norm": "tensor"}
     made = conversion({"init": "random", "method": "lprod", "p": 2, "seed": 4, **forms})
     assert (made.seed, made.method.p, made.positions, made.norm) == (4, 2, "linear", "tensor")
-    assert made.calibration.source == "none"
+    assert made.calibration.is_none
     assert conversion({"init": "random", "p": 2}).method.name == "lprod"
     assert conversion({"method": "lprod", "seed": 4}).seed == 0  # that of the calibration
 
@@ -215,7 +215,7 @@ def test_options_become_a_conversion() -> None:
 def test_a_recipe_of_a_fit_can_begin_at_random() -> None:
     text = "recipe_version: 1\nconvert: {method: {name: lprod}, calibration: {source: builtin}}\n"
     made = conversion({"init": "random"}, parse_recipe(text, "a"))
-    assert (made.init, made.calibration.source) == ("random", "none")
+    assert (made.init, made.calibration.is_none) == ("random", True)
 
 
 # Training, reporting and timing models that began at random

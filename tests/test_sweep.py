@@ -40,7 +40,7 @@ def test_cells_are_every_method_with_every_target() -> None:
         "svd-50", "svd-25", "lprod-p16-50", "lprod-p16-25", "lprod-p8-50", "lprod-p8-25"
     ]  # fmt: skip
     first = cells[0].recipe
-    assert (first.convert.target, first.convert.calibration.source) == (0.5, "none")
+    assert (first.convert.target, first.convert.calibration.is_none) == (0.5, True)
     assert first.evaluate == recipe().evaluate
     assert first.sweep is None
 

@@ -98,12 +98,14 @@ FEWEST = 1024  # texts that a fit needs
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
 
 
+def _several(given: Any) -> Any:
+    if isinstance(given, list):
+        return tuple(given)
+    return (given,) if isinstance(given, str) else given
+
+
 Sources = Annotated[
-    tuple[str, ...],
-    BeforeValidator(
-        lambda given: (given,) if isinstance(given, str) else given,
-        json_schema_input_type=str | tuple[str, ...],
-    ),
+    tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | tuple[str, ...])
 ]
 """Names of data; of one alone no list is needed."""
 
@@ -115,8 +117,8 @@ class Calibration(Section):
 
     source: Sources = option(
         ("builtin",),
-        "data to fit on, in equal shares; `builtin`, `none`, txt, csv, jsonl or parquet files, "
-        "folders of images, or hub ids",
+        "data to fit on; `builtin`, `none`, txt, csv, jsonl or parquet files, folders of images, "
+        "or hub ids; several have equal shares",
         "--calib",
         metavar="DATA",
         complete="calibrations",
@@ -129,7 +131,8 @@ class Calibration(Section):
     )
     samples: int | None = option(
         None,
-        f"number of texts or images; default {FEWEST:,}, with built-in text where files have fewer",
+        f"number of texts or images, default {FEWEST:,}; built-in text stands beside files that "
+        "have fewer",
         "--calib-samples",
         gt=0,
     )

@@ -52,7 +52,7 @@ COMMANDS = {
     for name, options in (STRUCTURES | REPLACEMENTS).items()
 } | {
     "calibrated": "convert ./bert --method auto --target 0.4 --no-trials --calib texts.txt "
-    "--device cpu",
+    "--calib-samples 1024 --device cpu",
     "scratch": "run scratch.yaml --set convert.device=cpu",
 }
 WITHIN = {"lprod-fitted": 2e-3, "calibrated": 2e-3}  # searched for in steps, which follow rounding

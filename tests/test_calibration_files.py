@@ -17,11 +17,15 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
+from tcompress.conversion.converter import convert
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.options import Calibration
+from tcompress.options import Calibration, Convert
 from tcompress.options.convert_options import FEWEST
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.table_rows import rows_of
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -448,6 +452,38 @@ def test_pictures_of_several_folders_have_equal_shares(vit: SourceModel, tmp_pat
     both = [str(image_folder(tmp_path / name)) for name in ("a", "b")]
     data = load_batches(vit, Calibration(source=both, samples=4))
     assert (data.name, data.samples) == ("a + b", 4)
+
+
+def test_a_report_says_what_the_fit_changed_on_each_source(
+    bert: SourceModel, tmp_path: Path
+) -> None:
+    both = pair_of_sources(tmp_path, 30, 30)
+    recipe = Convert.model_validate(
+        {
+            "method": {"name": "svd"},
+            "target": 0.3,
+            "calibration": {"source": both, "samples": 60, "holdout": 0.3, "batch_size": 4},
+        }
+    )
+    done = convert(bert, recipe, tmp_path / "out")
+    changes = done.manifest.calibration.changes
+    assert [*changes] == ["a/t.txt", "b/t.txt"]
+    data = load_batches(bert, recipe.calibration)
+    dense = bert.model_class.from_pretrained(bert.folder).eval()
+    model = bert.model_class.from_pretrained(done.folder).eval()
+    for name, change in changes.items():
+        own = [data.batches[index] for index, origin in data.origins.items() if origin == name]
+        with torch.no_grad():
+            found = [
+                sampler_of(bert).change(dense(**batch), model(**batch), batch) for batch in own
+            ]
+        count = sum(len(batch["input_ids"]) for batch in own)
+        assert change == pytest.approx(sum(found) / count, rel=1e-3)
+    labels = [row.label for row in rows_of(report_of(done.folder))]
+    assert [f"  change of output, {name}" in labels for name in changes] == [True, True]
+    alone = recipe.calibration.model_copy(update={"source": (both[0],)})
+    one = convert(bert, recipe.model_copy(update={"calibration": alone}), tmp_path / "one")
+    assert one.manifest.calibration.changes == {}
 
 
 def test_nothing_stands_beside_none() -> None:

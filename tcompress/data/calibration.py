@@ -199,7 +199,7 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     pad = encoder.pad if encoder else 0
     batches = [*_batches(fitted, options.batch_size, pad)]
     origins: dict[int, str] = {}
-    for origin in dict.fromkeys(item.origin for item in held):
+    for origin in dict.fromkeys(item.name for item in drawn):
         own = [item for item in held if item.origin == origin]
         for batch in _batches(own, options.batch_size, pad):
             origins[len(batches)] = origin

@@ -20,13 +20,7 @@ from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
 from tcompress.roles import attentions_of
 from tcompress.structures import Layout, structure
-from tcompress.structures.base import (
-    SIDES,
-    SharesFactors,
-    dense_of,
-    first_operators,
-    transform_of,
-)
+from tcompress.structures.base import SIDES, SharesFactors, dense_of, first_operators, transform_of
 from tcompress.structures.modules.linear import factor_layouts, tensor_prefix, transform_name
 
 # Layers trained from scratch.

@@ -32,11 +32,7 @@ from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.base import (
-    LooksUp,
-    SharesFactors,
-    shared_of,
-)
+from tcompress.structures.base import LooksUp, SharesFactors, shared_of
 from tcompress.structures.modules.linear import factor_layouts
 
 # Tables of word embeddings: what counts is how often a word occurs.

@@ -14,16 +14,11 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.convert_options import (
-    Budget,
-)
+from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
-from tcompress.structures.base import (
-    shared_of,
-    transform_shapes,
-)
+from tcompress.structures.base import shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 

@@ -10,16 +10,8 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
-from tcompress.options.convert_options import (
-    BudgetKind,
-)
-from tcompress.structures.base import (
-    SIDES,
-    Layout,
-    Shapes,
-    shared_of,
-    transform_shapes,
-)
+from tcompress.options.convert_options import BudgetKind
+from tcompress.structures.base import SIDES, Layout, Shapes, shared_of, transform_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
     PartLayout,

@@ -31,11 +31,7 @@ from tcompress.planning.sites import (
 )
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
-from tcompress.structures.base import (
-    SharesFactors,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
 Place = tuple[str, str]

@@ -17,9 +17,7 @@ from tcompress.structures.base import (
     structure,
     transform_of,
 )
-from tcompress.structures.base import (
-    FitCost as FitCost,
-)
+from tcompress.structures.base import FitCost as FitCost
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tcompress.structures.base import (
-    LooksUp,
-    structure,
-)
+from tcompress.structures.base import LooksUp, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this

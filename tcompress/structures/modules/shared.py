@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.base import (
-    Layout,
-    Side,
-    decoded,
-    encoded,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.base import Layout, Side, decoded, encoded, shared_of, transform_of
 
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:

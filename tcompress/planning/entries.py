@@ -11,13 +11,13 @@ from torch import Tensor
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
 from tcompress.options.convert_options import BudgetKind
-from tcompress.structures.base import SIDES, Layout, Shapes, shared_of, transform_shapes
+from tcompress.structures.base import Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
     PartLayout,
     factor_layouts,
     own_shapes,
-    transform_name,
+    own_transforms,
 )
 from tcompress.structures.modules.shared import factors_module
 
@@ -165,19 +165,14 @@ class LayerPlan(_Entry):
     def tensor_shapes(self) -> Shapes:
         """Names, relative to the layer, and shapes of all tensors that are stored for it."""
         shapes = dict(own_shapes(self.parts, self.experts))
-        for index, part in enumerate(self.parts):
-            for term, layout in enumerate(part.terms):
-                for side in SIDES:
-                    if side == "in" and (index or self.input_of):
-                        continue
-                    module = transform_name(self.parts, side, index, term)
-                    tensors = transform_shapes(layout, side)
-                    shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
+        inside = {
+            module: transform.shapes
+            for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
+        }
         for bank, layout in self.own_factors.items():
-            shared = shared_of(layout)
-            assert shared is not None  # that is how it was found
-            module = factors_module(bank)
-            shapes |= {f"{module}.{name}": shape for name, shape in shared.shapes.items()}
+            inside[factors_module(bank)] = shared_shapes(layout)
+        for module, tensors in inside.items():
+            shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
         return shapes
 
     @property

@@ -369,6 +369,12 @@ def shared_of(layout: Layout) -> Shared | None:
     return kind.shared(layout) if isinstance(kind, SharesFactors) else None
 
 
+def shared_shapes(layout: Layout) -> Shapes:
+    """Shapes of the shared factors that a term uses."""
+    found = shared_of(layout)
+    return {} if found is None else found.shapes
+
+
 class Transform(ABC):
     """A transform of what a layer reads or returns.
 

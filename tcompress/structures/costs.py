@@ -13,7 +13,7 @@ from tcompress.structures.base import (
     Shapes,
     decoded,
     encoded,
-    shared_of,
+    shared_shapes,
     structure,
     transform_of,
 )
@@ -91,8 +91,7 @@ def lookup_macs(layout: Layout) -> int:
 
 def _all_tensors(layout: Layout) -> dict[str, Tensor]:
     """Empty tensors of a term, those that it shares among them."""
-    shared, own = shared_of(layout), structure(layout.structure).tensors(layout)
-    return _empty({**own, **(shared.shapes if shared else {})})
+    return _empty({**structure(layout.structure).tensors(layout), **shared_shapes(layout)})
 
 
 def _empty(shapes: Shapes) -> dict[str, Tensor]:

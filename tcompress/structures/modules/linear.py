@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -18,6 +18,7 @@ from tcompress.structures.base import (
     Layout,
     Shapes,
     Side,
+    Transform,
     decoded,
     dense_of,
     encoded,
@@ -110,6 +111,21 @@ def transform_name(parts: Sequence[PartLayout], side: Side, part: int, term: int
     return f"tc_{middle}{side}{term}"
 
 
+def own_transforms(
+    parts: Sequence[PartLayout], shares_input: bool
+) -> Iterator[tuple[str, Transform, Layout, Side]]:
+    """Lists the transforms that a layer stores, with the module's name, the term and its side.
+
+    All splits read what the first one encodes, unless another layer encodes it.
+    """
+    for index, part in enumerate(parts):
+        for term, layout in enumerate(part.terms):
+            for side in SIDES:
+                transform = transform_of(layout, side)
+                if transform is not None and (side == "out" or not (index or shares_input)):
+                    yield transform_name(parts, side, index, term), transform, layout, side
+
+
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
     """Shapes of a layer's own tensors, without its transforms."""
     lead = () if experts is None else (experts,)
@@ -184,13 +200,9 @@ class StructuredLinear(nn.Module):
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
-        for index, part in enumerate(self.parts):
-            for term, layout in enumerate(part.terms):
-                for side, count in zip(SIDES, (readers, 1), strict=True):
-                    owned = side == "out" or (index == 0 and input_of is None)
-                    if owned and transform_of(layout, side) is not None:
-                        module = TransformModule(layout, side, count, dtype, device)
-                        self.add_module(transform_name(self.parts, side, index, term), module)
+        for name, _, layout, side in own_transforms(self.parts, input_of is not None):
+            count = readers if side == "in" else 1
+            self.add_module(name, TransformModule(layout, side, count, dtype, device))
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
         self._input_owner = (self if input_of is None else input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.base import Layout, Side, decoded, encoded, shared_of, transform_of
+from tcompress.structures.base import Layout, Side, decoded, encoded, shared_shapes, transform_of
 
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -146,8 +146,7 @@ class FactorsModule(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        shared = shared_of(layout)
-        for name, shape in (shared.shapes if shared else {}).items():
+        for name, shape in shared_shapes(layout).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
 

@@ -239,10 +239,8 @@ def common_block(streams: Sequence[Stream]) -> str:
     """Returns the block at which all these passes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     if len(names) > 1:
-        raise DataError(
-            f"forward passes differ in their blocks: {', '.join(sorted(names))}",
-            "convert this model without data: `--calib none`",
-        )
+        hint = "convert this model without data: `--calib none`"
+        raise DataError(f"forward passes differ in their blocks: {', '.join(sorted(names))}", hint)
     return next(iter(names), "")
 
 

@@ -145,10 +145,8 @@ def _query_key_moments(
         queries = queries.to(q.device) + (q.mT @ q).sum(0)
         keys = keys.to(k.device) + (k.mT @ k).sum(0)
     if not queries.dim() or not bool(torch.isfinite(queries.sum() + keys.sum())):
-        raise FitError(
-            "queries or keys on calibration data are missing, NaN or infinite",
-            "repair the checkpoint, or convert this model without data: `--calib none`",
-        )
+        hint = "repair the checkpoint, or convert this model without data: `--calib none`"
+        raise FitError("queries or keys on calibration data are missing, NaN or infinite", hint)
     return QueryKeyMoments(queries, keys)
 
 

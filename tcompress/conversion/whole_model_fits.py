@@ -130,10 +130,8 @@ def fit_table(
         found = kind.fit(Target(exact, None), layout)
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
     if not all(map(is_finite, stored.values())):
-        raise FitError(
-            f"the fit of `{entry.name}` is not finite in {dtype}",
-            f"{WIDER}, or leave the word embedding as it is",
-        )
+        hint = f"{WIDER}, or leave the word embedding as it is"
+        raise FitError(f"the fit of `{entry.name}` is not finite in {dtype}", hint)
     dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
     wrong, norm = (exact - dense).square().sum(1), exact.square().sum(1)
     weights = {"calibration": frequencies(counts)}
@@ -249,10 +247,8 @@ class SharedFactorsFitter:
             with torch.no_grad():
                 found = kind.fit_shared(targets, [layout for _, layout, _ in used])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            raise FitError(
-                f"the fit of {where} failed: {message_of(error)}",
-                "use more calibration data or a larger `damping`, or share less",
-            ) from error
+            hint = "use more calibration data or a larger `damping`, or share less"
+            raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
         stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
         if not all(map(is_finite, stored.values())):
             raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)

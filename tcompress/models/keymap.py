@@ -72,10 +72,8 @@ class KeyMap:
         for name in (param_name, *self.tied(param_name)):
             if name in self._sources:
                 return self._sources[name]
-        raise SourceError(
-            f"the checkpoint has no tensor for parameter `{param_name}`",
-            hint="such a parameter starts at random: keep it out of the conversion",
-        )
+        hint = "such a parameter starts at random: keep it out of the conversion"
+        raise SourceError(f"the checkpoint has no tensor for parameter `{param_name}`", hint)
 
     def tied(self, param_name: str) -> tuple[str, ...]:
         """Give the other runtime names of the same parameter."""
@@ -208,10 +206,8 @@ def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
     bounds = value.aminmax() if value.is_floating_point() and value.numel() else ()
     if not all(bound.isfinite() for bound in bounds):
         key = keymap.sources(param_name).keys[0]
-        raise FitError(
-            f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity",
-            "repair the checkpoint, or leave the layer out with `--keep`",
-        )
+        text = f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity"
+        raise FitError(text, "repair the checkpoint, or leave the layer out with `--keep`")
     return value
 
 

@@ -244,10 +244,8 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise SourceError(
-            f"`{folder}` has no `config.json`; it holds {folder_content(folder)}",
-            hint=_hint_without_config(folder),
-        )
+        text = f"`{folder}` has no `config.json`; it holds {folder_content(folder)}"
+        raise SourceError(text, _hint_without_config(folder))
     try:
         return read_settings(path)
     except ValueError as error:

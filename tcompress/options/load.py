@@ -135,10 +135,8 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
     for name in names:
         if name not in recipe.variants:
             has = f"it has {quoted(recipe.variants)}" if recipe.variants else "it has none"
-            raise RecipeError(
-                f"the recipe has no variant `{name}`; {has}{did_you_mean(name, recipe.variants)}",
-                "see what there is: `tcompress recipes show RECIPE`",
-            )
+            text = f"the recipe has no variant `{name}`; {has}{did_you_mean(name, recipe.variants)}"
+            raise RecipeError(text, "see what there is: `tcompress recipes show RECIPE`")
     for name in names:
         # Names and files that another variant would overwrite.
         places: dict[str, Any] = {

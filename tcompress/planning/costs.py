@@ -235,10 +235,8 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        raise PlanError(
-            f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}",
-            "give a smaller number",
-        )
+        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}"
+        raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
     for _ in range(3):

@@ -43,10 +43,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
     each = _listed(whole)
     if recipe.append_layers is not None:
         if len(whole) > 1:
-            raise PlanError(
-                f"`append_layers` puts blocks on top of one stack, and this model has {each}",
-                "leave `append_layers` out",
-            )
+            text = f"`append_layers` puts blocks on top of one stack, and this model has {each}"
+            raise PlanError(text, "leave `append_layers` out")
         kept = (*whole[0].kept, *[whole[0].kept[-1]] * recipe.append_layers)
         copied = whole[0].model_copy(update={"kept": kept})
         return DepthPlan(stacks=(copied,), chosen="asked")
@@ -71,10 +69,8 @@ def _as_asked(recipe: Convert, whole: Stacks, source: SourceModel) -> Stacks:
         if len(whole) > 1:
             option = "--keep-layers" if keeps else "--drop-layers"
             numbers = asked if isinstance(asked, int) else ",".join(map(str, asked))
-            raise PlanError(
-                f"this model has {len(whole)} stacks of blocks: {_listed(whole)}",
-                f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`",
-            )
+            hint = f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`"
+            raise PlanError(f"this model has {len(whole)} stacks of blocks: {_listed(whole)}", hint)
         asked = {whole[0].name: asked}
     known = {stack.name: stack for stack in whole}
     problems = [

@@ -398,20 +398,16 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
         why = reasons or "it has no linear layers inside repeated blocks"
         return PlanError(f"no layer of this `{planner.roles.family}` model is supported: {why}")
     if all(item.reason == KEPT for item in planner.left):
-        return PlanError(
-            f"the recipe keeps all {len(planner.left)} layers dense",
-            "remove patterns from `keep`, or rules with `keep: true`",
-        )
+        hint = "remove patterns from `keep`, or rules with `keep: true`"
+        return PlanError(f"the recipe keeps all {len(planner.left)} layers dense", hint)
     seen: dict[str, list[str]] = {}
     for item in planner.left:
         seen.setdefault(item.reason, []).append(item.name)
     lines = "\n".join(
         f"  - {reason}: {len(names)} layers, such as `{names[0]}`" for reason, names in seen.items()
     )
-    return PlanError(
-        f"none of {len(planner.left)} layers can be rewritten:\n{lines}",
-        "; ".join(sorted(planner.hints)) or "choose another p or rank",
-    )
+    hint = "; ".join(sorted(planner.hints)) or "choose another p or rank"
+    return PlanError(f"none of {len(planner.left)} layers can be rewritten:\n{lines}", hint)
 
 
 # What becomes of all parameters, each counted once.

@@ -209,10 +209,8 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     lost = [str(number) for number in asked if number not in numbers]
     # Some of those asked for may be among the blocks that were dropped, but not all.
     if lost and not (source.renumbered and len(lost) < len(asked)):
-        raise PlanError(
-            f"there is no attention in block {', '.join(lost)}",
-            f"blocks are numbered from 0 to {max(numbers)}" if numbers else None,
-        )
+        hint = f"blocks are numbered from 0 to {max(numbers)}" if numbers else None
+        raise PlanError(f"there is no attention in block {', '.join(lost)}", hint)
     entries: list[AttentionPlan] = []
     left: list[Left] = []
     unused: set[str] = set()

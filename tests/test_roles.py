@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from tcompress.roles import Roles, find_roles, supported_families
+from tcompress.roles import Roles, supported_families
+from tcompress.roles.find import find_roles
 from tests.support.own_models import VIDEOMAE
 from tests.support.tiny import TINY, TinyModel, named
 

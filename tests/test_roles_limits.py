@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tcompress.errors import InputError
-from tcompress.roles import Layer, Part, Refusal, find_roles
+from tcompress.roles import Layer, Part, Refusal
+from tcompress.roles.find import find_roles
 from tests.support.tiny import TINY, build
 
 

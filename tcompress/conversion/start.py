@@ -18,7 +18,7 @@ from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
-from tcompress.roles import attentions_of
+from tcompress.roles.find import attentions_of
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors, dense_of, first_operators
 from tcompress.structures.modules.linear import factor_layouts, own_transforms, tensor_prefix

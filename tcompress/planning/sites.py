@@ -24,8 +24,8 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
 from tcompress.options.method_options import AutoSpec, lookup_methods
 from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, Left
-from tcompress.roles import Attention, Layer, Roles, attentions_of, find_roles
-from tcompress.roles.find import position_tables
+from tcompress.roles import Attention, Layer, Roles
+from tcompress.roles.find import attentions_of, find_roles, position_tables
 from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
 from tcompress.structures.base import LooksUp
 from tcompress.structures.modules.embedding import LookupScale

@@ -166,10 +166,10 @@ class AttentionReplacement(ABC, Generic[S, L]):
     def layout(self, spec: S, base: BaseAttention) -> L:
         """Decides sizes for an attention, or raises `Refusal`."""
         if base.causal and not self.causal:
-            raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
+            raise Refusal(f"`{spec.name}` would look ahead, and this attention is causal")
         if base.window is not None and not self.windows:
             near = f"each token sees only {base.window} others"
-            raise Refusal(f"{near}, and `{spec_name(spec)}` mixes all")
+            raise Refusal(f"{near}, and `{spec.name}` mixes all")
         if base.biased:
             raise Refusal("its attention adds a bias of positions, which has no place here")
         if base.heads % base.key_heads:
@@ -247,11 +247,6 @@ def _counted(layout: ReplacementLayout, tokens: int) -> int:
             hint = "convert the model again, or take `config.json` from a good copy"
             raise ArtifactError(said + message_of(error), hint) from error
     return counter.get_total_flops() // 2
-
-
-def spec_name(spec: ReplacementSpec) -> str:
-    """Returns the name that selected a replacement, such as `tsa`."""
-    return str(spec.name)  # type: ignore[attr-defined]
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:

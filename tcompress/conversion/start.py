@@ -97,9 +97,6 @@ def start_layer(
     return FittedLayer(tensors | owned_factors(entry, factors), {})
 
 
-# Attention that is replaced, which may begin with what queries and keys are like.
-
-
 def adapt(
     module: ReplacementModule,
     name: str,

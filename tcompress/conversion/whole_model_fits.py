@@ -143,9 +143,6 @@ def fit_table(
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
 
 
-# Fits of weights alone, one group of layers at a time.
-
-
 def fit_without_data(
     outputs: Outputs, cluster: Cluster, factors: SharedFactors, device: torch.device
 ) -> BlockResult:

@@ -106,9 +106,6 @@ def _failure(
     return RecipeError(f"{count} in `{origin}`{changed}:{lines}", hint)
 
 
-# Recipes with some of their values changed, by hand or by one of their variants.
-
-
 def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe") -> Recipe:
     """Changes values of a recipe by pairs such as `finetune.steps=200`; values are YAML."""
     pairs = {}

@@ -135,9 +135,6 @@ def json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
-# Short names of conversions, for folders and tables.
-
-
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 _NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
 _ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "core": "", "length": "t"}

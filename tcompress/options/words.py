@@ -137,9 +137,6 @@ def _bounds(fragment: Fragment) -> str:
     return ", " + " and ".join(bounds) if bounds else ""
 
 
-# From what validation rejects to problems in plain words, each with its line.
-
-
 def explain(
     errors: Iterable[Mapping[str, Any]], document: Document, schema: Fragment
 ) -> list[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,7 @@ Stacks = tuple[StackPlan, ...]
 
 def stacks_of(roles: Roles) -> Stacks:
     """Lists the stacks of a model by the part of their path that tells them apart, as `decoder`."""
-    counts: dict[str, int] = {}
-    for block in roles.blocks:
-        path = block.name.rpartition(".")[0]
-        counts[path] = counts.get(path, 0) + 1
+    counts = Counter(block.name.rpartition(".")[0] for block in roles.blocks)
     found, others = [], [other.split(".") for other in counts]
     for path, count in counts.items():
         apart = (

@@ -410,9 +410,6 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
     return PlanError(f"none of {len(planner.left)} layers can be rewritten:\n{lines}", hint)
 
 
-# What becomes of all parameters, each counted once.
-
-
 def covered(plan: Plan, source: SourceModel) -> Plan:
     """Counts what becomes of all parameters, each once; tied ones are one."""
     model = source.keymap.model

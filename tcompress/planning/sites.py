@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from tcompress.attention import BaseAttention, replacement_of
-from tcompress.attention.replacement import spec_name
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
@@ -225,7 +224,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             left.append(Left(role="attention", parameters=0, **facts))
     if not entries:
-        name = spec_name(recipe.attention)
+        name = recipe.attention.name
         if not left:
             raise PlanError(
                 f"no attention of this `{roles.family}` model is known, so that `{name}` cannot "

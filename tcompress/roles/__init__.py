@@ -12,4 +12,3 @@ from tcompress.roles.families import Layer as Layer
 from tcompress.roles.families import Part as Part
 from tcompress.roles.families import Refusal as Refusal
 from tcompress.roles.families import Roles as Roles
-from tcompress.roles.families import supported_families as supported_families

@@ -145,7 +145,6 @@ class Roles:
     output_head: str | None
     refused: tuple[Refusal, ...]  # modules inside blocks that must be left alone
     warnings: tuple[str, ...]  # what a user should know before relying on them
-    supported: bool  # whether every block belongs to a supported family
     # Ordinary linear layers outside of blocks, rewritten only where they are named.
     outside: tuple[Layer, ...] = ()
 
@@ -289,11 +288,6 @@ REFUSED_MODULES: Mapping[str, str] = {
     "pos_key_proj": "it reads the table of relative positions, not the tokens",
     "pos_query_proj": "it reads the table of relative positions, not the tokens",
 }
-
-
-def supported_families() -> tuple[str, ...]:
-    """Return the model types with a table of roles, sorted."""
-    return tuple(sorted(FAMILIES))
 
 
 def match(roles: RoleTable, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:

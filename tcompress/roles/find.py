@@ -85,8 +85,8 @@ def find_roles(model: nn.Module) -> Roles:
     """Find the blocks of a transformer and the role of every layer in them, by names and shapes.
 
     Models made of several models are read tower by tower: each block follows the nearest config
-    above it. In families without a table every linear layer of a block has the role `linear`, and
-    `supported` is False. An `InputError` says that a table does not fit a block.
+    above it. In families without a table every linear layer of a block has the role `linear`. An
+    `InputError` says that a table does not fit a block.
     """
     family = _family(model) or type(model).__name__
     sites = tuple(_sites(model, "", family, getattr(model, "config", None)))
@@ -111,7 +111,6 @@ def find_roles(model: nn.Module) -> Roles:
         output_head=next((name for name, part in model.named_modules() if part is head), None),
         refused=tuple(refused),
         warnings=_warnings(family, sites, blocks),
-        supported=bool(sites) and all(site.family in FAMILIES for site in sites),
         outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
     )
 

@@ -354,7 +354,6 @@ class StructuredLinear(nn.Module):
         return torch.cat(parts, -2)
 
     def extra_repr(self) -> str:
-        """Shows sizes and terms."""
         terms = " + ".join(layout.structure for layout in self.parts[0].terms)
         return (
             f"in={self.in_features}, out={self.out_features}, {terms}, bias={self.bias is not None}"

@@ -117,7 +117,6 @@ class TransformModule(nn.Module):
         return {**self.__dict__, "_built": None, "_last": None}
 
     def extra_repr(self) -> str:
-        """Shows the structure, of which end the transform is, and the number of readers."""
         return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
 
 
@@ -155,5 +154,4 @@ class FactorsModule(nn.Module):
         return dict(self.named_parameters(recurse=False))
 
     def extra_repr(self) -> str:
-        """Shows the shapes."""
         return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in self().items())

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_serializer
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -190,9 +190,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return _counted(layout, tokens)
 
     @abstractmethod
-    def start(
-        self, layout: L, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> dict[str, Tensor]:
         """Makes first values: near a `pretrained` model's own attention, or as in the paper."""
 
     def centres_keys(self, layout: L) -> bool | None:
@@ -266,18 +264,13 @@ def take_tokens(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
-def _parse_layout(value: Any) -> Any:
-    if isinstance(value, dict) and "mechanism" in value:
-        return replacement_named(str(value["mechanism"])).layout_type.model_validate(value)
-    return value
-
-
-AnyReplacementLayout = Annotated[SerializeAsAny[ReplacementLayout], BeforeValidator(_parse_layout)]
-"""A layout of any registered replacement, as it is read from a plan."""
-
-
-_REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement")
+_REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement", "mechanism")
 register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.__getitem__
+
+AnyReplacementLayout = Annotated[
+    SerializeAsAny[ReplacementLayout], BeforeValidator(_REPLACEMENTS.parsed)
+]
+"""A layout of any registered replacement."""
 
 
 def replacement_of(spec: ReplacementSpec) -> AttentionReplacement[Any, Any]:

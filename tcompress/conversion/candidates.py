@@ -216,9 +216,8 @@ class LayerStatistics:
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         def moments(own: Sensitivity) -> EvaluationMoments:
-            return EvaluationMoments(
-                own.moment(centred=centred), own.curvature / own.rows, own.rows
-            )
+            gram, curvature = own.moment(centred=centred), own.curvature / own.rows
+            return EvaluationMoments(gram, curvature, own.rows)
 
         whole, half = moments(sums), sums.half
         if half is None or not 0 < half.rows < sums.rows:

@@ -268,9 +268,7 @@ class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
 
 
-def run_to_input(
-    forward: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]
-) -> Any:
+def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]) -> Any:
     """Runs a block up to the first call of one of its modules.
 
     Returns what `arguments` makes of the module's arguments, or None if it was not called.
@@ -283,7 +281,7 @@ def run_to_input(
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        forward()
+        run()
     except _Captured:
         pass
     finally:

@@ -136,9 +136,7 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
     """Give frequency bands and frames of a model's log-mel spectrograms, laid out as Whisper's."""
     sizes = _numbers([source.config], "num_mel_bins", "max_source_positions")
     if len(sizes) < 2:
-        raise DataError(
-            f"there is no built-in sound for `{source.model_class.__name__}`", hint=_NO_DATA
-        )
+        raise DataError(f"there is no built-in sound for `{source.model_class.__name__}`", _NO_DATA)
     return sizes[0], 2 * sizes[1]  # the second convolution halves the number of frames
 
 

@@ -121,9 +121,7 @@ class KeyMap:
         return str(renamed), pattern
 
     def _collect(self, checkpoint_keys: Iterable[str]) -> None:
-        by_pattern = {
-            pattern: item for item in self._converters for pattern in item.source_patterns
-        }
+        by_pattern = {text: item for item in self._converters for text in item.source_patterns}
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         unmatched: list[str] = []
         # The order is part of the meaning: experts are stacked in it.

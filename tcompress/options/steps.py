@@ -15,16 +15,9 @@ _COLUMNS = (
 )
 
 TrainingTask = Literal[
-    "classification",
-    "regression",
-    "sts",
-    "masked-lm",
-    "causal-lm",
-    "image-classification",
-    "volume-classification",
-    "forecasting",
-    "response-selection",
-]
+    "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
+    "volume-classification", "forecasting", "response-selection",
+]  # fmt: skip
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
 
 
@@ -163,16 +156,9 @@ class Finetune(Section):
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTask = Literal[
-    "classification",
-    "sts",
-    "perplexity",
-    "masked-lm",
-    "image-classification",
-    "volume-classification",
-    "forecasting",
-    "retrieval",
-    "response-selection",
-]
+    "classification", "sts", "perplexity", "masked-lm", "image-classification",
+    "volume-classification", "forecasting", "retrieval", "response-selection",
+]  # fmt: skip
 Bound = Annotated[
     str,
     Field(
@@ -231,7 +217,7 @@ class Evaluate(Section):
         return self
 
 
-Size = Annotated[int, Field(gt=0, lt=10**9)]
+Sizes = tuple[Annotated[int, Field(gt=0, lt=10**9)], ...]
 
 
 class Bench(Section):
@@ -239,10 +225,8 @@ class Bench(Section):
 
     panel = MEASURED
 
-    batch: tuple[Size, ...] = option(
-        (1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1
-    )
-    length: tuple[Size, ...] = option(
+    batch: Sizes = option((1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1)
+    length: Sizes = option(
         (),
         "tokens in a sequence; default 32 and 128, as far as the models go; pictures have a "
         "length of their own",

@@ -157,9 +157,7 @@ class _Explanation:
     def add(self, error: Mapping[str, Any]) -> None:
         kind, loc = error["type"], error["loc"]
         key, fragment = _locate(loc, self.schema)
-        if kind == "default_factory_not_called" or self._about_other_member(
-            kind, loc, key, fragment
-        ):
+        if kind == "default_factory_not_called" or self._of_other_member(kind, loc, key, fragment):
             return  # a default that depends on what is wrong is no problem of its own
         if kind == "extra_forbidden":
             self._unknown_key(*_locate(loc[:-1], self.schema), loc[-1])
@@ -179,7 +177,7 @@ class _Explanation:
         else:
             self._wrong(key, fragment)
 
-    def _about_other_member(
+    def _of_other_member(
         self, kind: str, loc: Sequence[str | int], key: Key, fragment: Fragment
     ) -> bool:
         """Of a mapping where a name may stand too, its options are judged, not that it is none."""

@@ -12,7 +12,14 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
+from tcompress.planning.costs import (
+    STAND_IN,
+    Choice,
+    kept_share,
+    plan_terms,
+    plan_within,
+    weight_name,
+)
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
 from tcompress.planning.sites import (
@@ -272,7 +279,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 
 def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
     """Lists the layers of a plan, those together that read one input."""
-    planned = {_runtime(source, entry): entry for entry in plan.layers}
+    planned = {weight_name(source, entry): entry for entry in plan.layers}
     groups = [group for block in roles_of(source).blocks for group in block.groups]
     inside = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
     found = [[entry for entry in group if entry is not None] for group in inside]
@@ -293,13 +300,9 @@ def resized(
         layers += own
         for entry in dense:
             block = source.keymap.runtime_name(entry.block) or entry.block
-            facts = {"name": _runtime(source, entry), "block": block, "role": entry.role}
+            facts = {"name": weight_name(source, entry), "block": block, "role": entry.role}
             left.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
     return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
-
-
-def _runtime(source: SourceModel, entry: LayerPlan) -> str:
-    return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
 
 
 def regrouped(
@@ -417,7 +420,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     runtime = source.keymap.runtime_name
-    rewritten = {_runtime(source, entry) for entry in plan.entries}
+    rewritten = {weight_name(source, entry) for entry in plan.entries}
     layers = [layer.name for entry in plan.attention for layer in entry.unused]
     unused = {runtime(name) or name for name in layers}
     modules = model.named_modules(remove_duplicate=False)

@@ -41,6 +41,9 @@ from tcompress.roles.projections import (
     shapes_of,
 )
 
+Reasons = Mapping[nn.Module, str]
+"""Why modules are left alone."""
+
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _COUNTS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
@@ -134,9 +137,7 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
             yield _Site(child_path, child, family, config)
 
 
-def _read(
-    site: _Site, known: Mapping[nn.Module, str]
-) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
+def _read(site: _Site, known: Reasons) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
     modules = projections(site.block)
     reasons = {
         name: reason_to_refuse(name, site.block) or known.get(module)
@@ -163,9 +164,7 @@ def _read(
     return tuple(layers), tuple(refused)
 
 
-def _outside(
-    whole: _Site, sites: Collection[_Site], known: Mapping[nn.Module, str]
-) -> Iterator[Layer]:
+def _outside(whole: _Site, sites: Collection[_Site], known: Reasons) -> Iterator[Layer]:
     """Yield the ordinary linear layers of the whole model that are in no block, nor tied."""
     named = whole.block.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in named)

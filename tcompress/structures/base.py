@@ -262,22 +262,15 @@ class Structure(ABC, Generic[S, L]):
         return [found[layout] for layout in layouts]
 
 
-def _parse_layout(value: Any) -> Any:
-    if isinstance(value, dict) and "structure" in value:
-        return structure(str(value["structure"])).layout_type.model_validate(value)
-    return value
-
-
-AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_parse_layout)]
-"""A layout of any registered structure, as it is read from a plan."""
-
-
 class Registry(dict[str, T]):
-    """What was registered, by name, in order; an unknown name is a `RecipeError`."""
+    """What was registered, by name, in order; an unknown name is a `RecipeError`.
 
-    def __init__(self, what: str) -> None:
+    In a layout the name stands under `key`.
+    """
+
+    def __init__(self, what: str, key: str) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._key = what, key
 
     def add(self, item: T) -> None:
         """Adds a member, which has a `name` and a `spec` of its own."""
@@ -288,6 +281,12 @@ class Registry(dict[str, T]):
             raise ValueError(f"{self._what} `{name}` or its spec class is already registered")
         self[name] = item
 
+    def parsed(self, value: Any) -> Any:
+        """Reads a layout of any member from a plan."""
+        if isinstance(value, dict) and self._key in value:
+            return self[str(value[self._key])].layout_type.model_validate(value)
+        return value
+
     def __missing__(self, name: str) -> T:
         close = difflib.get_close_matches(name, self, 1)
         known = ", ".join(f"`{known}`" for known in self)
@@ -295,8 +294,11 @@ class Registry(dict[str, T]):
         raise RecipeError(f"unknown {self._what} `{name}`; known are {known}", hint)
 
 
-_STRUCTURES = Registry[Structure[Any, Any]]("structure")
+_STRUCTURES = Registry[Structure[Any, Any]]("structure", "structure")
 register, structure = _STRUCTURES.add, _STRUCTURES.__getitem__
+
+AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_STRUCTURES.parsed)]
+"""A layout of any registered structure."""
 
 
 def structures() -> tuple[Structure[Any, Any], ...]:

@@ -104,15 +104,15 @@ class TiedTable(nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[str]:
+def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> None:
     """Puts a tied table in the place of all modules whose weight is that of an embedding.
 
     Afterwards nothing ties them any more: there is no weight of their own.
     """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     names = [target for target, source in ties.items() if source == f"{path}.weight"]
-    paths = [name.removesuffix(".weight") for name in names]
-    for name, other in zip(names, paths, strict=True):
+    for name in names:
+        other = name.removesuffix(".weight")
         parent, _, leaf = other.rpartition(".")
         host: Any = model.get_submodule(other)
         setattr(model.get_submodule(parent), leaf, TiedTable(owner, host).train(host.training))
@@ -124,4 +124,3 @@ def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[
             module._tied_weights_keys = {  # type: ignore[assignment]
                 target: source for target, source in own.items() if prefix + target not in names
             }
-    return paths

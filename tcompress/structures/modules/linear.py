@@ -355,9 +355,8 @@ class StructuredLinear(nn.Module):
 
     def extra_repr(self) -> str:
         terms = " + ".join(layout.structure for layout in self.parts[0].terms)
-        return (
-            f"in={self.in_features}, out={self.out_features}, {terms}, bias={self.bias is not None}"
-        )
+        bias = self.bias is not None
+        return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"
 
 
 def keep_weights(model: nn.Module, keep: bool = True) -> int:

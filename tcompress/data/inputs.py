@@ -252,9 +252,8 @@ def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
     modes = [modes] if isinstance(modes, str) else list(modes)
     known = _FLAGS.values()
     if unknown := [mode for mode in modes if mode not in known]:
-        raise DataError(
-            f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}", _HINT
-        )
+        text = f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}"
+        raise DataError(text, _HINT)
     return tuple(modes) or ("mean",)
 
 

@@ -28,9 +28,8 @@ def recipe_text(name: str) -> str:
     close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
     near = " or ".join(f"`{word}`" for word in list(close)[:3])
     hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
-    raise RecipeError(
-        f"there is no recipe `{name}`; recipes that ship are {quoted(sorted(shipped))}", hint
-    )
+    text = f"there is no recipe `{name}`; recipes that ship are {quoted(sorted(shipped))}"
+    raise RecipeError(text, hint)
 
 
 def find_recipe(name_or_path: str) -> tuple[str, str]:

@@ -236,12 +236,8 @@ def default_output_name(name: str, suffix: str) -> str:
 
 def is_path(name: str) -> bool:
     """Tell whether a name can only be meant as a path: a hub id is `name` or `owner/name`."""
-    return (
-        name.startswith((".", "/", "~"))
-        or name.endswith("/")
-        or "\\" in name
-        or name.count("/") > 1
-    )
+    local = name.startswith((".", "/", "~")) or name.endswith("/")
+    return local or "\\" in name or name.count("/") > 1
 
 
 def _no_folder(name: str, path: Path) -> SourceError:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import exp, fsum, log
+from math import exp, fsum, inf, log
 
 import torch
 from torch import Tensor
@@ -190,17 +190,14 @@ AROUND = 4.0
 LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 
 
-def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
-    """Names the blocks to fit: of all that have the same layers the last and one in the middle.
-
-    The second one is fitted only where there are `several` of a kind.
-    """
+def blocks_to_fit(blocks: Sequence[Block]) -> frozenset[str]:
+    """Names the blocks to fit: of those alike the last and, of four or more, one in the middle."""
     kinds: dict[frozenset[str], list[str]] = defaultdict(list)
     for block in blocks:
         kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
     found = []
     for names in kinds.values():
-        found += [names[-1], *([names[len(names) // 2]] if len(names) >= several else [])]
+        found += [names[-1], *([names[len(names) // 2]] if len(names) > 3 else [])]
     return frozenset(found)
 
 
@@ -300,8 +297,7 @@ class CalibrationFits:
     ) -> bool:
         low, high = (self.fraction * item.dense * by for by in (1 / AROUND, AROUND))
         for option in own:
-            if low <= option.cost <= high:
-                rivals = [other.loss for other in others if other.cost <= option.cost]
-                if not rivals or option.loss <= MARGIN * min(rivals):
-                    return True
+            rivals = (other.loss for other in others if other.cost <= option.cost)
+            if low <= option.cost <= high and option.loss <= MARGIN * min(rivals, default=inf):
+                return True
         return False

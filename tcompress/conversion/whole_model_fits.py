@@ -94,9 +94,7 @@ def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
     """Counts how often each word occurs in calibration data, padding left out.  # (words,)."""
     chosen = frozenset(data.holdout)
     counts = torch.zeros(words, dtype=torch.float64)
-    for index, batch in enumerate(data.batches):
-        if (index in chosen) != held_out:
-            continue
+    for batch in (item for i, item in enumerate(data.batches) if (i in chosen) == held_out):
         for name, mask_name in _INPUTS.items():
             ids, mask = batch.get(name), batch.get(mask_name)
             if ids is None:

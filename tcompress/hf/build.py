@@ -178,7 +178,7 @@ def install_forms(
         # What is no parameter is trained by nobody, whichever trainer it is.
         module._parameters.pop("weight", None)
         module._buffers.pop("weight", None)
-        if entry.is_trained:
+        if entry.form == "learned":
             module.register_parameter("weight", nn.Parameter(table))
         else:
             module.register_buffer("weight", table)

@@ -232,7 +232,8 @@ class _Explanation:
     def _method_name(self, parent: Key, fragment: Fragment) -> None:
         name = fragment["discriminator"]["propertyName"]
         key = (*parent, name)
-        close = nearest(name, self.document.keys(parent))
+        beside = [place[-1] for place in self.document.nodes if place and place[:-1] == parent]
+        close = nearest(name, beside)
         if key not in self.document.nodes and close is not None:
             self._report((*parent, close), f"unknown key; did you mean `{name}`?")
             return

@@ -102,19 +102,19 @@ def term_cost(layout: Layout, readers: int, writers: int) -> float:
     return own + after / writers + before / readers
 
 
-def weight_name(source: SourceModel, entry: LayerPlan) -> str:
+def path_of(source: SourceModel, entry: LayerPlan) -> str:
     """Name in the model of the parameter that a rewritten weight is."""
     return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
 
 
 def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     """Names in the checkpoint of the tensors that a rewritten weight is read from."""
-    return source.keymap.sources(weight_name(source, entry)).keys
+    return source.keymap.sources(path_of(source, entry)).keys
 
 
 def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
     """Lists the model's parameters in whose place structures are stored."""
-    weights = {weight_name(source, entry): entry for entry in layers}
+    weights = {path_of(source, entry): entry for entry in layers}
     biased = (name for name, own in weights.items() if own.bias and own.kind != "experts")
     return [*weights, *(f"{name.rpartition('.')[0]}.bias" for name in biased)]
 

@@ -36,10 +36,6 @@ class FormPlan(_Entry):
     shape: tuple[int, ...]  # of its weight
     offset: int = 0  # rows of a table before that of the first position
 
-    @property
-    def is_trained(self) -> bool:
-        return self.kind == "norm" or self.form == "learned"
-
 
 class StackPlan(_Entry):
     """What stays of one stack of blocks."""

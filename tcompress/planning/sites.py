@@ -346,24 +346,16 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
     """Plans what `positions` and `norm` ask for."""
-    problems: list[str] = []
-    found: list[FormPlan] = []
-    p = int(getattr(recipe.method, "p", 1))
-    if recipe.positions != "host":
-        found += _positions(recipe, source, roles, p)
-        if not found:
-            problems.append(
-                f"`positions: {recipe.positions}` is about a table of positions for tokens of "
-                f"text, and this `{roles.family}` model has none"
-            )
-    if recipe.norm != "host":
-        norms = list(_norms(recipe, source, roles, p))
-        if not norms:
-            problems.append(
-                f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
-                f"this `{roles.family}` model have none"
-            )
-        found += norms
+    p, this = int(getattr(recipe.method, "p", 1)), f"this `{roles.family}` model"
+    positions = list(_positions(recipe, source, roles, p)) if recipe.positions != "host" else []
+    norms = list(_norms(recipe, source, roles, p)) if recipe.norm != "host" else []
+    found, problems = [*positions, *norms], []
+    if recipe.positions != "host" and not positions:
+        what = f"a table of positions for tokens of text, and {this} has none"
+        problems.append(f"`positions: {recipe.positions}` is about {what}")
+    if recipe.norm != "host" and not norms:
+        what = f"layer norms of all features, and the blocks of {this} have none"
+        problems.append(f"`norm: {recipe.norm}` is about {what}")
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
         for entry in found

@@ -6,17 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -101,7 +91,7 @@ class Spec(Options):
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
-Tensors: TypeAlias = "Mapping[str, Tensor]"
+Tensors = Mapping[str, "Tensor"]
 
 
 class Refusal(Exception):

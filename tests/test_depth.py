@@ -22,8 +22,8 @@ from tcompress.options.schema import short_name
 from tcompress.planning.depth import plan_depth, spread, stacks_of
 from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
-from tcompress.reporting.model_report import report_of
 from tcompress.progress import Silent
+from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import find_roles
 from tests.support.conversions import (
     assert_same_without_a_cache,

@@ -27,7 +27,12 @@ from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_b
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import alone_of
-from tcompress.structures.base import SIDES, SharesFactors, structure, transform_shapes
+from tcompress.structures.base import (
+    SIDES,
+    SharesFactors,
+    structure,
+    transform_shapes,
+)
 from tcompress.structures.costs import FitCost, fit_cost, svd_flops
 
 TOKENS = 20

@@ -8,7 +8,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.manifest import Metric
-from tcompress.options.convert_options import Budget
+from tcompress.options.convert_options import (
+    Budget,
+)
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt

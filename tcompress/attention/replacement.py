@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_serializer
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_serializer
 from torch import Generator, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import ReplacementSpec
 from tcompress.roles.families import BaseAttention as BaseAttention
-from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
+from tcompress.structures.base import Frozen, Refusal, Registry, Shapes, Tensors
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -128,10 +128,8 @@ class QueryKeyMoments:
     keys: Tensor  # (key_heads, head_dim, head_dim)
 
 
-class ReplacementLayout(BaseModel):
+class ReplacementLayout(Frozen):
     """All that is needed to build one replacement: it is stored in the artefact."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mechanism: str
     heads: int = Field(gt=0)

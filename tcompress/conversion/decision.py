@@ -588,10 +588,7 @@ def try_out(
 
     Each name is asked for only when those before were tried; an answer that is worse than the best
     by more than the share `stop` ends the search. Of answers that are as good the first is taken.
-
-    Returns:
-        The name of the best answer, and the changes of all that were tried; None where the budget
-        is out of reach.
+    Gives its name, and the changes of all that were tried; None where the budget is out of reach.
     """
     changes: dict[str, float | None] = {}
     fine: dict[str, float] = {}

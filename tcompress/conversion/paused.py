@@ -261,9 +261,6 @@ def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[
     return own
 
 
-# What a layer reads while a block runs, and which of its rows are real tokens.
-
-
 class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
 

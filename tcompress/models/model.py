@@ -55,12 +55,8 @@ class _RandomShard(Shard):
     def digest(self) -> bytes:
         config = self._config.to_dict()
         config.pop("_name_or_path", None)  # where it was read
-        facts = {
-            "class": self._kind.__name__,
-            "config": config,
-            "seed": self._seed,
-            "versions": [torch.__version__, transformers.__version__],
-        }
+        facts = {"class": self._kind.__name__, "config": config, "seed": self._seed}
+        facts["versions"] = [torch.__version__, transformers.__version__]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
 

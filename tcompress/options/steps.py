@@ -150,9 +150,6 @@ class Finetune(Section):
         return weights
 
 
-# What may be asked of measurements: quality on a task, and speed.
-
-
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTask = Literal[
@@ -246,9 +243,6 @@ class Bench(Section):
     dtype: DType | None = option(None, "dtype of both; default as the dense is stored")
     device: Device = "auto"
     seed: int = option(0, "seed of the random inputs", ge=0, lt=2**32)
-
-
-# What a recipe says of models that are trained from scratch, and of the papers that did so.
 
 
 class Words(Section):

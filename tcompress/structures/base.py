@@ -102,10 +102,14 @@ class Refusal(Exception):
         self.hint = hint
 
 
-class Layout(BaseModel):
-    """All that is needed to build one term of a layer: it is stored in the artefact."""
+class Frozen(BaseModel):
+    """A record of the artefact: it does not change, and has no fields but its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Layout(Frozen):
+    """All that is needed to build one term of a layer: it is stored in the artefact."""
 
     structure: str
     in_features: int = Field(gt=0)

@@ -7,7 +7,7 @@ from functools import reduce
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -15,6 +15,7 @@ from tcompress.errors import refuse_replica
 from tcompress.structures.base import (
     SIDES,
     AnyLayout,
+    Frozen,
     Layout,
     Shapes,
     Side,
@@ -85,10 +86,8 @@ class CachedWeight:
         return self._weight
 
 
-class PartLayout(BaseModel):
+class PartLayout(Frozen):
     """One run of output features: a sum of terms of the same widths."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # its role, such as `q` in a fused projection
     terms: tuple[AnyLayout, ...] = Field(min_length=1)

@@ -122,7 +122,6 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
     A low-rank summand beside another one is judged by what the other leaves over, once for all
     ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
     """
-    losses = [0.0] * len(offered)
     alone = [index for index, terms in enumerate(offered) if len(terms) == 1]
     pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
     mains = {offered[index][0] for index in pairs}
@@ -137,9 +136,8 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
     elif mains:
         rest = _remainder(aim, mains.pop())
         found += _losses(rest, [offered[index][1] for index in pairs])
-    for index, loss in zip([*alone, *pairs], found, strict=True):
-        losses[index] = loss
-    return losses
+    losses = dict(zip([*alone, *pairs], found, strict=True))
+    return [losses[index] for index in range(len(offered))]
 
 
 def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:

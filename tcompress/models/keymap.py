@@ -236,11 +236,9 @@ def _made_of(read: Callable[[str], Tensor], keymap: KeyMap, param_name: str) -> 
 def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
     """Names that mean the same parameter object, for each of them."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        names[id(tensor)].append(name)
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[id(tensor)].append(name)
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 

@@ -7,7 +7,6 @@ first.
 from tcompress.options.convert_options import Calibration as Calibration
 from tcompress.options.convert_options import Convert as Convert
 from tcompress.options.convert_options import Embeddings as Embeddings
-from tcompress.options.convert_options import LayerRule as LayerRule
 from tcompress.options.library import copy_recipe as copy_recipe
 from tcompress.options.library import find_recipe as find_recipe
 from tcompress.options.library import recipe_names as recipe_names

@@ -40,8 +40,7 @@ def _read_method(text: str) -> Any:
         raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
     if not pairs:
         return name
-    own = {item.place[-1]: item for item in method_options(kind)}
-    own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
+    own = {it.place[-1]: it for it in method_options(kind) if it.place[-1] not in _NOT_IN_CELLS}
     found: dict[str, Any] = {"name": name}
     for pair in pairs:
         option, equals, value = pair.partition("=")

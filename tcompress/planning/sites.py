@@ -244,8 +244,9 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         notes.append(_NO_TYPES)
     if kind.unused and not unused:
         notes.append(_FUSED)
-    told = tuple(note for note in notes if note)
-    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), told)
+    return AttentionPlans(
+        tuple(entries), tuple(left), frozenset(unused), tuple(filter(None, notes))
+    )
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:

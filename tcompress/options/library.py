@@ -54,7 +54,7 @@ def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
     path = Path(target).expanduser()
     try:
         if path.is_dir():
-            path = path / (name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX)
+            path /= name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX
         if path.exists() and not force:
             hint = "give another file, or overwrite: `--force`"
             raise RecipeError(f"`{path}` already exists", hint)

@@ -60,10 +60,9 @@ _ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()
 
 def roles_of(source: SourceModel) -> Roles:
     """Returns the roles of a model's layers, found once for each model."""
-    found = _ROLES.get(source)
-    if found is None:
-        found = _ROLES[source] = find_roles(source.keymap.model)
-    return found
+    if source not in _ROLES:
+        _ROLES[source] = find_roles(source.keymap.model)
+    return _ROLES[source]
 
 
 _LONGEST = 60  # characters of a layer's name, about

@@ -51,7 +51,7 @@ from tcompress.options import Calibration, Convert
 from tcompress.planning.costs import Choice, plan_terms
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.sites import structure_of
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tcompress.structures import Site
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 

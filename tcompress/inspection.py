@@ -245,7 +245,7 @@ def _dense(name: str, source: SourceModel) -> Inspection:
     from tcompress.errors import PlanError
     from tcompress.options import Calibration, Convert
     from tcompress.planning.planner import make_plan
-    from tcompress.roles import find_roles
+    from tcompress.roles.find import find_roles
     from tcompress.structures.lowrank import LowRankSpec
 
     model = source.meta_model()

@@ -20,7 +20,7 @@ from tcompress.models.store import WeightStore
 from tcompress.options import Convert, parse_recipe
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tcompress.training.objectives import Observer
 from tests.support.cli import run
 from tests.support.conversions import load_whole

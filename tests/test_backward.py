@@ -20,7 +20,8 @@ from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
 from tcompress.data.inputs import MEAN
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
-from tcompress.roles import Roles, find_roles
+from tcompress.roles import Roles
+from tcompress.roles.find import find_roles
 from tests.support.conversions import threads
 from tests.support.tiny import TINY, build
 

@@ -22,8 +22,9 @@ from tcompress.options.schema import short_name
 from tcompress.planning.depth import plan_depth, spread, stacks_of
 from tcompress.planning.entries import StackPlan
 from tcompress.planning.planner import make_plan
+from tcompress.progress import Silent
 from tcompress.reporting.model_report import report_of
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tests.support.conversions import (
     assert_same_without_a_cache,
     calibration,
@@ -264,7 +265,7 @@ def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> No
     _, source = _saved(tiny, tmp_path)
     recipe = _recipe(drop_layers=2, calibration={"source": "builtin"})
     depth = plan_depth(recipe, source)
-    chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu")).dropped
+    chosen = choose_blocks(source, depth, drawn(tiny), torch.device("cpu"), Silent()).dropped
     first = _block_losses(source, drawn(tiny))
     assert chosen[0] == min(first, key=lambda item: item.loss)
     gone = frozenset({chosen[0].path})

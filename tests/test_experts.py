@@ -17,7 +17,7 @@ from tcompress.conversion.sensitivity import BackwardWalk, input_moments
 from tcompress.data.calibration import CalibrationData
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tests.support.conversions import distance, load_whole, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 

@@ -215,7 +215,7 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
     source = SourceModel.open(str(tmp_path / "dense"))
     batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
     (tmp_path / "scratch").mkdir()
-    from tcompress.roles import find_roles
+    from tcompress.roles.find import find_roles
 
     walk = BackwardWalk(
         source, find_roles(source.meta_model()), batches, OutputSampler(None), tmp_path / "scratch",

@@ -24,7 +24,7 @@ from tcompress.own_models.grid import (
 from tcompress.own_models.text import TCompressTextForSequenceClassification
 from tcompress.own_models.text import turned as turned_by
 from tcompress.planning.planner import make_plan
-from tcompress.roles import attentions_of, find_roles
+from tcompress.roles.find import attentions_of, find_roles
 from tests.support.converted import recipe
 from tests.support.depth import drawn
 from tests.support.tiers import tiered

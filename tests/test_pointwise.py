@@ -18,7 +18,7 @@ from tcompress import api
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.options import Convert
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tcompress.roles.projections import is_pointwise
 from tcompress.structures.modules.linear import PointwiseConvolution, channels_last
 

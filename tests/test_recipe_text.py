@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tcompress.options import (
     Calibration,
     Convert,
-    LayerRule,
     Recipe,
     dump_recipe,
     find_recipe,
     method_names,
     parse_recipe,
 )
+from tcompress.options.convert_options import LayerRule
 from tcompress.options.document import Document, Problem
 from tcompress.options.words import explain
 from tcompress.planning.sites import structure_of

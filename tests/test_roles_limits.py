@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from tcompress.errors import InputError
-from tcompress.roles import Layer, Part, Refusal, find_roles
+from tcompress.roles import Layer, Part, Refusal
+from tcompress.roles.find import find_roles
 from tests.support.tiny import TINY, build
 
 
@@ -95,7 +96,7 @@ def test_each_tower_follows_its_own_config() -> None:
     with torch.device("meta"):
         model = transformers.Gemma3ForConditionalGeneration(config)
     roles = find_roles(model)
-    assert (roles.family, roles.supported) == ("gemma3", True)
+    assert (roles.family, roles.warnings) == ("gemma3", ())
     assert {block.name: len(block.layers) for block in roles.blocks} == {
         **{f"model.vision_tower.encoder.layers.{i}": 6 for i in range(2)},
         **{f"model.language_model.layers.{i}": 7 for i in range(2)},
@@ -111,7 +112,7 @@ def test_unknown_family_that_joins_known_ones_is_supported() -> None:
     )
     with torch.device("meta"):
         roles = find_roles(transformers.EncoderDecoderModel(config))
-    assert roles.supported
+    assert not roles.warnings
     assert [len(block.layers) for block in roles.blocks] == [6, 6, 10, 10]
 
 
@@ -141,7 +142,6 @@ class _Scanned(nn.Module):
 
 def test_unknown_model_is_scanned_by_structure() -> None:
     roles = find_roles(_Scanned())
-    assert not roles.supported
     assert [block.name for block in roles.blocks] == ["layers.0"]
     assert roles.layers[2] == Layer(
         name="layers.0.ffn.2",
@@ -167,7 +167,6 @@ def test_unknown_model_is_scanned_by_structure() -> None:
 def test_model_without_blocks_is_reported() -> None:
     roles = find_roles(nn.Sequential(nn.Linear(2, 2)))
     assert roles.blocks == ()
-    assert not roles.supported
     assert roles.warnings == (
         "no repeated block with linear layers was found in family `Sequential`",
     )

@@ -23,7 +23,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tcompress.structures.modules.experts import StructuredExperts
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
 from tests.support.tiers import tiered

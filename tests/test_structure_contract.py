@@ -19,13 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from tcompress.errors import RecipeError
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
-from tcompress.structures import Layout, Refusal, Spec, Structure, register, structure, structures
+from tcompress.structures import Layout, Refusal, Spec, Structure, structure, structures
 from tcompress.structures.base import (
     SIDES,
     SharesFactors,
     dense_of,
     first_operators,
     predicted_loss,
+    register,
     shared_of,
     transform_shapes,
 )

@@ -12,7 +12,6 @@ from tcompress.attention import multilinear as multilinear
 from tcompress.attention import tam as tam
 from tcompress.attention.replacement import AttentionReplacement as AttentionReplacement
 from tcompress.attention.replacement import BaseAttention as BaseAttention
-from tcompress.attention.replacement import ReplacementLayout as ReplacementLayout
 from tcompress.attention.replacement import Visible as Visible
 from tcompress.attention.replacement import replacement_named as replacement_named
 from tcompress.attention.replacement import replacement_of as replacement_of

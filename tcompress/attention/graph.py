@@ -21,11 +21,7 @@ from tcompress.attention.replacement import (
     take_tokens,
 )
 from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
-from tcompress.structures.base import (
-    Refusal,
-    Shapes,
-    Tensors,
-)
+from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
 class GraphLayout(ReplacementLayout):

@@ -24,11 +24,7 @@ from tcompress.attention.replacement import (
 )
 from tcompress.errors import DataError
 from tcompress.options.method_options import Kernel, KroneckerSpec, Pool
-from tcompress.structures.base import (
-    Refusal,
-    Shapes,
-    Tensors,
-)
+from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
 class KroneckerLayout(ReplacementLayout):

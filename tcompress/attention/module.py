@@ -95,7 +95,6 @@ class ReplacementModule(nn.Module):
     _replicate_for_data_parallel = refuse_replica
 
     def extra_repr(self) -> str:
-        """Shows the layout."""
         fields = self.layout.model_dump(exclude_defaults=True)
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
@@ -122,7 +121,6 @@ class UnusedProjection(_Guarded):
         return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Shows the width."""
         return f"out={self.out_features}"
 
 

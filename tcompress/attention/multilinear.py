@@ -19,11 +19,7 @@ from tcompress.attention.replacement import (
 )
 from tcompress.errors import DataError
 from tcompress.options.method_options import MultilinearSpec
-from tcompress.structures.base import (
-    Refusal,
-    Shapes,
-    Tensors,
-)
+from tcompress.structures.base import Refusal, Shapes, Tensors
 
 
 class MultilinearLayout(ReplacementLayout):

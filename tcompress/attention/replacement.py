@@ -16,8 +16,8 @@ from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_serializer
-from torch import Tensor
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_serializer
+from torch import Generator, Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,7 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import ReplacementSpec
 from tcompress.roles.families import BaseAttention as BaseAttention
-from tcompress.structures.base import Refusal, Registry, Shapes, Tensors
+from tcompress.structures.base import Frozen, Refusal, Registry, Shapes, Tensors
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -128,10 +128,8 @@ class QueryKeyMoments:
     keys: Tensor  # (key_heads, head_dim, head_dim)
 
 
-class ReplacementLayout(BaseModel):
+class ReplacementLayout(Frozen):
     """All that is needed to build one replacement: it is stored in the artefact."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mechanism: str
     heads: int = Field(gt=0)
@@ -166,10 +164,10 @@ class AttentionReplacement(ABC, Generic[S, L]):
     def layout(self, spec: S, base: BaseAttention) -> L:
         """Decides sizes for an attention, or raises `Refusal`."""
         if base.causal and not self.causal:
-            raise Refusal(f"`{spec_name(spec)}` would look ahead, and this attention is causal")
+            raise Refusal(f"`{spec.name}` would look ahead, and this attention is causal")
         if base.window is not None and not self.windows:
             near = f"each token sees only {base.window} others"
-            raise Refusal(f"{near}, and `{spec_name(spec)}` mixes all")
+            raise Refusal(f"{near}, and `{spec.name}` mixes all")
         if base.biased:
             raise Refusal("its attention adds a bias of positions, which has no place here")
         if base.heads % base.key_heads:
@@ -190,9 +188,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return _counted(layout, tokens)
 
     @abstractmethod
-    def start(
-        self, layout: L, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> dict[str, Tensor]:
         """Makes first values: near a `pretrained` model's own attention, or as in the paper."""
 
     def centres_keys(self, layout: L) -> bool | None:
@@ -249,11 +245,6 @@ def _counted(layout: ReplacementLayout, tokens: int) -> int:
     return counter.get_total_flops() // 2
 
 
-def spec_name(spec: ReplacementSpec) -> str:
-    """Returns the name that selected a replacement, such as `tsa`."""
-    return str(spec.name)  # type: ignore[attr-defined]
-
-
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:
     """Leaves every product in the dtype of its factors, which autocast would lower."""
     if torch.amp.is_autocast_available(device.type):
@@ -271,18 +262,13 @@ def take_tokens(x: Tensor, places: Tensor) -> Tensor:
     return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
-def _parse_layout(value: Any) -> Any:
-    if isinstance(value, dict) and "mechanism" in value:
-        return replacement_named(str(value["mechanism"])).layout_type.model_validate(value)
-    return value
-
-
-AnyReplacementLayout = Annotated[SerializeAsAny[ReplacementLayout], BeforeValidator(_parse_layout)]
-"""A layout of any registered replacement, as it is read from a plan."""
-
-
-_REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement")
+_REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement", "mechanism")
 register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.__getitem__
+
+AnyReplacementLayout = Annotated[
+    SerializeAsAny[ReplacementLayout], BeforeValidator(_REPLACEMENTS.parsed)
+]
+"""A layout of any registered replacement."""
 
 
 def replacement_of(spec: ReplacementSpec) -> AttentionReplacement[Any, Any]:

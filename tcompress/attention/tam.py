@@ -28,10 +28,7 @@ from tcompress.attention.replacement import (
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import fit_lowrank
 from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
-from tcompress.structures.base import (
-    Shapes,
-    Tensors,
-)
+from tcompress.structures.base import Shapes, Tensors
 
 _NAMES = ("context_in", "context_state", "context_in_bias", "context_state_bias")
 

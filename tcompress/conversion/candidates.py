@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import exp, fsum, log
+from math import exp, fsum, inf, log
 
 import torch
 from torch import Tensor
@@ -122,7 +122,6 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
     A low-rank summand beside another one is judged by what the other leaves over, once for all
     ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
     """
-    losses = [0.0] * len(offered)
     alone = [index for index, terms in enumerate(offered) if len(terms) == 1]
     pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
     mains = {offered[index][0] for index in pairs}
@@ -137,9 +136,8 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
     elif mains:
         rest = _remainder(aim, mains.pop())
         found += _losses(rest, [offered[index][1] for index in pairs])
-    for index, loss in zip([*alone, *pairs], found, strict=True):
-        losses[index] = loss
-    return losses
+    losses = dict(zip([*alone, *pairs], found, strict=True))
+    return [losses[index] for index in range(len(offered))]
 
 
 def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
@@ -190,17 +188,14 @@ AROUND = 4.0
 LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 
 
-def blocks_to_fit(blocks: Sequence[Block], *, several: int = 4) -> frozenset[str]:
-    """Names the blocks to fit: of all that have the same layers the last and one in the middle.
-
-    The second one is fitted only where there are `several` of a kind.
-    """
+def blocks_to_fit(blocks: Sequence[Block]) -> frozenset[str]:
+    """Names the blocks to fit: of those alike the last and, of four or more, one in the middle."""
     kinds: dict[frozenset[str], list[str]] = defaultdict(list)
     for block in blocks:
         kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
     found = []
     for names in kinds.values():
-        found += [names[-1], *([names[len(names) // 2]] if len(names) >= several else [])]
+        found += [names[-1], *([names[len(names) // 2]] if len(names) > 3 else [])]
     return frozenset(found)
 
 
@@ -216,9 +211,8 @@ class LayerStatistics:
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         def moments(own: Sensitivity) -> EvaluationMoments:
-            return EvaluationMoments(
-                own.moment(centred=centred), own.curvature / own.rows, own.rows
-            )
+            gram, curvature = own.moment(centred=centred), own.curvature / own.rows
+            return EvaluationMoments(gram, curvature, own.rows)
 
         whole, half = moments(sums), sums.half
         if half is None or not 0 < half.rows < sums.rows:
@@ -301,8 +295,7 @@ class CalibrationFits:
     ) -> bool:
         low, high = (self.fraction * item.dense * by for by in (1 / AROUND, AROUND))
         for option in own:
-            if low <= option.cost <= high:
-                rivals = [other.loss for other in others if other.cost <= option.cost]
-                if not rivals or option.loss <= MARGIN * min(rivals):
-                    return True
+            rivals = (other.loss for other in others if other.cost <= option.cost)
+            if low <= option.cost <= high and option.loss <= MARGIN * min(rivals, default=inf):
+                return True
         return False

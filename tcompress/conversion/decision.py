@@ -301,6 +301,10 @@ def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
 # outputs.
 
 
+Measured = Iterator[tuple[Block, dict[str, LayerStatistics]]]
+"""What is known of the layers of every block, by name."""
+
+
 @dataclass
 class Decision:
     """Measures all layers once, and answers how a budget is best spent; `plan` has equal sizes."""
@@ -381,9 +385,7 @@ class Decision:
             if self.recipe.by_loss:
                 self._block(block, seen)
 
-    def _walk(
-        self, roles: Roles, progress: Progress
-    ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
+    def _walk(self, roles: Roles, progress: Progress) -> Measured:
         """Moments of all layers, from a backward pass, the last block first."""
         assert self.data is not None
         holdout = frozenset(self.data.holdout)
@@ -404,9 +406,7 @@ class Decision:
                 seen[entry.name] = LayerStatistics.of(weight, worth, centred=entry.bias)
             yield by_name[name], seen
 
-    def _weights(
-        self, roles: Roles, progress: Progress
-    ) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
+    def _weights(self, roles: Roles, progress: Progress) -> Measured:
         """All layers in the norm of their weights."""
         progress.stage("looking at weights", len(roles.blocks), "blocks")
         for block in reversed(roles.blocks):
@@ -588,10 +588,7 @@ def try_out(
 
     Each name is asked for only when those before were tried; an answer that is worse than the best
     by more than the share `stop` ends the search. Of answers that are as good the first is taken.
-
-    Returns:
-        The name of the best answer, and the changes of all that were tried; None where the budget
-        is out of reach.
+    Gives its name, and the changes of all that were tried; None where the budget is out of reach.
     """
     changes: dict[str, float | None] = {}
     fine: dict[str, float] = {}

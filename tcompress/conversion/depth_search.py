@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
-from tcompress.progress import Progress, Silent
+from tcompress.progress import Progress
 from tcompress.roles import Roles
 
 # A block is left out by handing its input on. The change that this makes to what the model puts out
@@ -46,10 +47,9 @@ def choose_blocks(
     depth: DepthPlan,
     data: CalibrationData,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: Progress,
 ) -> DepthPlan:
     """Chooses the blocks that stay by what the others change."""
-    progress = progress or Silent()
     asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
     progress.stage("choosing blocks", sum(asked.values()), "blocks")
     chosen: list[BlockLoss] = []
@@ -124,9 +124,8 @@ class DepthWalk:
         tokens = sum(max(map(_tokens, batch.values())) for batch in self._batches)
         count = max(1, MOST_BYTES // max(1, 4 * width * tokens))
         ways = [gone | {name} for name in blocks]
-        changes: list[float] = []
-        for start in range(0, len(ways), count):
-            changes += self._changes(ways[start : start + count])
+        parts = (ways[start : start + count] for start in range(0, len(ways), count))
+        changes = chain.from_iterable(map(self._changes, parts))
         return tuple(
             BlockLoss(path=name, loss=change * self._scale, parameters=self._sizes[name])
             for name, change in zip(blocks, changes, strict=True)

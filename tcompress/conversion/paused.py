@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -160,11 +161,9 @@ class Stream:
         self.batch, self.rewritten = batch, rewritten
         self.output: Any = None
         self.call: Call | None = None
-        self._keep, self._gradients = keep, gradients
-        self._forward, self._answer = forward, None
-        self._error: BaseException | None = None
-        self._mine = threading.Semaphore(0)
-        self._main = threading.Semaphore(0)
+        self._forward, self._keep, self._gradients = forward, keep, gradients
+        self._calls: SimpleQueue[Call | BaseException | None] = SimpleQueue()
+        self._answers: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
@@ -179,8 +178,8 @@ class Stream:
 
     def answer(self, result: Any) -> None:
         """Gives the waiting call its result and runs up to the next block, or to the end."""
-        self._answer, self.call = result, None
-        self._mine.release()
+        self.call = None
+        self._answers.put(result)
         self._wait()
 
     def close(self) -> None:
@@ -191,20 +190,21 @@ class Stream:
 
     def visit(self, call: Call) -> Any:
         """Called by a block, in the stream's own thread: pauses until there is an answer."""
-        self.call = call
-        self._main.release()
-        self._mine.acquire()
-        if isinstance(self._answer, _Stop):
-            raise self._answer
-        return self._answer
+        self._calls.put(call)
+        answer = self._answers.get()
+        if isinstance(answer, _Stop):
+            raise answer
+        return answer
 
     def _wait(self) -> None:
-        self._main.acquire()
-        if self._error is not None:
-            raise self._error
+        found = self._calls.get()
+        if isinstance(found, BaseException):
+            raise found
+        self.call = found
 
     def _run(self) -> None:
         _CURRENT.stream = self
+        ended: BaseException | None = None
         try:
             with torch.set_grad_enabled(self._gradients):
                 output = self._forward(**self.batch)
@@ -212,9 +212,8 @@ class Stream:
         except _Stop:
             pass
         except BaseException as error:  # handed to the main thread
-            self._error = error
-        finally:
-            self._main.release()
+            ended = error
+        self._calls.put(ended)
 
 
 class Branch(nn.Module):
@@ -239,10 +238,8 @@ def common_block(streams: Sequence[Stream]) -> str:
     """Returns the block at which all these passes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     if len(names) > 1:
-        raise DataError(
-            f"forward passes differ in their blocks: {', '.join(sorted(names))}",
-            "convert this model without data: `--calib none`",
-        )
+        hint = "convert this model without data: `--calib none`"
+        raise DataError(f"forward passes differ in their blocks: {', '.join(sorted(names))}", hint)
     return next(iter(names), "")
 
 
@@ -264,16 +261,11 @@ def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[
     return own
 
 
-# What a layer reads while a block runs, and which of its rows are real tokens.
-
-
 class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
 
 
-def run_to_input(
-    forward: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]
-) -> Any:
+def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]) -> Any:
     """Runs a block up to the first call of one of its modules.
 
     Returns what `arguments` makes of the module's arguments, or None if it was not called.
@@ -286,7 +278,7 @@ def run_to_input(
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        forward()
+        run()
     except _Captured:
         pass
     finally:

@@ -18,16 +18,10 @@ from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
-from tcompress.roles import attentions_of
-from tcompress.structures import Layout, structure
-from tcompress.structures.base import (
-    SIDES,
-    SharesFactors,
-    dense_of,
-    first_operators,
-    transform_of,
-)
-from tcompress.structures.modules.linear import factor_layouts, tensor_prefix, transform_name
+from tcompress.roles.find import attentions_of
+from tcompress.structures import structure
+from tcompress.structures.base import SharesFactors, dense_of, first_operators
+from tcompress.structures.modules.linear import factor_layouts, own_transforms, tensor_prefix
 
 # Layers trained from scratch.
 #
@@ -79,7 +73,8 @@ def start_layer(
     tensors: dict[str, Tensor] = {}
     rows = [matrix.split([part.out_features for part in entry.parts]) for matrix in stack]
     for index, part in enumerate(entry.parts):
-        sizes = [_size_of(layout) for layout in part.terms]
+        stored = [structure(layout.structure).tensors(layout) for layout in part.terms]
+        sizes = [sum(map(prod, shapes.values())) for shapes in stored]
         for number, layout in enumerate(part.terms):
             # Summands are independent, so that their variances add up.
             share = sizes[number] / sum(sizes)
@@ -96,22 +91,10 @@ def start_layer(
             for name in made[0]:
                 values = [own[name].to(dtype) for own in made]
                 tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
-            for side in SIDES:
-                transform = transform_of(layout, side)
-                if transform is None or (side == "in" and (index or entry.input_of)):
-                    continue
-                owner = transform_name(entry.parts, side, index, number)
-                first = transform.first().items()
-                tensors |= {f"{owner}.{leaf}": tensor.to(dtype) for leaf, tensor in first}
+    for owner, transform, *_ in own_transforms(entry.parts, bool(entry.input_of)):
+        first = transform.first().items()
+        tensors |= {f"{owner}.{leaf}": tensor.to(dtype) for leaf, tensor in first}
     return FittedLayer(tensors | owned_factors(entry, factors), {})
-
-
-def _size_of(layout: Layout) -> int:
-    """Numbers that a summand stores of its own."""
-    return sum(prod(shape) for shape in structure(layout.structure).tensors(layout).values())
-
-
-# Attention that is replaced, which may begin with what queries and keys are like.
 
 
 def adapt(
@@ -159,10 +142,8 @@ def _query_key_moments(
         queries = queries.to(q.device) + (q.mT @ q).sum(0)
         keys = keys.to(k.device) + (k.mT @ k).sum(0)
     if not queries.dim() or not bool(torch.isfinite(queries.sum() + keys.sum())):
-        raise FitError(
-            "queries or keys on calibration data are missing, NaN or infinite",
-            "repair the checkpoint, or convert this model without data: `--calib none`",
-        )
+        hint = "repair the checkpoint, or convert this model without data: `--calib none`"
+        raise FitError("queries or keys on calibration data are missing, NaN or infinite", hint)
     return QueryKeyMoments(queries, keys)
 
 

@@ -32,11 +32,7 @@ from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.base import (
-    LooksUp,
-    SharesFactors,
-    shared_of,
-)
+from tcompress.structures.base import LooksUp, SharesFactors, shared_of
 from tcompress.structures.modules.linear import factor_layouts
 
 # Tables of word embeddings: what counts is how often a word occurs.
@@ -98,9 +94,7 @@ def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
     """Counts how often each word occurs in calibration data, padding left out.  # (words,)."""
     chosen = frozenset(data.holdout)
     counts = torch.zeros(words, dtype=torch.float64)
-    for index, batch in enumerate(data.batches):
-        if (index in chosen) != held_out:
-            continue
+    for batch in (item for i, item in enumerate(data.batches) if (i in chosen) == held_out):
         for name, mask_name in _INPUTS.items():
             ids, mask = batch.get(name), batch.get(mask_name)
             if ids is None:
@@ -134,10 +128,8 @@ def fit_table(
         found = kind.fit(Target(exact, None), layout)
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
     if not all(map(is_finite, stored.values())):
-        raise FitError(
-            f"the fit of `{entry.name}` is not finite in {dtype}",
-            f"{WIDER}, or leave the word embedding as it is",
-        )
+        hint = f"{WIDER}, or leave the word embedding as it is"
+        raise FitError(f"the fit of `{entry.name}` is not finite in {dtype}", hint)
     dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
     wrong, norm = (exact - dense).square().sum(1), exact.square().sum(1)
     weights = {"calibration": frequencies(counts)}
@@ -147,9 +139,6 @@ def fit_table(
         kind: relative_error(float(own @ wrong), float(own @ norm)) for kind, own in weights.items()
     }
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
-
-
-# Fits of weights alone, one group of layers at a time.
 
 
 def fit_without_data(
@@ -253,10 +242,8 @@ class SharedFactorsFitter:
             with torch.no_grad():
                 found = kind.fit_shared(targets, [layout for _, layout, _ in used])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            raise FitError(
-                f"the fit of {where} failed: {message_of(error)}",
-                "use more calibration data or a larger `damping`, or share less",
-            ) from error
+            hint = "use more calibration data or a larger `damping`, or share less"
+            raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
         stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
         if not all(map(is_finite, stored.values())):
             raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)

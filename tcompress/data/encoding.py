@@ -140,9 +140,8 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
     try:
         from PIL import Image
     except ImportError as error:
-        raise DataError(
-            "reading pictures needs Pillow, which is not installed", hint="pip install pillow"
-        ) from error
+        hint = "pip install pillow"
+        raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
     try:
         with Image.open(io.BytesIO(data)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)

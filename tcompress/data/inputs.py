@@ -136,9 +136,7 @@ def spectrogram_shape(source: SourceModel) -> tuple[int, int]:
     """Give frequency bands and frames of a model's log-mel spectrograms, laid out as Whisper's."""
     sizes = _numbers([source.config], "num_mel_bins", "max_source_positions")
     if len(sizes) < 2:
-        raise DataError(
-            f"there is no built-in sound for `{source.model_class.__name__}`", hint=_NO_DATA
-        )
+        raise DataError(f"there is no built-in sound for `{source.model_class.__name__}`", _NO_DATA)
     return sizes[0], 2 * sizes[1]  # the second convolution halves the number of frames
 
 
@@ -254,9 +252,8 @@ def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
     modes = [modes] if isinstance(modes, str) else list(modes)
     known = _FLAGS.values()
     if unknown := [mode for mode in modes if mode not in known]:
-        raise DataError(
-            f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}", _HINT
-        )
+        text = f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}"
+        raise DataError(text, _HINT)
     return tuple(modes) or ("mean",)
 
 

@@ -17,7 +17,7 @@ from tcompress.attention.replacement import QueryKeyMoments, replacement_named
 from tcompress.errors import ArtifactError, DataError
 from tcompress.models.names import METHOD
 from tcompress.planning.entries import AttentionPlan, FactorsKey, FormPlan, LayerPlan
-from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, tie_tables
+from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import StructuredExperts, child_of
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
 from tcompress.structures.modules.shared import FactorsModule
@@ -93,6 +93,26 @@ def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     module.train(root.get_submodule(path).training)
     setattr(root.get_submodule(parent), leaf, module)
+
+
+def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> None:
+    """Puts a tied table in the place of all modules whose weight is that of an embedding.
+
+    Afterwards nothing ties them any more: there is no weight of their own.
+    """
+    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    names = [target for target, source in ties.items() if source == f"{path}.weight"]
+    for name in names:
+        other = name.removesuffix(".weight")
+        set_module(model, other, TiedTable(owner, model.get_submodule(other)))
+        ties.pop(name)
+    for inner, module in model.named_modules():
+        own: Any = getattr(module, "_tied_weights_keys", None)
+        if isinstance(own, dict):
+            prefix = f"{inner}." if inner else ""
+            module._tied_weights_keys = {  # type: ignore[assignment]
+                target: source for target, source in own.items() if prefix + target not in names
+            }
 
 
 def stored_name(entry: LayerPlan, tensor: str) -> str:
@@ -178,7 +198,7 @@ def install_forms(
         # What is no parameter is trained by nobody, whichever trainer it is.
         module._parameters.pop("weight", None)
         module._buffers.pop("weight", None)
-        if entry.is_trained:
+        if entry.form == "learned":
             module.register_parameter("weight", nn.Parameter(table))
         else:
             module.register_buffer("weight", table)

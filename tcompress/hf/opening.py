@@ -44,9 +44,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise InputError(
-            f"device `{name}` cannot be used here", "use `--device cpu`, or `auto`"
-        ) from error
+        hint = "use `--device cpu`, or `auto`"
+        raise InputError(f"device `{name}` cannot be used here", hint) from error
     return device
 
 

@@ -25,7 +25,7 @@ from tcompress.data.inputs import (
 )
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 
 Mode = Literal["eager", "compiled"]
 LENGTHS = (32, 128)

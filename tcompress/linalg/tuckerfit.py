@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import conjugate_gradients, safe_cholesky
+from tcompress.linalg.moments import Operator, conjugate_gradients, safe_cholesky
 
 # W_l ~ U (sum_k A_lk C_k) V^T for l = 1..n: all share U, V and the cores C_k, but not the mixing
 # weights A_l. For one matrix there is nothing to mix: U C V^T. Fits minimise
@@ -220,21 +221,24 @@ def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
     sights = None if problem.curvatures is None else now.left.mT @ problem.curvatures @ now.left
     squares = middles.mT @ (middles if sights is None else sights @ middles)
     total = squares.sum(0)
-    factor = safe_cholesky(total)
 
     def apply(right: Tensor) -> Tensor:
         grams = problem.grams
         return right @ total if grams is None else (grams @ right @ squares).sum(0)
 
-    right = conjugate_gradients(
-        apply,
-        ((now.left.mT @ problem.products).mT @ middles).sum(0),
-        now.right,
-        precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
-        iterations=inner,
-        tolerance=TIGHT,
-    )
-    return _with_right(now, right)
+    wanted = ((now.left.mT @ problem.products).mT @ middles).sum(0)
+    return _with_right(now, _solved(apply, wanted, now.right, inner, total))
+
+
+def _solved(
+    apply: Operator, wanted: Tensor, start: Tensor, steps: int, square: Tensor | None = None
+) -> Tensor:
+    """Takes steps of conjugate gradients; what nearly multiplies from the right preconditions."""
+    options: dict[str, Any] = {"iterations": steps, "tolerance": TIGHT}
+    if square is not None:
+        factor = safe_cholesky(square)
+        options["precondition"] = lambda x: torch.cholesky_solve(x.mT, factor).mT
+    return conjugate_gradients(apply, wanted, start, **options)
 
 
 @dataclass(frozen=True)
@@ -266,29 +270,23 @@ class _Projected:
 def _update_cores(seen: _Projected, now: Tucker, inner: int) -> Tucker:
     """Solves sum_l A_lk M_l(C) K_l = sum_l A_lk U^T P_l V for the cores; A^T A = I."""
     back = now.mixing.mT
-    cores = conjugate_gradients(
-        lambda cores: mixed_cores(back, seen.apply(mixed_cores(now.mixing, cores))),
-        mixed_cores(back, seen.products),
-        now.cores,
-        iterations=inner,
-        tolerance=TIGHT,
-    )
-    return replace(now, cores=cores)
+
+    def apply(cores: Tensor) -> Tensor:
+        return mixed_cores(back, seen.apply(mixed_cores(now.mixing, cores)))
+
+    wanted = mixed_cores(back, seen.products)
+    return replace(now, cores=_solved(apply, wanted, now.cores, inner))
 
 
 def _update_mixing(seen: _Projected, now: Tucker, inner: int) -> Tucker:
     """Regresses every U^T P_l V on the cores, and makes the columns of A orthonormal."""
     flat = now.cores.flatten(1)
-    factor = safe_cholesky(flat @ flat.mT)
-    mixing = conjugate_gradients(
-        lambda mixing: seen.apply(mixed_cores(mixing, now.cores)).flatten(1) @ flat.mT,
-        seen.products.flatten(1) @ flat.mT,
-        now.mixing,
-        precondition=lambda x: torch.cholesky_solve(x.mT, factor).mT,
-        iterations=inner,
-        tolerance=TIGHT,
-    )
-    mixing, rest = torch.linalg.qr(mixing)
+
+    def apply(mixing: Tensor) -> Tensor:
+        return seen.apply(mixed_cores(mixing, now.cores)).flatten(1) @ flat.mT
+
+    wanted = seen.products.flatten(1) @ flat.mT
+    mixing, rest = torch.linalg.qr(_solved(apply, wanted, now.mixing, inner, flat @ flat.mT))
     return replace(now, mixing=mixing, cores=mixed_cores(rest, now.cores))
 
 

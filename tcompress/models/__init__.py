@@ -10,27 +10,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tcompress.models.keymap import KeyMap, read_finite, read_parameter
-    from tcompress.models.model import SourceModel
-    from tcompress.models.names import ALIASES, default_output_name, resolve
-    from tcompress.models.store import WeightStore
-
-__all__ = [
-    "ALIASES",
-    "KeyMap",
-    "SourceModel",
-    "WeightStore",
-    "default_output_name",
-    "read_finite",
-    "read_parameter",
-    "resolve",
-]
+    from tcompress.models.keymap import KeyMap as KeyMap
+    from tcompress.models.keymap import read_finite as read_finite
+    from tcompress.models.keymap import read_parameter as read_parameter
+    from tcompress.models.model import SourceModel as SourceModel
+    from tcompress.models.names import ALIASES as ALIASES
+    from tcompress.models.names import default_output_name as default_output_name
+    from tcompress.models.names import resolve as resolve
+    from tcompress.models.store import WeightStore as WeightStore
 
 _HOMES = {"SourceModel": "model", "WeightStore": "store"}
 _HOMES |= dict.fromkeys(("KeyMap", "read_finite", "read_parameter"), "keymap")
+_HOMES |= dict.fromkeys(("ALIASES", "default_output_name", "resolve"), "names")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _HOMES:
         raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'names')}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -50,9 +50,8 @@ def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
             # Files use other names of these keys too, and any of them may count.
             aliases = getattr(owner, "attribute_map", {}).items()
             target |= counts
-            target |= {
-                name: counts[real] for name, real in aliases if real in counts and name in target
-            }
+            known = ((name, real) for name, real in aliases if name in target)
+            target |= {name: counts[real] for name, real in known if real in counts}
     return result
 
 
@@ -70,9 +69,7 @@ def _owner(config: Any, model: nn.Module, path: str) -> tuple[str | None, Any]:
     return None, config
 
 
-def _counts(
-    owner: Any, model: nn.Module, path: str, kept: Kept, part: str | None
-) -> dict[str, int]:
+def _counts(owner: Any, model: Any, path: str, kept: Kept, part: str | None) -> dict[str, int]:
     """Keys of the number of blocks with their new values.
 
     Encoder and decoder are both written: one left out of a file may mean as many as of the other.
@@ -85,7 +82,7 @@ def _counts(
     others: tuple[str, ...] = ()
     if part is None and getattr(owner, "is_encoder_decoder", False):
         names, others = (_DECODER, _ENCODER) if is_decoder(path) else (_ENCODER, _DECODER)
-    before = len(model.get_submodule(path))  # type: ignore[arg-type]
+    before = len(model.get_submodule(path))
     aliases = getattr(owner, "attribute_map", {})
     real = (aliases.get(name, name) for name in names)
     first = next((name for name in real if getattr(owner, name, None) == before), None)
@@ -169,9 +166,7 @@ def cut_blocks(source: SourceModel, kept: Kept) -> SourceModel:
 def _numbers(indices: Sequence[int], blocks: int) -> list[int]:
     """Numbers that people know blocks by: copies are counted on from the last block."""
     copies = count(blocks)
-    return [
-        next(copies) if index in indices[:place] else index for place, index in enumerate(indices)
-    ]
+    return [next(copies) if was in indices[:now] else was for now, was in enumerate(indices)]
 
 
 def fixed_blocks(source: SourceModel, path: str) -> tuple[int, ...]:

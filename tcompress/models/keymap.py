@@ -72,10 +72,8 @@ class KeyMap:
         for name in (param_name, *self.tied(param_name)):
             if name in self._sources:
                 return self._sources[name]
-        raise SourceError(
-            f"the checkpoint has no tensor for parameter `{param_name}`",
-            hint="such a parameter starts at random: keep it out of the conversion",
-        )
+        hint = "such a parameter starts at random: keep it out of the conversion"
+        raise SourceError(f"the checkpoint has no tensor for parameter `{param_name}`", hint)
 
     def tied(self, param_name: str) -> tuple[str, ...]:
         """Give the other runtime names of the same parameter."""
@@ -123,9 +121,7 @@ class KeyMap:
         return str(renamed), pattern
 
     def _collect(self, checkpoint_keys: Iterable[str]) -> None:
-        by_pattern = {
-            pattern: item for item in self._converters for pattern in item.source_patterns
-        }
+        by_pattern = {text: item for item in self._converters for text in item.source_patterns}
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         unmatched: list[str] = []
         # The order is part of the meaning: experts are stacked in it.
@@ -208,10 +204,8 @@ def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
     bounds = value.aminmax() if value.is_floating_point() and value.numel() else ()
     if not all(bound.isfinite() for bound in bounds):
         key = keymap.sources(param_name).keys[0]
-        raise FitError(
-            f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity",
-            "repair the checkpoint, or leave the layer out with `--keep`",
-        )
+        text = f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity"
+        raise FitError(text, "repair the checkpoint, or leave the layer out with `--keep`")
     return value
 
 
@@ -242,11 +236,9 @@ def _made_of(read: Callable[[str], Tensor], keymap: KeyMap, param_name: str) -> 
 def _tied_groups(model: Any) -> dict[str, tuple[str, ...]]:
     """Names that mean the same parameter object, for each of them."""
     names: dict[int, list[str]] = defaultdict(list)
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        names[id(tensor)].append(name)
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            names[id(tensor)].append(name)
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 

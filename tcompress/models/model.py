@@ -55,12 +55,8 @@ class _RandomShard(Shard):
     def digest(self) -> bytes:
         config = self._config.to_dict()
         config.pop("_name_or_path", None)  # where it was read
-        facts = {
-            "class": self._kind.__name__,
-            "config": config,
-            "seed": self._seed,
-            "versions": [torch.__version__, transformers.__version__],
-        }
+        facts = {"class": self._kind.__name__, "config": config, "seed": self._seed}
+        facts["versions"] = [torch.__version__, transformers.__version__]
         return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
 
@@ -244,10 +240,8 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise SourceError(
-            f"`{folder}` has no `config.json`; it holds {folder_content(folder)}",
-            hint=_hint_without_config(folder),
-        )
+        text = f"`{folder}` has no `config.json`; it holds {folder_content(folder)}"
+        raise SourceError(text, _hint_without_config(folder))
     try:
         return read_settings(path)
     except ValueError as error:

@@ -204,9 +204,8 @@ def resolve(
             raise SourceError(text, "leave the revision out, or give the hub id of the model")
         return folder
     if not name.strip():
-        raise SourceError(
-            "the model name is empty", hint=f"give a folder, a hub id or one of {listed(ALIASES)}"
-        )
+        hint = f"give a folder, a hub id or one of {listed(ALIASES)}"
+        raise SourceError("the model name is empty", hint)
     if path.exists():
         raise _no_folder(name, path)
     if is_path(name):
@@ -237,12 +236,8 @@ def default_output_name(name: str, suffix: str) -> str:
 
 def is_path(name: str) -> bool:
     """Tell whether a name can only be meant as a path: a hub id is `name` or `owner/name`."""
-    return (
-        name.startswith((".", "/", "~"))
-        or name.endswith("/")
-        or "\\" in name
-        or name.count("/") > 1
-    )
+    local = name.startswith((".", "/", "~")) or name.endswith("/")
+    return local or "\\" in name or name.count("/") > 1
 
 
 def _no_folder(name: str, path: Path) -> SourceError:
@@ -251,9 +246,8 @@ def _no_folder(name: str, path: Path) -> SourceError:
         hint = NO_GGUF
     elif (path.parent / "config.json").is_file():
         hint = f"give the folder `{path.parent}`"
-    return SourceError(
-        f"`{name}` is a file, but a model is a folder with `config.json` and weights", hint=hint
-    )
+    text = f"`{name}` is a file, but a model is a folder with `config.json` and weights"
+    return SourceError(text, hint)
 
 
 def missing_path(name: str, what: str) -> tuple[str, str]:

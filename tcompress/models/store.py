@@ -122,10 +122,8 @@ class TorchShard(Shard):
         tensors = self._load("meta")
         others = [f"`{key}`" for key, value in tensors.items() if not _is_plain(key, value)]
         if others:
-            names = ", ".join(others[:5])
-            raise SourceError(
-                f"`{path.name}` holds more than a flat dictionary of tensors: {names}"
-            )
+            some = ", ".join(others[:5])
+            raise SourceError(f"`{path.name}` holds more than a flat dictionary of tensors: {some}")
         self.infos = {key: TensorInfo.of(value) for key, value in tensors.items()}
         self._open: dict[str, Tensor] | None = None
         self._bytes_read = 0
@@ -360,9 +358,8 @@ def _read_index(path: Path, problems: list[str]) -> dict[str, str]:
 def _is_inside(file: str) -> bool:
     # By name only: in the hub's cache every file is a link that leads out of the folder.
     path = PurePosixPath(file)
-    return not (
-        path.is_absolute() or ".." in path.parts or "\\" in file or ":" in file or not path.parts
-    )
+    outside = path.is_absolute() or ".." in path.parts or "\\" in file or ":" in file
+    return bool(path.parts) and not outside
 
 
 def _locate(

@@ -4,41 +4,24 @@ Nothing here imports torch. `schema` is what a recipe may say, `load` reads one.
 first.
 """
 
-from tcompress.options.convert_options import Calibration, Convert, Embeddings, LayerRule
-from tcompress.options.library import copy_recipe, find_recipe, recipe_names, recipe_text
-from tcompress.options.load import (
-    change_recipe,
-    check_recipe,
-    choose_variants,
-    dump_recipe,
-    parse_recipe,
-)
-from tcompress.options.method_options import AutoSpec, method_names, replacement_names
-from tcompress.options.schema import Recipe, Sweep, json_schema
-from tcompress.options.steps import Bench, Evaluate, Finetune, TrainingData
-
-__all__ = [
-    "AutoSpec",
-    "Bench",
-    "Calibration",
-    "Convert",
-    "Embeddings",
-    "Evaluate",
-    "Finetune",
-    "LayerRule",
-    "Recipe",
-    "Sweep",
-    "TrainingData",
-    "change_recipe",
-    "check_recipe",
-    "choose_variants",
-    "copy_recipe",
-    "dump_recipe",
-    "find_recipe",
-    "json_schema",
-    "method_names",
-    "parse_recipe",
-    "recipe_names",
-    "recipe_text",
-    "replacement_names",
-]
+from tcompress.options.convert_options import Calibration as Calibration
+from tcompress.options.convert_options import Convert as Convert
+from tcompress.options.convert_options import Embeddings as Embeddings
+from tcompress.options.library import copy_recipe as copy_recipe
+from tcompress.options.library import find_recipe as find_recipe
+from tcompress.options.library import recipe_names as recipe_names
+from tcompress.options.library import recipe_text as recipe_text
+from tcompress.options.load import change_recipe as change_recipe
+from tcompress.options.load import check_recipe as check_recipe
+from tcompress.options.load import choose_variants as choose_variants
+from tcompress.options.load import dump_recipe as dump_recipe
+from tcompress.options.load import parse_recipe as parse_recipe
+from tcompress.options.method_options import method_names as method_names
+from tcompress.options.method_options import replacement_names as replacement_names
+from tcompress.options.schema import Recipe as Recipe
+from tcompress.options.schema import Sweep as Sweep
+from tcompress.options.schema import json_schema as json_schema
+from tcompress.options.steps import Bench as Bench
+from tcompress.options.steps import Evaluate as Evaluate
+from tcompress.options.steps import Finetune as Finetune
+from tcompress.options.steps import TrainingData as TrainingData

@@ -155,9 +155,7 @@ def _not_applicable(
     )
 
 
-def _attention(
-    said: Said, base: Mapping[str, Any], structure: str | None, typed: Given[Any]
-) -> Said:
+def _attention(said: Said, base: Said, structure: str | None, typed: Given[Any]) -> Said:
     """Takes what is about attention out of what was said; a structure becomes the method."""
     before = base.get("attention") or {}
     method, chosen = dict(said.get("method") or {}), dict(said.get("attention") or {})

@@ -11,6 +11,7 @@ from tcompress.options.steps import MEASURED, MEASUREMENT
 THE_MODEL, CELLS, COMMON = "Model", "Cells", "Common options"
 _SEVERAL: dict[str, Any] = {"positional": True, "splits": False, "min_length": 1}
 _MODELS = {**MODEL, **_SEVERAL, "metavar": "MODEL..."}
+_EITHER = "converted or dense models: folders, short names or hub ids"
 _RECIPE = {"metavar": "FILE|NAME", "complete": "recipes"}
 
 
@@ -75,9 +76,7 @@ class Written(Section):
 class Measured(Section):
     """What `evaluate` measures, and where numbers go."""
 
-    models: tuple[str, ...] = option(
-        ..., "converted or dense models: folders, short names or hub ids", **_MODELS
-    )
+    models: tuple[str, ...] = option(..., _EITHER, **_MODELS)
     baseline: str | None = option(
         None, "model to compare with; default the first one", panel=MEASUREMENT, **MODEL
     )
@@ -111,9 +110,7 @@ class Exported(Section):
 class Reported(Section):
     """What `report` shows."""
 
-    models: tuple[str, ...] = option(
-        ..., "converted or dense models: folders, short names or hub ids", **_MODELS
-    )
+    models: tuple[str, ...] = option(..., _EITHER, **_MODELS)
     length: int = option(
         128, "tokens to count multiply-adds for; images have their own", gt=0, le=10**9
     )

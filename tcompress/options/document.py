@@ -69,10 +69,6 @@ class Document:
             key = key[:-1]
         return self.lines[key]
 
-    def keys(self, parent: Key) -> list[str | int]:
-        """Keys of a mapping, or indices of a list."""
-        return [key[-1] for key in self.nodes if key and key[:-1] == parent]
-
 
 class _Loader(yaml.BaseLoader):
     """Composes nodes; the tags of plain values follow YAML 1.2."""

@@ -28,17 +28,12 @@ def recipe_text(name: str) -> str:
     close = dict.fromkeys(ends[word] for word in difflib.get_close_matches(name, ends, 6, 0.5))
     near = " or ".join(f"`{word}`" for word in list(close)[:3])
     hint = f"did you mean {near}?" if near else "give one of these, or a file that ends in `.yaml`"
-    raise RecipeError(
-        f"there is no recipe `{name}`; recipes that ship are {quoted(sorted(shipped))}", hint
-    )
+    text = f"there is no recipe `{name}`; recipes that ship are {quoted(sorted(shipped))}"
+    raise RecipeError(text, hint)
 
 
 def find_recipe(name_or_path: str) -> tuple[str, str]:
-    """Finds a recipe by path or by name; a file wins over a recipe that ships.
-
-    Returns:
-        The text, and where it is from, for messages.
-    """
+    """Gives a recipe's text and where it is from; a file wins over a recipe that ships."""
     name = name_or_path.removesuffix(_SUFFIX)
     path = Path(name_or_path).expanduser()
     if not path.is_file() and name in _shipped():
@@ -59,7 +54,7 @@ def copy_recipe(name: str, target: str | Path, force: bool = False) -> Path:
     path = Path(target).expanduser()
     try:
         if path.is_dir():
-            path = path / (name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX)
+            path /= name.removesuffix(_SUFFIX).rpartition("/")[2] + _SUFFIX
         if path.exists() and not force:
             hint = "give another file, or overwrite: `--force`"
             raise RecipeError(f"`{path}` already exists", hint)

@@ -106,9 +106,6 @@ def _failure(
     return RecipeError(f"{count} in `{origin}`{changed}:{lines}", hint)
 
 
-# Recipes with some of their values changed, by hand or by one of their variants.
-
-
 def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe") -> Recipe:
     """Changes values of a recipe by pairs such as `finetune.steps=200`; values are YAML."""
     pairs = {}
@@ -135,10 +132,8 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
     for name in names:
         if name not in recipe.variants:
             has = f"it has {quoted(recipe.variants)}" if recipe.variants else "it has none"
-            raise RecipeError(
-                f"the recipe has no variant `{name}`; {has}{did_you_mean(name, recipe.variants)}",
-                "see what there is: `tcompress recipes show RECIPE`",
-            )
+            text = f"the recipe has no variant `{name}`; {has}{did_you_mean(name, recipe.variants)}"
+            raise RecipeError(text, "see what there is: `tcompress recipes show RECIPE`")
     for name in names:
         # Names and files that another variant would overwrite.
         places: dict[str, Any] = {

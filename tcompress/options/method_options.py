@@ -13,9 +13,6 @@ from tcompress.fields import FIT, Options, option, read_sizes
 from tcompress.structures import Spec, structures
 from tcompress.structures.base import LooksUp
 
-# Methods by name: the options of every structure, and `auto`, which offers several.
-
-
 AUTO = "auto"
 AUTO_ABOUT = (
     "For every layer the structure and size that save most predicted loss per parameter, under "
@@ -88,10 +85,6 @@ else:
     AnyMethod = Annotated[reduce(operator.or_, METHODS), Field(discriminator="name")]
     MethodName = Literal[method_names()]
 
-
-# Attention replacements by name: the options of each.
-
-
 Kernel = Literal["softmax", "favor", "smreg"]
 Pool = Literal["mean", "sum"]
 Core = Literal["aligned", "cp", "tucker"]
@@ -112,6 +105,9 @@ class ReplacementSpec(Options):
     """Structure that goes with it where only a size is given, as in its paper."""
     only: ClassVar[tuple[str, ...]] = ()
     """Patterns of the layers that the paper stores in it; empty for all."""
+
+    if TYPE_CHECKING:
+        name: str
 
 
 class GraphSpec(ReplacementSpec):

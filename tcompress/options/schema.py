@@ -40,8 +40,7 @@ def _read_method(text: str) -> Any:
         raise ValueError(f"and `{name}` is no method; methods are {quoted(method_names())}")
     if not pairs:
         return name
-    own = {item.place[-1]: item for item in method_options(kind)}
-    own = {key: item for key, item in own.items() if key not in _NOT_IN_CELLS}
+    own = {it.place[-1]: it for it in method_options(kind) if it.place[-1] not in _NOT_IN_CELLS}
     found: dict[str, Any] = {"name": name}
     for pair in pairs:
         option, equals, value = pair.partition("=")
@@ -133,9 +132,6 @@ def json_schema() -> dict[str, Any]:
         options["properties"]["name"].pop("default", None)
         options["properties"]["name"].setdefault("description", "selects the method")
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
-
-
-# Short names of conversions, for folders and tables.
 
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}

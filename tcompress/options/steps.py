@@ -15,16 +15,9 @@ _COLUMNS = (
 )
 
 TrainingTask = Literal[
-    "classification",
-    "regression",
-    "sts",
-    "masked-lm",
-    "causal-lm",
-    "image-classification",
-    "volume-classification",
-    "forecasting",
-    "response-selection",
-]
+    "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
+    "volume-classification", "forecasting", "response-selection",
+]  # fmt: skip
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
 
 
@@ -157,22 +150,12 @@ class Finetune(Section):
         return weights
 
 
-# What may be asked of measurements: quality on a task, and speed.
-
-
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTask = Literal[
-    "classification",
-    "sts",
-    "perplexity",
-    "masked-lm",
-    "image-classification",
-    "volume-classification",
-    "forecasting",
-    "retrieval",
-    "response-selection",
-]
+    "classification", "sts", "perplexity", "masked-lm", "image-classification",
+    "volume-classification", "forecasting", "retrieval", "response-selection",
+]  # fmt: skip
 Bound = Annotated[
     str,
     Field(
@@ -231,7 +214,7 @@ class Evaluate(Section):
         return self
 
 
-Size = Annotated[int, Field(gt=0, lt=10**9)]
+Sizes = tuple[Annotated[int, Field(gt=0, lt=10**9)], ...]
 
 
 class Bench(Section):
@@ -239,10 +222,8 @@ class Bench(Section):
 
     panel = MEASURED
 
-    batch: tuple[Size, ...] = option(
-        (1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1
-    )
-    length: tuple[Size, ...] = option(
+    batch: Sizes = option((1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1)
+    length: Sizes = option(
         (),
         "tokens in a sequence; default 32 and 128, as far as the models go; pictures have a "
         "length of their own",
@@ -262,9 +243,6 @@ class Bench(Section):
     dtype: DType | None = option(None, "dtype of both; default as the dense is stored")
     device: Device = "auto"
     seed: int = option(0, "seed of the random inputs", ge=0, lt=2**32)
-
-
-# What a recipe says of models that are trained from scratch, and of the papers that did so.
 
 
 class Words(Section):

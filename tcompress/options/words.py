@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pydantic_core import ErrorDetails
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from tcompress.options.document import Document, Key, Problem
@@ -137,12 +138,7 @@ def _bounds(fragment: Fragment) -> str:
     return ", " + " and ".join(bounds) if bounds else ""
 
 
-# From what validation rejects to problems in plain words, each with its line.
-
-
-def explain(
-    errors: Iterable[Mapping[str, Any]], document: Document, schema: Fragment
-) -> list[Problem]:
+def explain(errors: Iterable[ErrorDetails], document: Document, schema: Fragment) -> list[Problem]:
     """Turns validation errors, as pydantic lists them, into one problem for each key."""
     work = _Explanation(document, schema)
     # Unknown keys first: they may explain the missing ones.
@@ -157,12 +153,10 @@ class _Explanation:
         self.problems: dict[Key, Problem] = {}
         self.misspelt: set[Key] = set()
 
-    def add(self, error: Mapping[str, Any]) -> None:
+    def add(self, error: ErrorDetails) -> None:
         kind, loc = error["type"], error["loc"]
         key, fragment = _locate(loc, self.schema)
-        if kind == "default_factory_not_called" or self._about_other_member(
-            kind, loc, key, fragment
-        ):
+        if kind == "default_factory_not_called" or self._of_other_member(kind, loc, key, fragment):
             return  # a default that depends on what is wrong is no problem of its own
         if kind == "extra_forbidden":
             self._unknown_key(*_locate(loc[:-1], self.schema), loc[-1])
@@ -182,7 +176,7 @@ class _Explanation:
         else:
             self._wrong(key, fragment)
 
-    def _about_other_member(
+    def _of_other_member(
         self, kind: str, loc: Sequence[str | int], key: Key, fragment: Fragment
     ) -> bool:
         """Of a mapping where a name may stand too, its options are judged, not that it is none."""
@@ -227,7 +221,7 @@ class _Explanation:
         fits = 0 < percent < 100 and (percent >= 5 or text.endswith("%"))
         return f"; {percent:g} % is `{percent / 100:g}`" if fits else ""
 
-    def _unknown_key(self, key: Key, fragment: Fragment, name: str) -> None:
+    def _unknown_key(self, key: Key, fragment: Fragment, name: str | int) -> None:
         known = list(fragment.get("properties", {}))
         text = f"unknown key; known keys are {quoted(known)}{did_you_mean(name, known)}"
         self._report((*key, name), text)
@@ -237,7 +231,8 @@ class _Explanation:
     def _method_name(self, parent: Key, fragment: Fragment) -> None:
         name = fragment["discriminator"]["propertyName"]
         key = (*parent, name)
-        close = nearest(name, self.document.keys(parent))
+        beside = [place[-1] for place in self.document.nodes if place and place[:-1] == parent]
+        close = nearest(name, beside)
         if key not in self.document.nodes and close is not None:
             self._report((*parent, close), f"unknown key; did you mean `{name}`?")
             return

@@ -14,16 +14,11 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.convert_options import (
-    Budget,
-)
+from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
-from tcompress.structures.base import (
-    shared_of,
-    transform_shapes,
-)
+from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 
@@ -83,49 +78,45 @@ def _low_rank(rank: int, site: Site) -> LowRankLayout:
 
 def kept_share(entry: LayerPlan, sharing: int) -> float:
     """Kept fraction of a layer, with its share of an input transform and of shared factors."""
-    inputs = 0
-    for term in entry.parts[0].terms:
-        inputs += sum(map(prod, transform_shapes(term, "in").values()))
+    inputs = sum(_size(transform_shapes(term, "in")) for term in entry.parts[0].terms)
     terms = [term for part in entry.parts for term in part.terms]
-    factors = sum(map(_shared_cost, terms)) - sum(map(_shared_size, entry.own_factors.values()))
+    stored = sum(_size(shared_shapes(layout)) for layout in entry.own_factors.values())
+    factors = sum(map(_shared_cost, terms)) - stored
     return (entry.parameters + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
-def _shared_size(layout: Layout) -> int:
-    """Parameters of the shared factors that a summand uses."""
-    shared = shared_of(layout)
-    return 0 if shared is None else sum(map(prod, shared.shapes.values()))
+def _size(shapes: Shapes) -> int:
+    return sum(map(prod, shapes.values()))
 
 
 def _shared_cost(layout: Layout) -> float:
     """What a summand answers for of its shared factors, in parameters."""
     shared = shared_of(layout)
-    return 0.0 if shared is None else _shared_size(layout) * shared.share
+    return 0.0 if shared is None else _size(shared.shapes) * shared.share
 
 
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one summand, with its share of transforms and factors that others use too."""
-    own = sum(map(prod, structure(layout.structure).tensors(layout).values()))
-    after = sum(map(prod, transform_shapes(layout, "out").values()))
-    before = sum(map(prod, transform_shapes(layout, "in").values()))
-    return own + _shared_cost(layout) + after / writers + before / readers
+    own = _size(structure(layout.structure).tensors(layout)) + _shared_cost(layout)
+    after, before = (_size(transform_shapes(layout, side)) for side in ("out", "in"))
+    return own + after / writers + before / readers
+
+
+def path_of(source: SourceModel, entry: LayerPlan) -> str:
+    """Name in the model of the parameter that a rewritten weight is."""
+    return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
 
 
 def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     """Names in the checkpoint of the tensors that a rewritten weight is read from."""
-    path = source.keymap.runtime_name(entry.name) or entry.name
-    return tuple(source.keymap.sources(f"{path}.{entry.parameter}").keys)
+    return source.keymap.sources(path_of(source, entry)).keys
 
 
 def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
     """Lists the model's parameters in whose place structures are stored."""
-    found = []
-    for entry in layers:
-        path = source.keymap.runtime_name(entry.name) or entry.name
-        found.append(f"{path}.{entry.parameter}")
-        if entry.bias and entry.kind != "experts":
-            found.append(f"{path}.bias")
-    return found
+    weights = {path_of(source, entry): entry for entry in layers}
+    biased = (name for name, own in weights.items() if own.bias and own.kind != "experts")
+    return [*weights, *(f"{name.rpartition('.')[0]}.bias" for name in biased)]
 
 
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
@@ -244,10 +235,8 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        raise PlanError(
-            f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}",
-            "give a smaller number",
-        )
+        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}"
+        raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
     for _ in range(3):

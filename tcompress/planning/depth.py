@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,10 +20,7 @@ Stacks = tuple[StackPlan, ...]
 
 def stacks_of(roles: Roles) -> Stacks:
     """Lists the stacks of a model by the part of their path that tells them apart, as `decoder`."""
-    counts: dict[str, int] = {}
-    for block in roles.blocks:
-        path = block.name.rpartition(".")[0]
-        counts[path] = counts.get(path, 0) + 1
+    counts = Counter(block.name.rpartition(".")[0] for block in roles.blocks)
     found, others = [], [other.split(".") for other in counts]
     for path, count in counts.items():
         apart = (
@@ -43,10 +41,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
     each = _listed(whole)
     if recipe.append_layers is not None:
         if len(whole) > 1:
-            raise PlanError(
-                f"`append_layers` puts blocks on top of one stack, and this model has {each}",
-                "leave `append_layers` out",
-            )
+            text = f"`append_layers` puts blocks on top of one stack, and this model has {each}"
+            raise PlanError(text, "leave `append_layers` out")
         kept = (*whole[0].kept, *[whole[0].kept[-1]] * recipe.append_layers)
         copied = whole[0].model_copy(update={"kept": kept})
         return DepthPlan(stacks=(copied,), chosen="asked")
@@ -71,10 +67,8 @@ def _as_asked(recipe: Convert, whole: Stacks, source: SourceModel) -> Stacks:
         if len(whole) > 1:
             option = "--keep-layers" if keeps else "--drop-layers"
             numbers = asked if isinstance(asked, int) else ",".join(map(str, asked))
-            raise PlanError(
-                f"this model has {len(whole)} stacks of blocks: {_listed(whole)}",
-                f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`",
-            )
+            hint = f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`"
+            raise PlanError(f"this model has {len(whole)} stacks of blocks: {_listed(whole)}", hint)
         asked = {whole[0].name: asked}
     known = {stack.name: stack for stack in whole}
     problems = [

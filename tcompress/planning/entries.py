@@ -5,36 +5,24 @@ from __future__ import annotations
 from math import prod
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
-from tcompress.options.convert_options import (
-    BudgetKind,
-)
-from tcompress.structures.base import (
-    SIDES,
-    Layout,
-    Shapes,
-    shared_of,
-    transform_shapes,
-)
+from tcompress.options.convert_options import BudgetKind
+from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
     PartLayout,
     factor_layouts,
     own_shapes,
-    transform_name,
+    own_transforms,
 )
 from tcompress.structures.modules.shared import factors_module
 
 
-class _Entry(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class FormPlan(_Entry):
+class FormPlan(Frozen):
     """A table of positions, or a layer norm, that keeps its tensors and takes another form."""
 
     name: str  # of the module in the checkpoint
@@ -44,12 +32,8 @@ class FormPlan(_Entry):
     shape: tuple[int, ...]  # of its weight
     offset: int = 0  # rows of a table before that of the first position
 
-    @property
-    def is_trained(self) -> bool:
-        return self.kind == "norm" or self.form == "learned"
 
-
-class StackPlan(_Entry):
+class StackPlan(Frozen):
     """What stays of one stack of blocks."""
 
     name: str  # such as `decoder`
@@ -58,7 +42,7 @@ class StackPlan(_Entry):
     kept: tuple[int, ...]  # those that stay, from 0
 
 
-class BlockLoss(_Entry):
+class BlockLoss(Frozen):
     """What dropping one block costs."""
 
     path: str  # module path in the dense model
@@ -66,7 +50,7 @@ class BlockLoss(_Entry):
     parameters: int
 
 
-class DepthPlan(_Entry):
+class DepthPlan(Frozen):
     """Which blocks stay."""
 
     stacks: tuple[StackPlan, ...]  # all of the model, in its order
@@ -112,7 +96,7 @@ FactorsKey = tuple[str, str]
 """Name of the layer that owns shared factors, and their own name."""
 
 
-class LayerPlan(_Entry):
+class LayerPlan(Frozen):
     """One layer, or table of word embeddings, that will be rewritten."""
 
     name: str  # of the module in the checkpoint; for experts, of the experts module
@@ -173,19 +157,14 @@ class LayerPlan(_Entry):
     def tensor_shapes(self) -> Shapes:
         """Names, relative to the layer, and shapes of all tensors that are stored for it."""
         shapes = dict(own_shapes(self.parts, self.experts))
-        for index, part in enumerate(self.parts):
-            for term, layout in enumerate(part.terms):
-                for side in SIDES:
-                    if side == "in" and (index or self.input_of):
-                        continue
-                    module = transform_name(self.parts, side, index, term)
-                    tensors = transform_shapes(layout, side)
-                    shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
+        inside = {
+            module: transform.shapes
+            for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
+        }
         for bank, layout in self.own_factors.items():
-            shared = shared_of(layout)
-            assert shared is not None  # that is how it was found
-            module = factors_module(bank)
-            shapes |= {f"{module}.{name}": shape for name, shape in shared.shapes.items()}
+            inside[factors_module(bank)] = shared_shapes(layout)
+        for module, tensors in inside.items():
+            shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
         return shapes
 
     @property
@@ -214,7 +193,7 @@ class LayerPlan(_Entry):
         return total
 
 
-class DenseLayer(_Entry):
+class DenseLayer(Frozen):
     """A dense projection of an attention."""
 
     name: str  # in the checkpoint
@@ -234,7 +213,7 @@ class DenseLayer(_Entry):
         return self.out_features * (self.in_features + self.bias)
 
 
-class AttentionPlan(_Entry):
+class AttentionPlan(Frozen):
     """One attention that is replaced."""
 
     name: str  # of the base model's attention in the checkpoint
@@ -265,7 +244,7 @@ class AttentionPlan(_Entry):
         return sum(layer.parameters for layer in self.unused) - self.parameters
 
 
-class Left(_Entry):
+class Left(Frozen):
     """One layer that stays dense, and why."""
 
     name: str
@@ -275,7 +254,7 @@ class Left(_Entry):
     reason: str
 
 
-class Dense(_Entry):
+class Dense(Frozen):
     """Weights of one kind that stay as they are."""
 
     name: str  # their role, or the module that they belong to
@@ -283,7 +262,7 @@ class Dense(_Entry):
     reason: str = ""  # why they stay dense; empty outside the blocks
 
 
-class Coverage(_Entry):
+class Coverage(Frozen):
     """What becomes of the parameters of the whole dense model; the parts add up to the total."""
 
     total: int  # tied ones count once
@@ -300,7 +279,7 @@ class Coverage(_Entry):
         return self.model_copy(update={"total": total, "dropped": dropped})
 
 
-class BudgetPlan(_Entry):
+class BudgetPlan(Frozen):
     """What a conversion may keep, and how it was spent; errors are relative to leaving all out."""
 
     kind: BudgetKind
@@ -316,7 +295,7 @@ class BudgetPlan(_Entry):
     taken: str | None = None  # which of them was taken
 
 
-class Plan(_Entry):
+class Plan(Frozen):
     """What a conversion will do."""
 
     layers: tuple[LayerPlan, ...]  # of the blocks, to be rewritten, in order of execution

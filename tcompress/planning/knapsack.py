@@ -127,10 +127,8 @@ class _Ladder:
         if site.may_stay:
             options.append(Option(site.dense, 0.0, DENSE))
         if not options:
-            raise PlanError(
-                f"`{site.name}` has no options and may not stay dense",
-                "offer an option, or leave the site out",
-            )
+            hint = "offer an option, or leave the site out"
+            raise PlanError(f"`{site.name}` has no options and may not stay dense", hint)
         costs = np.fromiter((option.cost for option in options), np.int64, len(options))
         losses = np.fromiter((option.loss for option in options), np.float64, len(options))
         wrong = np.flatnonzero((costs < 0) | ~np.isfinite(losses) | (losses < 0))

@@ -12,7 +12,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.costs import STAND_IN, Choice, kept_share, plan_terms, plan_within
+from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
 from tcompress.planning.sites import (
@@ -31,11 +31,7 @@ from tcompress.planning.sites import (
 )
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
-from tcompress.structures.base import (
-    SharesFactors,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import PartLayout, factor_layouts
 
 Place = tuple[str, str]
@@ -276,7 +272,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 
 def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
     """Lists the layers of a plan, those together that read one input."""
-    planned = {_runtime(source, entry): entry for entry in plan.layers}
+    planned = {path_of(source, entry): entry for entry in plan.layers}
     groups = [group for block in roles_of(source).blocks for group in block.groups]
     inside = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
     found = [[entry for entry in group if entry is not None] for group in inside]
@@ -297,13 +293,9 @@ def resized(
         layers += own
         for entry in dense:
             block = source.keymap.runtime_name(entry.block) or entry.block
-            facts = {"name": _runtime(source, entry), "block": block, "role": entry.role}
+            facts = {"name": path_of(source, entry), "block": block, "role": entry.role}
             left.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
     return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
-
-
-def _runtime(source: SourceModel, entry: LayerPlan) -> str:
-    return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
 
 
 def regrouped(
@@ -402,23 +394,16 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
         why = reasons or "it has no linear layers inside repeated blocks"
         return PlanError(f"no layer of this `{planner.roles.family}` model is supported: {why}")
     if all(item.reason == KEPT for item in planner.left):
-        return PlanError(
-            f"the recipe keeps all {len(planner.left)} layers dense",
-            "remove patterns from `keep`, or rules with `keep: true`",
-        )
+        hint = "remove patterns from `keep`, or rules with `keep: true`"
+        return PlanError(f"the recipe keeps all {len(planner.left)} layers dense", hint)
     seen: dict[str, list[str]] = {}
     for item in planner.left:
         seen.setdefault(item.reason, []).append(item.name)
     lines = "\n".join(
         f"  - {reason}: {len(names)} layers, such as `{names[0]}`" for reason, names in seen.items()
     )
-    return PlanError(
-        f"none of {len(planner.left)} layers can be rewritten:\n{lines}",
-        "; ".join(sorted(planner.hints)) or "choose another p or rank",
-    )
-
-
-# What becomes of all parameters, each counted once.
+    hint = "; ".join(sorted(planner.hints)) or "choose another p or rank"
+    return PlanError(f"none of {len(planner.left)} layers can be rewritten:\n{lines}", hint)
 
 
 def covered(plan: Plan, source: SourceModel) -> Plan:
@@ -428,7 +413,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     runtime = source.keymap.runtime_name
-    rewritten = {_runtime(source, entry) for entry in plan.entries}
+    rewritten = {path_of(source, entry) for entry in plan.entries}
     layers = [layer.name for entry in plan.attention for layer in entry.unused]
     unused = {runtime(name) or name for name in layers}
     modules = model.named_modules(remove_duplicate=False)
@@ -444,14 +429,14 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
         size = tensor.numel()
         if rewritten.intersection(own):
             counts["rewritten"] += size
-        elif any(_module(name) in unused for name in own):
+        elif any(name.rpartition(".")[0] in unused for name in own):
             counts["replaced"] += size
         elif any(name in tables or _is_table(name) for name in own):
             counts["embeddings"] += size
         elif tensor.ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
         else:
-            why = (reasons.get(name) or reasons.get(_module(name)) for name in own)
+            why = (reasons.get(name) or reasons.get(name.rpartition(".")[0]) for name in own)
             role, reason = next((item for item in why if item), ("", ""))
             label = role or _label(own[0], above)
             dense[label, reason] = dense.get((label, reason), 0) + size
@@ -478,10 +463,6 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
         )
 
 
-def _module(name: str) -> str:
-    return name.rpartition(".")[0]
-
-
 def _is_table(name: str) -> bool:
     """Whether a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
@@ -494,7 +475,7 @@ def _numbered(name: str) -> bool:
 
 def _label(name: str, above: Collection[str]) -> str:
     """What people call a parameter: its module in a block, else the largest module around it."""
-    steps = _module(name).split(".") if name.endswith(".weight") else name.split(".")
+    steps = name.rpartition(".")[0].split(".") if name.endswith(".weight") else name.split(".")
     if not _numbered(name):
         for depth in range(1, len(steps)):
             if ".".join(steps[:depth]) not in above:

@@ -18,14 +18,13 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from tcompress.attention import BaseAttention, replacement_of
-from tcompress.attention.replacement import spec_name
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
 from tcompress.options.method_options import AutoSpec, lookup_methods
 from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, Left
-from tcompress.roles import Attention, Layer, Roles, attentions_of, find_roles
-from tcompress.roles.find import position_tables
+from tcompress.roles import Attention, Layer, Roles
+from tcompress.roles.find import attentions_of, find_roles, position_tables
 from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
 from tcompress.structures.base import LooksUp
 from tcompress.structures.modules.embedding import LookupScale
@@ -61,10 +60,9 @@ _ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()
 
 def roles_of(source: SourceModel) -> Roles:
     """Returns the roles of a model's layers, found once for each model."""
-    found = _ROLES.get(source)
-    if found is None:
-        found = _ROLES[source] = find_roles(source.keymap.model)
-    return found
+    if source not in _ROLES:
+        _ROLES[source] = find_roles(source.keymap.model)
+    return _ROLES[source]
 
 
 _LONGEST = 60  # characters of a layer's name, about
@@ -209,10 +207,8 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     lost = [str(number) for number in asked if number not in numbers]
     # Some of those asked for may be among the blocks that were dropped, but not all.
     if lost and not (source.renumbered and len(lost) < len(asked)):
-        raise PlanError(
-            f"there is no attention in block {', '.join(lost)}",
-            f"blocks are numbered from 0 to {max(numbers)}" if numbers else None,
-        )
+        hint = f"blocks are numbered from 0 to {max(numbers)}" if numbers else None
+        raise PlanError(f"there is no attention in block {', '.join(lost)}", hint)
     entries: list[AttentionPlan] = []
     left: list[Left] = []
     unused: set[str] = set()
@@ -227,7 +223,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             left.append(Left(role="attention", parameters=0, **facts))
     if not entries:
-        name = spec_name(recipe.attention)
+        name = recipe.attention.name
         if not left:
             raise PlanError(
                 f"no attention of this `{roles.family}` model is known, so that `{name}` cannot "
@@ -247,8 +243,9 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         notes.append(_NO_TYPES)
     if kind.unused and not unused:
         notes.append(_FUSED)
-    told = tuple(note for note in notes if note)
-    return AttentionPlans(tuple(entries), tuple(left), frozenset(unused), told)
+    return AttentionPlans(
+        tuple(entries), tuple(left), frozenset(unused), tuple(filter(None, notes))
+    )
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
@@ -349,24 +346,16 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
     """Plans what `positions` and `norm` ask for."""
-    problems: list[str] = []
-    found: list[FormPlan] = []
-    p = int(getattr(recipe.method, "p", 1))
-    if recipe.positions != "host":
-        found += _positions(recipe, source, roles, p)
-        if not found:
-            problems.append(
-                f"`positions: {recipe.positions}` is about a table of positions for tokens of "
-                f"text, and this `{roles.family}` model has none"
-            )
-    if recipe.norm != "host":
-        norms = list(_norms(recipe, source, roles, p))
-        if not norms:
-            problems.append(
-                f"`norm: {recipe.norm}` is about layer norms of all features, and the blocks of "
-                f"this `{roles.family}` model have none"
-            )
-        found += norms
+    p, this = int(getattr(recipe.method, "p", 1)), f"this `{roles.family}` model"
+    positions = list(_positions(recipe, source, roles, p)) if recipe.positions != "host" else []
+    norms = list(_norms(recipe, source, roles, p)) if recipe.norm != "host" else []
+    found, problems = [*positions, *norms], []
+    if recipe.positions != "host" and not positions:
+        what = f"a table of positions for tokens of text, and {this} has none"
+        problems.append(f"`positions: {recipe.positions}` is about {what}")
+    if recipe.norm != "host" and not norms:
+        what = f"layer norms of all features, and the blocks of {this} have none"
+        problems.append(f"`norm: {recipe.norm}` is about {what}")
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
         for entry in found

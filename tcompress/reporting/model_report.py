@@ -30,7 +30,8 @@ from tcompress.reporting.tree import (
     mean_errors,
     metric_key,
 )
-from tcompress.roles import Block, Roles, attentions_of, find_roles
+from tcompress.roles import Block, Roles
+from tcompress.roles.find import attentions_of, find_roles
 from tcompress.structures.costs import macs_of
 
 LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen

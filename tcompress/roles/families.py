@@ -145,7 +145,6 @@ class Roles:
     output_head: str | None
     refused: tuple[Refusal, ...]  # modules inside blocks that must be left alone
     warnings: tuple[str, ...]  # what a user should know before relying on them
-    supported: bool  # whether every block belongs to a supported family
     # Ordinary linear layers outside of blocks, rewritten only where they are named.
     outside: tuple[Layer, ...] = ()
 
@@ -159,7 +158,7 @@ class Roles:
 # together, as they are in encoders. A family with several kinds of block has several styles.
 
 
-RoleTable = Mapping[Role, str]
+RoleTable = dict[Role, str]
 
 
 @dataclass(frozen=True)
@@ -179,43 +178,30 @@ def _below(module: str, **names: str) -> RoleTable:
 
 
 _SELF_ATTN = _below("self_attn", q="q_proj", k="k_proj", v="v_proj", o="o_proj")
-_SELF_ATTN_OUT: RoleTable = {**_SELF_ATTN, "o": "self_attn.out_proj"}
+_SELF_ATTN_OUT = _SELF_ATTN | _below("self_attn", o="out_proj")
 _CROSS_ATTN = _below(
     "encoder_attn", cross_q="q_proj", cross_k="k_proj", cross_v="v_proj", cross_o="out_proj"
 )
-_T5_ATTN: RoleTable = {
-    **_below("*.SelfAttention", q="q", k="k", v="v", o="o"),
-    **_below("*.EncDecAttention", cross_q="q", cross_k="k", cross_v="v", cross_o="o"),
-}
+_T5_CROSS_ATTN = _below("*.EncDecAttention", cross_q="q", cross_k="k", cross_v="v", cross_o="o")
+_T5_ATTN = _below("*.SelfAttention", q="q", k="k", v="v", o="o") | _T5_CROSS_ATTN
+_BERT_ATTN = _below("attention.self", q="query", k="key", v="value")
+_BERT_CROSS_ATTN = _below("crossattention.self", cross_q="query", cross_k="key", cross_v="value")
 _BERT_OUT: RoleTable = {"o": "attention.output.dense"}
+_BERT_CROSS_OUT: RoleTable = {"cross_o": "crossattention.output.dense"}
 _BERT_FFN: RoleTable = {"up": "intermediate.dense", "down": "output.dense"}
 _FC: RoleTable = {"up": "fc1", "down": "fc2"}
 _MLP_FC = _below("mlp", up="fc1", down="fc2")
 _GATED = _below("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _EXPERTS = _below("mlp", experts_gate_up="experts", experts_down="experts")
 
-_BERT = Style(
-    {
-        **_below("attention.self", q="query", k="key", v="value"),
-        **_BERT_OUT,
-        **_below("crossattention.self", cross_q="query", cross_k="key", cross_v="value"),
-        "cross_o": "crossattention.output.dense",
-        **_BERT_FFN,
-    }
-)
+_BERT = Style(_BERT_ATTN | _BERT_OUT | _BERT_CROSS_ATTN | _BERT_CROSS_OUT | _BERT_FFN)
 _DISTILBERT = Style(
-    {
-        **_below("attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin"),
-        **_below("ffn", up="lin1", down="lin2"),
-    }
+    _below("attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin")
+    | _below("ffn", up="lin1", down="lin2")
 )
-_MPNET = Style({**_below("attention.attn", q="q", k="k", v="v", o="o"), **_BERT_FFN})
+_MPNET = Style(_below("attention.attn", q="q", k="k", v="v", o="o") | _BERT_FFN)
 _DEBERTA_V2 = Style(
-    {
-        **_below("attention.self", q="query_proj", k="key_proj", v="value_proj"),
-        **_BERT_OUT,
-        **_BERT_FFN,
-    }
+    _below("attention.self", q="query_proj", k="key_proj", v="value_proj") | _BERT_OUT | _BERT_FFN
 )
 _MODERNBERT = Style({"qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi", "down": "mlp.Wo"})
 _GPT2 = Style(
@@ -223,41 +209,31 @@ _GPT2 = Style(
     transposed=True,
 )
 _GPT_NEO = Style(
-    {
-        **_below("attn.attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj"),
-        **_below("mlp", up="c_fc", down="c_proj"),
-    }
+    _below("attn.attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj")
+    | _below("mlp", up="c_fc", down="c_proj")
 )
 _GPT_NEOX = Style(
-    {
-        **_below("attention", qkv="query_key_value", o="dense"),
-        **_below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
-    },
+    _below("attention", qkv="query_key_value", o="dense")
+    | _below("mlp", up="dense_h_to_4h", down="dense_4h_to_h"),
     interleaved_qkv=True,
 )
 _PHI3 = Style(
-    {
-        **_below("self_attn", qkv="qkv_proj", o="o_proj"),
-        **_below("mlp", gate_up="gate_up_proj", down="down_proj"),
-    }
+    _below("self_attn", qkv="qkv_proj", o="o_proj")
+    | _below("mlp", gate_up="gate_up_proj", down="down_proj")
 )
 _VIT = Style(
-    {**_below("attention", q="q_proj", k="k_proj", v="v_proj", o="o_proj"), **_MLP_FC},
-    stored={
-        **_below("attention.attention", q="query", k="key", v="value"),
-        **_BERT_OUT,
-        **_BERT_FFN,
-    },
+    _below("attention", q="q_proj", k="k_proj", v="v_proj", o="o_proj") | _MLP_FC,
+    stored=_below("attention.attention", q="query", k="key", v="value") | _BERT_OUT | _BERT_FFN,
 )
 _VIDEOMAE = Style(
-    {**_below("attention.attention", k="key", v="value", q="query"), **_BERT_OUT, **_BERT_FFN}
+    _below("attention.attention", k="key", v="value", q="query") | _BERT_OUT | _BERT_FFN
 )
-_BART = Style({**_SELF_ATTN_OUT, **_CROSS_ATTN, **_FC})
-_CLIP = Style({**_SELF_ATTN_OUT, **_MLP_FC})
-_LLAMA = Style({**_SELF_ATTN, **_GATED})
-_MOE = Style({**_SELF_ATTN, **_EXPERTS})
-_T5 = Style({**_T5_ATTN, **_below("*.DenseReluDense", up="wi", down="wo")})
-_T5_GATED = Style({**_T5_ATTN, **_below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo")})
+_BART = Style(_SELF_ATTN_OUT | _CROSS_ATTN | _FC)
+_CLIP = Style(_SELF_ATTN_OUT | _MLP_FC)
+_LLAMA = Style(_SELF_ATTN | _GATED)
+_MOE = Style(_SELF_ATTN | _EXPERTS)
+_T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"))
+_T5_GATED = Style(_T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"))
 
 _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
@@ -278,7 +254,7 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("clip clip_text_model clip_vision_model", (_CLIP,)),
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
     ("tcompress_text", (Style(_SELF_ATTN),)),
-    ("tcompress_grid", (Style({**_SELF_ATTN, **_MLP_FC}),)),
+    ("tcompress_grid", (Style(_SELF_ATTN | _MLP_FC),)),
 )
 FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()
@@ -289,11 +265,6 @@ REFUSED_MODULES: Mapping[str, str] = {
     "pos_key_proj": "it reads the table of relative positions, not the tokens",
     "pos_query_proj": "it reads the table of relative positions, not the tokens",
 }
-
-
-def supported_families() -> tuple[str, ...]:
-    """Return the model types with a table of roles, sorted."""
-    return tuple(sorted(FAMILIES))
 
 
 def match(roles: RoleTable, names: Collection[str]) -> tuple[dict[Role, str], list[str]]:

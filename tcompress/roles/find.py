@@ -41,6 +41,9 @@ from tcompress.roles.projections import (
     shapes_of,
 )
 
+Reasons = Mapping[nn.Module, str]
+"""Why modules are left alone."""
+
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
 _COUNTS = ("num_attention_heads", "n_heads", "num_heads", "n_head")
@@ -85,8 +88,8 @@ def find_roles(model: nn.Module) -> Roles:
     """Find the blocks of a transformer and the role of every layer in them, by names and shapes.
 
     Models made of several models are read tower by tower: each block follows the nearest config
-    above it. In families without a table every linear layer of a block has the role `linear`, and
-    `supported` is False. An `InputError` says that a table does not fit a block.
+    above it. In families without a table every linear layer of a block has the role `linear`. An
+    `InputError` says that a table does not fit a block.
     """
     family = _family(model) or type(model).__name__
     sites = tuple(_sites(model, "", family, getattr(model, "config", None)))
@@ -111,7 +114,6 @@ def find_roles(model: nn.Module) -> Roles:
         output_head=next((name for name, part in model.named_modules() if part is head), None),
         refused=tuple(refused),
         warnings=_warnings(family, sites, blocks),
-        supported=bool(sites) and all(site.family in FAMILIES for site in sites),
         outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
     )
 
@@ -135,9 +137,7 @@ def _sites(module: nn.Module, path: str, family: str, config: Any) -> Iterator[_
             yield _Site(child_path, child, family, config)
 
 
-def _read(
-    site: _Site, known: Mapping[nn.Module, str]
-) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
+def _read(site: _Site, known: Reasons) -> tuple[tuple[Layer, ...], tuple[Refusal, ...]]:
     modules = projections(site.block)
     reasons = {
         name: reason_to_refuse(name, site.block) or known.get(module)
@@ -164,9 +164,7 @@ def _read(
     return tuple(layers), tuple(refused)
 
 
-def _outside(
-    whole: _Site, sites: Collection[_Site], known: Mapping[nn.Module, str]
-) -> Iterator[Layer]:
+def _outside(whole: _Site, sites: Collection[_Site], known: Reasons) -> Iterator[Layer]:
     """Yield the ordinary linear layers of the whole model that are in no block, nor tied."""
     named = whole.block.named_parameters(remove_duplicate=False)
     uses = Counter(id(parameter) for _, parameter in named)

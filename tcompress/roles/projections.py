@@ -335,15 +335,13 @@ def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
 
 def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
     experts, *sizes = getattr(module, name).shape
-    out_features, in_features = sizes[::-1] if transposed else sizes
+    rows, columns = sizes[::-1] if transposed else sizes
     described = bool(_described(module))
     up = name in ("gate_up_proj", "up_proj")
     role: Role = "linear" if not described else "experts_gate_up" if up else "experts_down"
     halves = described and name == "gate_up_proj" and bool(module.is_concatenated)
     bias = hasattr(module, f"{name}_bias")
-    return Shape(
-        "experts", in_features, out_features, bias, experts, name, transposed, role, halves
-    )
+    return Shape("experts", columns, rows, bias, experts, name, transposed, role, halves)
 
 
 def _described(module: nn.Module) -> dict[str, bool]:

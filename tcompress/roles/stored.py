@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 from tcompress.errors import InputError
@@ -29,7 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 _BLOCK = re.compile(r"((?:.*?\.)??\d+)\.(.+)")  # up to the first number
 _FIRST = ("relative_attention_bias", "attn_norm.")  # what the first block alone has, or lacks
 # Other names that configs have for what parts are computed from.
-_ALIASES = {"num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
+_ALIASES = {"n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers")
 # Tensors that are no parameters: old buffers, and statistics.
 _BUFFERS = re.compile(
@@ -37,28 +38,13 @@ _BUFFERS = re.compile(
     r"|num_batches_tracked|final_logits_bias)$"
 )
 _POOLED = re.compile(r"(^|\.)(pooler|cls\.seq_relationship)\.")
-_UNPOOLED = re.compile(
-    r"For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)$|LMHeadModel$"
-)
-
-
-class _Settings:
-    """A `config.json` with attributes, as `parts_of` reads them."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config = config
-
-    def __getattr__(self, name: str) -> Any:
-        for key in (name, *_ALIASES.get(name, ())):
-            if key in self._config:
-                return self._config[key]
-        raise AttributeError(name)
+_NO_POOL = re.compile(r"For(MaskedLM|CausalLM|TokenClassification|QuestionAnswering)$|LMHeadModel$")
 
 
 def parameters_among(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
     """Leaves out stored tensors that are no parameters of the model."""
     named = str(next(iter(config.get("architectures") or ()), ""))
-    unused = _POOLED if _UNPOOLED.search(named) else None
+    unused = _POOLED if _NO_POOL.search(named) else None
     return {
         key: shape
         for key, shape in shapes.items()
@@ -68,7 +54,9 @@ def parameters_among(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
 
 def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...] | None:
     """Finds the blocks of a checkpoint and their layers; None where only the model can tell."""
-    family, settings = str(config.get("model_type")), _Settings(config)
+    family = str(config.get("model_type"))
+    usual = {name: config[alias] for alias, name in _ALIASES.items() if alias in config}
+    settings = SimpleNamespace(**{**usual, **config})
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
         inside = _BLOCK.fullmatch(key)

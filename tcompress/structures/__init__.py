@@ -16,6 +16,5 @@ from tcompress.structures.base import Site as Site
 from tcompress.structures.base import Spec as Spec
 from tcompress.structures.base import Structure as Structure
 from tcompress.structures.base import Target as Target
-from tcompress.structures.base import register as register
 from tcompress.structures.base import structure as structure
 from tcompress.structures.base import structures as structures

@@ -6,17 +6,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    ClassVar,
-    Generic,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -101,7 +91,7 @@ class Spec(Options):
 
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
-Tensors: TypeAlias = "Mapping[str, Tensor]"
+Tensors = Mapping[str, "Tensor"]
 
 
 class Refusal(Exception):
@@ -112,10 +102,14 @@ class Refusal(Exception):
         self.hint = hint
 
 
-class Layout(BaseModel):
-    """All that is needed to build one term of a layer: it is stored in the artefact."""
+class Frozen(BaseModel):
+    """A record of the artefact: it does not change, and has no fields but its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Layout(Frozen):
+    """All that is needed to build one term of a layer: it is stored in the artefact."""
 
     structure: str
     in_features: int = Field(gt=0)
@@ -262,22 +256,15 @@ class Structure(ABC, Generic[S, L]):
         return [found[layout] for layout in layouts]
 
 
-def _parse_layout(value: Any) -> Any:
-    if isinstance(value, dict) and "structure" in value:
-        return structure(str(value["structure"])).layout_type.model_validate(value)
-    return value
-
-
-AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_parse_layout)]
-"""A layout of any registered structure, as it is read from a plan."""
-
-
 class Registry(dict[str, T]):
-    """What was registered, by name, in order; an unknown name is a `RecipeError`."""
+    """What was registered, by name, in order; an unknown name is a `RecipeError`.
 
-    def __init__(self, what: str) -> None:
+    In a layout the name stands under `key`.
+    """
+
+    def __init__(self, what: str, key: str) -> None:
         super().__init__()
-        self._what = what
+        self._what, self._key = what, key
 
     def add(self, item: T) -> None:
         """Adds a member, which has a `name` and a `spec` of its own."""
@@ -288,6 +275,12 @@ class Registry(dict[str, T]):
             raise ValueError(f"{self._what} `{name}` or its spec class is already registered")
         self[name] = item
 
+    def parsed(self, value: Any) -> Any:
+        """Reads a layout of any member from a plan."""
+        if isinstance(value, dict) and self._key in value:
+            return self[str(value[self._key])].layout_type.model_validate(value)
+        return value
+
     def __missing__(self, name: str) -> T:
         close = difflib.get_close_matches(name, self, 1)
         known = ", ".join(f"`{known}`" for known in self)
@@ -295,8 +288,11 @@ class Registry(dict[str, T]):
         raise RecipeError(f"unknown {self._what} `{name}`; known are {known}", hint)
 
 
-_STRUCTURES = Registry[Structure[Any, Any]]("structure")
+_STRUCTURES = Registry[Structure[Any, Any]]("structure", "structure")
 register, structure = _STRUCTURES.add, _STRUCTURES.__getitem__
+
+AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_STRUCTURES.parsed)]
+"""A layout of any registered structure."""
 
 
 def structures() -> tuple[Structure[Any, Any], ...]:
@@ -367,6 +363,12 @@ def shared_of(layout: Layout) -> Shared | None:
     """Describes the shared factors that a term uses, if any."""
     kind = structure(layout.structure)
     return kind.shared(layout) if isinstance(kind, SharesFactors) else None
+
+
+def shared_shapes(layout: Layout) -> Shapes:
+    """Shapes of the shared factors that a term uses."""
+    found = shared_of(layout)
+    return {} if found is None else found.shapes
 
 
 class Transform(ABC):

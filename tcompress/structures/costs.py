@@ -13,13 +13,11 @@ from tcompress.structures.base import (
     Shapes,
     decoded,
     encoded,
-    shared_of,
+    shared_shapes,
     structure,
     transform_of,
 )
-from tcompress.structures.base import (
-    FitCost as FitCost,
-)
+from tcompress.structures.base import FitCost as FitCost
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,8 +91,7 @@ def lookup_macs(layout: Layout) -> int:
 
 def _all_tensors(layout: Layout) -> dict[str, Tensor]:
     """Empty tensors of a term, those that it shares among them."""
-    shared, own = shared_of(layout), structure(layout.structure).tensors(layout)
-    return _empty({**own, **(shared.shapes if shared else {})})
+    return _empty({**structure(layout.structure).tensors(layout), **shared_shapes(layout)})
 
 
 def _empty(shapes: Shapes) -> dict[str, Tensor]:

@@ -289,10 +289,8 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
     if len(ranks) != bonds:
         has = "1 inner rank" if bonds == 1 else f"{bonds} inner ranks"
         order = f", or `order` {len(ranks) + 1}" if spec.name == "tt" else ""
-        raise Refusal(
-            f"{bonds + 1} cores have {has}, not {len(ranks)}",
-            f"give one rank for all{'' if bonds == 1 else f', or {bonds} of them'}{order}",
-        )
+        hint = f"give one rank for all{'' if bonds == 1 else f', or {bonds} of them'}{order}"
+        raise Refusal(f"{bonds + 1} cores have {has}, not {len(ranks)}", hint)
     return ranks
 
 

@@ -18,7 +18,8 @@ from tcompress.attention.module import UnusedProjection
 from tcompress.data.inputs import MEAN, Pooling
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
-from tcompress.roles import Roles, find_roles
+from tcompress.roles import Roles
+from tcompress.roles.find import find_roles
 
 Batch = dict[str, Tensor]
 

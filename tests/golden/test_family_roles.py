@@ -2,7 +2,8 @@
 
 import pytest
 
-from tcompress.roles import Block, Layer, find_roles
+from tcompress.roles import Block, Layer
+from tcompress.roles.find import find_roles
 from tests.support.golden import Golden
 from tests.support.tiny import TINY, build
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.data.calibration import CalibrationData
-from tcompress.roles import find_roles
+from tcompress.roles.find import find_roles
 from tests.support.tiny import TINY, TinyModel
 
 _COUNTS = (

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tcompress.attention import (
     BaseAttention,
-    ReplacementLayout,
     ReplacementSpec,
     Visible,
     replacement_of,
 )
+from tcompress.attention.replacement import ReplacementLayout
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 from tests.support.numerics import randn
 

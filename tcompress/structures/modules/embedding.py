@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tcompress.structures.base import (
-    LooksUp,
-    structure,
-)
+from tcompress.structures.base import LooksUp, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one that does only this
@@ -105,26 +102,3 @@ class TiedTable(nn.Module):
         # Called as a module, so that hooks which bring offloaded tensors to the device run.
         y = self._owner[0](x, self._scale)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-
-def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> list[str]:
-    """Puts a tied table in the place of all modules whose weight is that of an embedding.
-
-    Afterwards nothing ties them any more: there is no weight of their own.
-    """
-    ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
-    names = [target for target, source in ties.items() if source == f"{path}.weight"]
-    paths = [name.removesuffix(".weight") for name in names]
-    for name, other in zip(names, paths, strict=True):
-        parent, _, leaf = other.rpartition(".")
-        host: Any = model.get_submodule(other)
-        setattr(model.get_submodule(parent), leaf, TiedTable(owner, host).train(host.training))
-        ties.pop(name)
-    for inner, module in model.named_modules():
-        own: Any = getattr(module, "_tied_weights_keys", None)
-        if isinstance(own, dict):
-            prefix = f"{inner}." if inner else ""
-            module._tied_weights_keys = {  # type: ignore[assignment]
-                target: source for target, source in own.items() if prefix + target not in names
-            }
-    return paths

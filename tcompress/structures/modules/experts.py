@@ -259,9 +259,6 @@ class _Product:
         cheap = name in ("dtype", "device")
         return getattr(next(self._stack.parameters()) if cheap else self.dense(), name)
 
-    def __rmatmul__(self, x: Tensor) -> Tensor:
-        return torch.matmul(x, self)  # type: ignore[arg-type]
-
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Multiplies by the structured weights where this is a product with rows."""

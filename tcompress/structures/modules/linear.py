@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -15,9 +15,11 @@ from tcompress.errors import refuse_replica
 from tcompress.structures.base import (
     SIDES,
     AnyLayout,
+    Frozen,
     Layout,
     Shapes,
     Side,
+    Transform,
     decoded,
     dense_of,
     encoded,
@@ -84,10 +86,8 @@ class CachedWeight:
         return self._weight
 
 
-class PartLayout(BaseModel):
+class PartLayout(Frozen):
     """One run of output features: a sum of terms of the same widths."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # its role, such as `q` in a fused projection
     terms: tuple[AnyLayout, ...] = Field(min_length=1)
@@ -108,6 +108,21 @@ def transform_name(parts: Sequence[PartLayout], side: Side, part: int, term: int
     """Names the module of a transform: inputs are shared by all parts, outputs belong to one."""
     middle = f"{parts[part].name}_" if side == "out" and len(parts) > 1 else ""
     return f"tc_{middle}{side}{term}"
+
+
+def own_transforms(
+    parts: Sequence[PartLayout], shares_input: bool
+) -> Iterator[tuple[str, Transform, Layout, Side]]:
+    """Lists the transforms that a layer stores, with the module's name, the term and its side.
+
+    All splits read what the first one encodes, unless another layer encodes it.
+    """
+    for index, part in enumerate(parts):
+        for term, layout in enumerate(part.terms):
+            for side in SIDES:
+                transform = transform_of(layout, side)
+                if transform is not None and (side == "out" or not (index or shares_input)):
+                    yield transform_name(parts, side, index, term), transform, layout, side
 
 
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
@@ -184,13 +199,9 @@ class StructuredLinear(nn.Module):
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
-        for index, part in enumerate(self.parts):
-            for term, layout in enumerate(part.terms):
-                for side, count in zip(SIDES, (readers, 1), strict=True):
-                    owned = side == "out" or (index == 0 and input_of is None)
-                    if owned and transform_of(layout, side) is not None:
-                        module = TransformModule(layout, side, count, dtype, device)
-                        self.add_module(transform_name(self.parts, side, index, term), module)
+        for name, _, layout, side in own_transforms(self.parts, input_of is not None):
+            count = readers if side == "in" else 1
+            self.add_module(name, TransformModule(layout, side, count, dtype, device))
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
         self._input_owner = (self if input_of is None else input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.
@@ -342,11 +353,9 @@ class StructuredLinear(nn.Module):
         return torch.cat(parts, -2)
 
     def extra_repr(self) -> str:
-        """Shows sizes and terms."""
         terms = " + ".join(layout.structure for layout in self.parts[0].terms)
-        return (
-            f"in={self.in_features}, out={self.out_features}, {terms}, bias={self.bias is not None}"
-        )
+        bias = self.bias is not None
+        return f"in={self.in_features}, out={self.out_features}, {terms}, bias={bias}"
 
 
 def keep_weights(model: nn.Module, keep: bool = True) -> int:

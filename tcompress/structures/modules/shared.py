@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.base import (
-    Layout,
-    Side,
-    decoded,
-    encoded,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.base import Layout, Side, decoded, encoded, shared_shapes, transform_of
 
 
 def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
@@ -124,7 +117,6 @@ class TransformModule(nn.Module):
         return {**self.__dict__, "_built": None, "_last": None}
 
     def extra_repr(self) -> str:
-        """Shows the structure, of which end the transform is, and the number of readers."""
         return f"{self.layout.structure}, side={self.side}, readers={self.readers}"
 
 
@@ -153,8 +145,7 @@ class FactorsModule(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        shared = shared_of(layout)
-        for name, shape in (shared.shapes if shared else {}).items():
+        for name, shape in shared_shapes(layout).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
 
@@ -163,5 +154,4 @@ class FactorsModule(nn.Module):
         return dict(self.named_parameters(recurse=False))
 
     def extra_repr(self) -> str:
-        """Shows the shapes."""
         return ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in self().items())

@@ -91,13 +91,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_links(folder: Path) -> None:
-    """Removes all links below a folder; what they lead to stays."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            path.unlink()
-
-
 def holds_something(folder: Path) -> bool:
     """Whether there is a folder that is not empty."""
     return folder.is_dir() and any(folder.iterdir())
@@ -167,12 +160,6 @@ def full_disk(place: Path, needed: int | None = None) -> DiskError:
         f"there is no space for `{place}`: {free_text(place)} on its disk{lacking}",
         "free some disk space, then run the same command again: what was done is kept",
     )
-
-
-def check_space(place: Path, needed: int) -> None:
-    """Refuses work, by a `DiskError`, for which less is free than is needed."""
-    if needed > free_bytes(place):
-        raise full_disk(place, needed)
 
 
 def free_bytes(place: Path) -> int:

@@ -20,15 +20,15 @@ from filelock import FileLock, Timeout
 
 from tcompress.errors import DiskError, InputError, TCompressError, WriteError
 from tcompress.files import (
-    check_space,
     close_to_others,
     disk_error,
+    free_bytes,
+    full_disk,
     holds_something,
     kind_of,
     number_of,
     owner_given,
     remove,
-    remove_links,
     swap,
     sync,
     try_folder,
@@ -177,7 +177,9 @@ class Workplace:
                 self.folder.mkdir(mode=0o700)
             except FileExistsError:
                 _check_own(self.folder)
-            remove_links(self.folder)
+            for path in self.folder.rglob("*"):
+                if path.is_symlink():  # what it leads to stays
+                    path.unlink()
             lock = FileLock(self.folder / _LOCK)
             lock.acquire(timeout=0)
         except FileNotFoundError:  # another run has just removed the folder
@@ -245,7 +247,8 @@ class Workplace:
     def need(self, size: int) -> None:
         """Refuses to go on where the disk has no room for so many bytes, written ones included."""
         self._needed = size
-        check_space(self.output, self._lacking() or 0)
+        if (lacking := self._lacking() or 0) > free_bytes(self.output):
+            raise full_disk(self.output, lacking)
 
     def _lacking(self) -> int | None:
         if self._needed is None:

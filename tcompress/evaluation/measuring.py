@@ -158,11 +158,11 @@ def evaluate(
     run = _Measurement(wanted, task, examples, length, device, heard, save)
     if known is not None:
         return [run.of(name, sources[name], known) for name in names]
-    base = run.of(first, sources[first], None)
-    place = names.index(first)
-    others = [*names[:place], *names[place + 1 :]]
-    scores = [run.of(name, sources[name], base.baseline) for name in others]
-    return [*scores[:place], base, *scores[place:]]
+    base, own = run.of(first, sources[first], None), names.index(first)
+    return [
+        base if place == own else run.of(name, sources[name], base.baseline)
+        for place, name in enumerate(names)
+    ]
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:

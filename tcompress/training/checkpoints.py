@@ -54,7 +54,7 @@ class Checkpoints:
     ) -> None:
         """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"
-        unfinished = self.folder / f"{target.name}.tmp"
+        unfinished = target.with_suffix(".tmp")
         try:
             if main:
                 shutil.rmtree(unfinished, ignore_errors=True)

@@ -43,7 +43,7 @@ class LayerFacts(_Facts):
     experts: int | None  # number of stacked weights, if any
     dense_parameters: int
     parameters: int  # stored ones, without the bias
-    structure: str | None  # summands that replace the weight, None in a dense model
+    structure: str | None = None  # summands that replace the weight, None in a dense model
 
 
 class RefusedFacts(_Facts):
@@ -63,8 +63,8 @@ class Inspection(_Facts):
     parameters: int  # stored ones
     blocks: tuple[str, ...]  # those with such layers, or another attention
     layers: tuple[LayerFacts, ...]  # those that can be, or have been, rewritten
-    refused: tuple[RefusedFacts, ...]
-    warnings: tuple[str, ...]
+    refused: tuple[RefusedFacts, ...] = ()
+    warnings: tuple[str, ...] = ()
     attention: str = ""  # what replaces the family's own, in words
 
 
@@ -153,8 +153,6 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         parameters=count,
         blocks=tuple(block.name for block in blocks),
         layers=tuple(_dense_layer(layer, block, layer.name) for block, layer in pairs),
-        refused=(),
-        warnings=(),
     )
 
 
@@ -237,7 +235,6 @@ def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) 
         experts=experts,
         dense_parameters=count,
         parameters=count,
-        structure=None,
     )
 
 

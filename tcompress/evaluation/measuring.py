@@ -95,7 +95,7 @@ class _Measurement:
     def _statistics(self, task: Task, model: PreTrainedModel) -> Sequence[Statistic]:
         size = self.wanted.batch_size or task.batch_size
         try:
-            return task.measure(model, size, self.device, self.progress.advance)
+            return task.measure(model, size, self.progress.advance)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"memory of {self.device} is too small for batches of {size}",

@@ -182,32 +182,16 @@ class Task(ABC):
     def run(self, runner: Runner) -> Sequence[Statistic]:
         """Runs a model, in evaluation mode, over all examples; the main number comes first."""
 
+    @torch.no_grad()
     def measure(
-        self,
-        model: PreTrainedModel,
-        batch_size: int | None = None,
-        device: torch.device | None = None,
-        advance: Callable[[int], None] = lambda amount: None,
+        self, model: PreTrainedModel, batch_size: int, advance: Callable[[int], None]
     ) -> Sequence[Statistic]:
-        """Measures a model, which stays in its mode; `advance` hears of inputs done."""
-        size = batch_size or self.batch_size
-        training = [module for module in model.modules() if module.training]
+        """Measures a model that was loaded for it; `advance` hears of inputs done."""
         config: Any = model.config.get_text_config()
-        had = getattr(config, "pad_token_id", None)
-        if had is None:  # heads that read the last token have to know which tokens are padding
-            config.pad_token_id = None if self.max_length is None else self.reader.pad
-        model.eval()
-        try:
-            with torch.no_grad():  # no inference mode: what a layer caches has to serve training
-                return self.run(Runner(model, size, device or model.device, advance))
-        finally:
-            config.pad_token_id = had
-            for module in training:
-                module.training = True
-
-    def score(self, model: PreTrainedModel, batch_size: int | None = None) -> dict[str, float]:
-        """Measures a model; gives plain numbers by name."""
-        return {item.name: item.value() for item in self.measure(model, batch_size)}
+        # Heads that read the last token have to know which tokens are padding.
+        if getattr(config, "pad_token_id", None) is None and self.max_length is not None:
+            config.pad_token_id = self.reader.pad
+        return self.run(Runner(model, batch_size, model.device, advance))
 
 
 _HEADS: dict[Head, str] = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -63,10 +63,8 @@ VARIANTS: tuple[Variant, ...] = (
 )
 
 
-class DemoRow(BaseModel):
+class DemoRow(BaseModel, frozen=True):
     """What came of one model."""
-
-    model_config = ConfigDict(frozen=True)
 
     label: str
     healed: bool = False
@@ -80,10 +78,8 @@ class DemoRow(BaseModel):
     text: str  # greedy continuation of the prompt
 
 
-class DemoReport(BaseModel):
+class DemoReport(BaseModel, frozen=True):
     """All rows and how they were measured: the dense model, healed ones, converted ones."""
-
-    model_config = ConfigDict(frozen=True)
 
     prompt: str
     fitting_stories: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcompress.data.examples import Examples, Needs
+from tcompress.data.examples import Examples, Needs, others, places_of
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
@@ -30,7 +30,8 @@ class _PairTask(Task):
         first, second = examples.texts
         self._texts = list(dict.fromkeys([*first, *second]))
         self._documents = list(dict.fromkeys(second))
-        self._one, self._two = _places(first, self._texts), _places(second, self._documents)
+        self._one = torch.from_numpy(places_of(first, self._texts))
+        self._two = torch.from_numpy(places_of(second, self._documents))
         self._rows = self.reader.encode(self._texts)
         self.signature = signature(self._rows)
         self.pairs = self.units
@@ -64,7 +65,7 @@ class _PairTask(Task):
             return pooling(hidden, batch["attention_mask"])
 
         vectors = runner.outputs(self._rows, self.reader.pad, embedded)
-        return vectors[self._one], vectors[_places(self._documents, self._texts)]
+        return vectors[self._one], vectors[places_of(self._documents, self._texts)]
 
     def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
         """Lets a head read pairs of texts.  # (pairs, labels)."""
@@ -72,11 +73,6 @@ class _PairTask(Task):
         self.facts["truncated"] = self.reader.truncated(rows, one, two)
         self.facts["scoring"] = "both texts read together"
         return runner.logits(rows, self.reader.pad)
-
-
-def _places(texts: Sequence[str], among: Sequence[str]) -> Tensor:
-    index = {text: place for place, text in enumerate(among)}
-    return torch.tensor([index[text] for text in texts])
 
 
 class Similarity(_PairTask):
@@ -137,12 +133,8 @@ class ResponseSelection(_PairTask):
                 f"{candidates}",
                 "give more data, or ask for fewer: `--candidates`",
             )
-        draw = np.random.default_rng(self.seed).choice
-        right = self._two.numpy()[:, None]
-        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
-        # Candidates of each row, the right one first: numbers from it on mean the next response.
-        places = np.concatenate([right, others + (others >= right)], axis=1)
-        self._chosen = torch.from_numpy(places)
+        wrong = torch.from_numpy(others(self._two.numpy(), candidates - 1, count, self.seed))
+        self._chosen = torch.cat([self._two[:, None], wrong], 1)  # of each row, the right one first
         self.pairs = self._chosen.numel()
 
     def run(self, runner: Runner) -> Sequence[Statistic]:

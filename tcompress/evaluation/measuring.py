@@ -27,7 +27,6 @@ from tcompress.evaluation.labelled_tasks import (
 )
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
 from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, same_measurement
-from tcompress.evaluation.statistics import Statistic
 from tcompress.evaluation.task_base import Task, TextReader
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
@@ -72,8 +71,14 @@ class _Measurement:
             task = self.task(source, self.examples, self.max_length, seed=wanted.seed, **given)
             model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
             self.progress.stage(Path(name).name, task.work(model), "inputs")
-            start = time.perf_counter()
-            statistics = self._statistics(task, model)
+            size, start = wanted.batch_size or task.batch_size, time.perf_counter()
+            try:
+                statistics = task.measure(model, size, self.progress.advance)
+            except torch.OutOfMemoryError as error:
+                raise InputError(
+                    f"memory of {self.device} is too small for batches of {size}",
+                    f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
+                ) from error
             seconds = time.perf_counter() - start
         own = Baseline.of(name, statistics, task.signature, wanted.bootstrap, wanted.seed)
         metrics = metrics_of(statistics, own, baseline, self._protocol(task, model))
@@ -91,16 +96,6 @@ class _Measurement:
             notes=tuple(notes),
             baseline=own,
         )
-
-    def _statistics(self, task: Task, model: PreTrainedModel) -> Sequence[Statistic]:
-        size = self.wanted.batch_size or task.batch_size
-        try:
-            return task.measure(model, size, self.progress.advance)
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"memory of {self.device} is too small for batches of {size}",
-                f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
-            ) from error
 
     def _protocol(self, task: Task, model: PreTrainedModel) -> dict[str, Any]:
         """Everything needed to measure again."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tcompress.artifact.manifest import Manifest, Speed, read_manifest, record
 from tcompress.artifact.reader import open_checked
@@ -24,10 +24,8 @@ from tcompress.progress import Progress, Silent
 from tcompress.structures.modules.linear import keep_weights
 
 
-class Bench(BaseModel):
+class Bench(BaseModel, frozen=True):
     """What was measured of one model."""
-
-    model_config = ConfigDict(frozen=True)
 
     model: str  # name, as it was given
     baseline: str

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -29,10 +29,8 @@ class Candidate(NamedTuple):
     seconds: float | None = None
 
 
-class FrontRow(BaseModel):
+class FrontRow(BaseModel, extra="forbid", frozen=True):
     """One model beside the others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # `dense` for the model that all were made from
     kept: float  # fraction of the rewritten layers' parameters
@@ -49,10 +47,8 @@ class FrontRow(BaseModel):
     front: tuple[Front, ...] = ()  # costs at which no other model beats this one
 
 
-class FrontReport(BaseModel):
+class FrontReport(BaseModel, extra="forbid", frozen=True):
     """All models, the largest one first."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: str | None
     higher_is_better: bool = True

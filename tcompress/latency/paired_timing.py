@@ -122,12 +122,8 @@ def threads(count: int | None) -> Iterator[int]:
 
 def require_compiler(device: torch.device) -> None:
     """Compiles a small function, before any time is spent on models; an error says if it fails."""
-
-    def small(x: Tensor) -> Tensor:
-        return (x + 1).relu()
-
     with _compiling("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
-        torch.compile(small)(torch.zeros(8, device=device))
+        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
     torch.compiler.reset()
 
 

@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageClassification,
     AutoModelForTimeSeriesPrediction,
 )
+from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.utils.generic import ModelOutput, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -108,20 +109,6 @@ def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
     return grid_values.movedim(1, 1 + axes).flatten(1 + axes)
 
 
-class GridMLP(nn.Module):
-    """Two linear layers."""
-
-    def __init__(self, config: TCompressGridConfig) -> None:
-        super().__init__()
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Applies both.  # (..., width) -> the same."""
-        return self.fc2(self.activation(self.fc1(states)))
-
-
 class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
     """Attention and MLP, each behind a norm and beside a residual path."""
 
@@ -131,7 +118,7 @@ class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.attention_norm = nn.LayerNorm(width, eps=eps)
         self.self_attn = SelfAttention(config, width // config.num_attention_heads)
         self.mlp_norm = nn.LayerNorm(width, eps=eps)
-        self.mlp = GridMLP(config)
+        self.mlp = CLIPMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(

@@ -156,14 +156,8 @@ def _quality(row: FrontRow) -> str:
     value = _optional(row.quality, fmt.value_text)
     if row.interval is None:
         return value
-    return f"{value} [{_end(row.interval.low)}, {_end(row.interval.high)}]"
-
-
-def _end(value: float) -> str:
-    """Writes an end of an interval, with a digit less than the number itself."""
-    if abs(value) < 1:
-        return f"{value:.3f}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    low, high = (fmt.value_text(end, 3) for end in (row.interval.low, row.interval.high))
+    return f"{value} [{low}, {high}]"
 
 
 def _optional(value: float | None, write: Callable[[float], str]) -> str:

@@ -99,9 +99,8 @@ def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator
     """Feeds every block but the first the teacher's state, so that each is trained alone."""
     with ExitStack() as hooks:
         for module, state in zip(modules[1:], states, strict=False):
-            hook = partial(_feed, state)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
+            feed = partial(_feed, state)
+            hooks.enter_context(module.register_forward_pre_hook(feed, with_kwargs=True))
         yield
 
 

@@ -22,14 +22,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 _REFUSED = (*_FULL, *_FORBIDDEN, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.EXDEV)
 _NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISCHR, "a device"),
-)
+# By the letter that `ls -l` shows first.
+_KINDS = {"-": "a file", "l": "a link", "p": "a named pipe", "s": "a socket"}
+_KINDS |= dict.fromkeys("bc", "a device")
 
 
 def kind_of(path: Path) -> str | None:
@@ -38,7 +33,7 @@ def kind_of(path: Path) -> str | None:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    return next((word for test, word in _KINDS if test(mode)), None)
+    return _KINDS.get(stat.filemode(mode)[0])
 
 
 @contextmanager

@@ -56,10 +56,7 @@ def finetune(
     if not Path(one.model).exists():
         check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()
-    with (
-        _one_voice(),
-        terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard,
-    ):
+    with _one_voice(), terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard:
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         heard["say"] = terminal.say  # what the user should know is no progress
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)

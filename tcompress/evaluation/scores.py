@@ -64,7 +64,15 @@ def metrics_of(
         if baseline is not None and statistic.per_token and own.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
         elif baseline is not None:
-            difference = _difference(index, own, baseline)
+            one, two = own.draws[index], baseline.draws[index]
+            # Texts cut into other windows make no pairs.
+            paired = own.units[index] == baseline.units[index] and len(one) == len(two)
+            difference = Difference(
+                baseline=baseline.name,
+                baseline_value=baseline.values[index],
+                value=own.values[index] - baseline.values[index],
+                interval=interval(one - two) if paired else None,
+            )
         made.append(
             Metric(
                 name=statistic.name,
@@ -76,18 +84,6 @@ def metrics_of(
             )
         )
     return made
-
-
-def _difference(index: int, own: Baseline, baseline: Baseline) -> Difference:
-    one, two = own.draws[index], baseline.draws[index]
-    # Texts cut into other windows make no pairs.
-    paired = own.units[index] == baseline.units[index] and len(one) == len(two)
-    return Difference(
-        baseline=baseline.name,
-        baseline_value=baseline.values[index],
-        value=own.values[index] - baseline.values[index],
-        interval=interval(one - two) if paired else None,
-    )
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,7 @@ class Loop:
             setup.model, _optimizer(setup), batches
         )
         if setup.teacher_observer is not None:
-            teacher: Any = setup.teacher_observer.model
-            teacher.to(self.accelerator.device)
+            setup.teacher_observer.model.to(self.accelerator.device)  # type: ignore[arg-type]
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
@@ -240,8 +239,7 @@ class Loop:
     def _batches(self) -> Iterator[Batch]:
         """The rest of the epoch."""
         epoch, done = divmod(self.state.step, self.per_epoch)
-        self.sampler.turn_to(epoch)
-        self.setup.data.train.epoch = epoch
+        self.sampler.epoch = self.setup.data.train.epoch = epoch
         yield from skip_first_batches(self.loader, done) if done else self.loader
 
     def _validate(self) -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcompress.data.examples import Examples, Needs, others, places_of
+from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
-from tcompress.models import SourceModel
 
 
 class _PairTask(Task):
@@ -25,9 +24,8 @@ class _PairTask(Task):
     max_length = 256
     most_labels: ClassVar[int] = 0
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
-        first, second = examples.texts
+    def prepare(self) -> None:
+        first, second = self.examples.texts
         self._texts = list(dict.fromkeys([*first, *second]))
         self._documents = list(dict.fromkeys(second))
         self._one = torch.from_numpy(places_of(first, self._texts))
@@ -121,15 +119,13 @@ class ResponseSelection(_PairTask):
     name = "response-selection"
     most_labels = 2  # wrong and right
 
-    def __init__(
-        self, source: SourceModel, examples: Examples, *args: Any, candidates: int = 10, **more: Any
-    ) -> None:
-        super().__init__(source, examples, *args, **more)
-        self.facts["candidates"] = candidates
+    def prepare(self) -> None:
+        super().prepare()
+        self.facts["candidates"] = candidates = self.options.get("candidates", 10)
         count = len(self._documents)
         if count < candidates:
             raise DataError(
-                f"`{examples.name}` has {count} distinct responses, too few to choose among "
+                f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
                 f"{candidates}",
                 "give more data, or ask for fewer: `--candidates`",
             )

@@ -146,13 +146,18 @@ class Task(ABC):
         max_length: int | None = None,
         *,
         seed: int = 0,
+        **options: Any,
     ) -> None:
-        self.source, self.examples, self.seed = source, examples, seed
+        self.source, self.examples, self.seed, self.options = source, examples, seed, options
         self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
         self.notes: list[str] = []  # what the user should know, likewise
         self.signature = ""  # equal for models that read the same tokens
         if self.max_length is not None:
             self.reader = TextReader(source, max_length or self.max_length)
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Makes the examples ready for the model."""
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:

@@ -215,7 +215,6 @@ def help_of(item: Typed, *, brief: bool = False) -> str:
 def offers(item: Typed) -> Callable[[str], list[str]] | None:
     """Returns what shell completion asks."""
     if item.flag.complete is not None:
-        found: Callable[[str], list[str]] = getattr(complete, item.flag.complete)
-        return found
+        return getattr(complete, item.flag.complete)
     words = words_of(item.annotation)
     return (lambda incomplete: complete.listed(words, incomplete)) if words else None

@@ -131,10 +131,8 @@ def _starting_tokens(tokenizer: Any) -> list[int]:
     """Tokens that a tokenizer writes before every text."""
     whole: list[int] = tokenizer("a")["input_ids"]
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    for first in range(len(whole) - len(plain) + 1):
-        if plain and whole[first : first + len(plain)] == plain:
-            return whole[:first]
-    return []
+    places = range(len(whole) - len(plain) + 1) if plain else ()
+    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), [])
 
 
 _SHARE = 0.15

@@ -100,10 +100,8 @@ def _pair(
 
 def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     settings, inputs, model = timing.settings, timing.inputs, timing.model
-    if inputs.has_length:
-        lengths = settings.length or inputs.fitting(LENGTHS)
-    else:
-        lengths = (timing.own_length(),)
+    wanted = settings.length or inputs.fitting(LENGTHS)
+    lengths = wanted if inputs.has_length else (timing.own_length(),)
     grid = cells(settings.batch, lengths, settings.mode)
     progress.stage(f"timing {model.name}", len(grid), "sizes")
     found: list[Speed] = []
@@ -112,8 +110,8 @@ def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
             found.append(timing.measure(cell))
             progress.advance(1, f"batch {cell.batch}, length {cell.length}, {cell.mode}")
     finally:
-        wanted = save and bool(found) and local_folder(model.name) is not None
-        saved = wanted and record(model.source.folder, "speed", found, same_pass)
+        keeps = save and bool(found) and local_folder(model.name) is not None
+        saved = keeps and record(model.source.folder, "speed", found, same_pass)
     dense, notes = timing.baseline.name, []
     kind, other = (item.source.model_class.__name__ for item in (model, timing.baseline))
     if kind != other:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -89,11 +90,8 @@ def _peak_on_cpu(run: Pass) -> int:
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
-    level = peak = 0
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        level += change.nbytes()
-        peak = max(peak, level)
-    return peak
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate((change.nbytes() for change in changes), initial=0))
 
 
 def device_name(device: torch.device) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, pad
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
@@ -142,15 +141,6 @@ class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": GridBlock, "attentions": SelfAttention}  # noqa: RUF012
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
 
 
 class TCompressGridModel(TCompressGridPreTrainedModel):

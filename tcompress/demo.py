@@ -104,19 +104,14 @@ def shipped_data() -> Iterator[DemoData]:
         yield DemoData(folder / "model", tuple(story for story in stories if story.strip()))
 
 
-def run_demo(
-    data: DemoData,
-    output: Path,
-    variants: Sequence[Variant] | None = None,
-    progress: Progress | None = None,
-) -> DemoReport:
+def run_demo(data: DemoData, output: Path, progress: Progress | None = None) -> DemoReport:
     """Makes a language model smaller in several ways, heals some, and compares the results.
 
     The first of the held-out texts calibrate and heal, the others measure.
     """
     check_output(output, force=False)
     output.mkdir(parents=True, exist_ok=True)
-    progress, variants = progress or Silent(), variants or VARIANTS
+    progress = progress or Silent()
     fitting, measured = data.texts[:FITTING_STORIES], data.texts[FITTING_STORIES:]
     tokenizer = AutoTokenizer.from_pretrained(data.model)
 
@@ -125,15 +120,15 @@ def run_demo(
         progress.advance(1, label)
         return found
 
-    heals = sum(item.healed for item in variants)
-    progress.stage("models", len(variants) + heals + 1, "models")
+    heals = sum(item.healed for item in VARIANTS)
+    progress.stage("models", len(VARIANTS) + heals + 1, "models")
     stories, lessons = output / "stories.txt", output / "lessons.txt"
     write_text(stories, "\n".join(fitting) + "\n")
     if heals:
         written = written_stories(data.model, tokenizer, WRITTEN_STORIES)
         write_text(lessons, "\n".join((*fitting, *written)) + "\n")
     rows: list[DemoRow] = []
-    for variant in variants:
+    for variant in VARIANTS:
         calibration = Calibration(source=str(stories) if variant.calibrated else "none")
         recipe = Convert(**variant.options, calibration=calibration)
         done = convert(str(data.model), recipe, output / variant.folder)

@@ -45,12 +45,7 @@ class Checkpoints:
         return max(self.folder.glob("step-*[0-9]"), default=None)
 
     def save(
-        self,
-        state: RunState,
-        write: Callable[[Path], None],
-        *,
-        main: bool = True,
-        wait: Callable[[], object] = lambda: None,
+        self, state: RunState, write: Callable[[Path], None], wait: Callable[[], object], main: bool
     ) -> None:
         """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"

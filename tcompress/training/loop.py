@@ -286,7 +286,7 @@ class Loop:
     def _save(self) -> None:
         self.state.seconds = self._seconds()
         main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        self.checkpoints.save(self.state, self._save_state, main=main, wait=wait)
+        self.checkpoints.save(self.state, self._save_state, wait, main)
 
     def _save_state(self, folder: Path) -> None:
         """Saves everything, without a word of tied weights, which the model ties again itself."""

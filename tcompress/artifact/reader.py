@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.artifact.checksums import check_format_version, damages, files_in
+from tcompress.artifact.checksums import check_format_version, digest_of, files_in
 from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.errors import ArtifactError, InputError, Problems, after_colon, read_settings
@@ -117,7 +117,7 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
     weights: list[str] = []
     with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
         weights = WeightStore.open(folder).files if manifest.checksums else []
-    problems = damages(folder, manifest.checksums, manifest.sizes, weights, card=card)
+    problems = _damages(folder, manifest, weights, card)
     if problems:
         raise ArtifactError(
             f"`{folder}` is not as it was written: {'; '.join(problems)}",
@@ -133,6 +133,33 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
             AGAIN,
         )
     return None
+
+
+def _damages(folder: Path, manifest: Manifest, used: list[str], card: bool) -> list[str]:
+    """Lists files that are missing, unknown or not as the manifest says; older ones have no sizes.
+
+    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
+    there is one; files that are `used` must have a checksum.
+    """
+    checksums, sizes = manifest.checksums, manifest.sizes
+    names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
+    found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
+    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
+    return unknown + [damage for damage in found if damage is not None]
+
+
+def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | None:
+    path, parts = folder / name, PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or "\\" in name:
+        return f"`{MANIFEST}` names `{name}`, outside the folder"
+    try:
+        if not path.is_file():
+            return f"`{name}` is missing"
+        if size not in (None, path.stat().st_size):
+            return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
+        return None if digest_of(path) == wanted else f"`{name}` differs from its checksum"
+    except OSError as error:
+        return f"`{name}` cannot be read ({error.strerror})"
 
 
 def is_converted(folder: Path | str) -> bool:

@@ -157,10 +157,8 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
     if not switch:
-        shown |= {
-            "metavar": flag.metavar or _metavar(item, brief=brief),
-            "autocompletion": offers(item),
-        }
+        metavar = flag.metavar or _metavar(item, brief=brief)
+        shown |= {"metavar": metavar, "autocompletion": offers(item)}
     kind: Any = bool if switch else list[str] if _several(item) else str
     names = sorted(flag.names, key=len)  # short ones first
     # A switch that is on or of unknown state by default can be turned off too.

@@ -51,20 +51,14 @@ class Observer:
     """Runs a model and reads off what (some) blocks compute, and the last one's `projections`."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        roles: Roles,
-        blocks: Sequence[int] | None = None,
-        *,
-        projections: bool = False,
+        self, model: PreTrainedModel, roles: Roles, blocks: Sequence[int], projections: bool
     ) -> None:
         self.model = model
-        chosen = range(len(roles.blocks)) if blocks is None else blocks
-        self.modules = [model.get_submodule(roles.blocks[index].name) for index in chosen]
+        self.modules = [model.get_submodule(roles.blocks[index].name) for index in blocks]
         self._seen: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
-        for layer in roles.blocks[chosen[-1]].layers if projections else ():
+        for layer in roles.blocks[blocks[-1]].layers if projections else ():
             module = model.get_submodule(layer.name)
             sizes = {part.name: part.size for part in layer.parts}
             wanted = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}

@@ -59,7 +59,7 @@ class Inspection(_Facts):
     model: str  # name as it was given
     model_class: str
     family: str
-    converted: bool
+    converted: bool = False
     parameters: int  # stored ones
     blocks: tuple[str, ...]  # those with such layers, or another attention
     layers: tuple[LayerFacts, ...]  # those that can be, or have been, rewritten
@@ -149,7 +149,6 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         model=name,
         model_class=named,
         family=config["model_type"],
-        converted=False,
         parameters=count,
         blocks=tuple(block.name for block in blocks),
         layers=tuple(_dense_layer(layer, block, layer.name) for block, layer in pairs),
@@ -265,7 +264,6 @@ def _dense(name: str, source: SourceModel) -> Inspection:
         model=name,
         model_class=source.model_class.__name__,
         family=roles.family,
-        converted=False,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         blocks=tuple(dict.fromkeys(layer.block for layer in layers)),
         layers=tuple(layers),

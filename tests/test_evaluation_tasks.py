@@ -19,6 +19,7 @@ from tcompress.evaluation.measuring import TASKS
 from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
+from tcompress.options import Evaluate
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -41,7 +42,8 @@ def examples_of(task: str, data: Path, **columns: str) -> Examples:
 def ready(task: str, folder: Path, data: Path, length: int | None = None, **options: Any) -> Any:
     """Examples made ready for a model, and the model."""
     source = SourceModel.open(str(folder), converted=True)
-    prepared = TASKS[task](source, examples_of(task, data), length, **options)
+    wanted = Evaluate.model_validate({"task": task, "data": str(data), **options})
+    prepared = TASKS[task](source, examples_of(task, data), length, wanted)
     return prepared, load_model(source)
 
 

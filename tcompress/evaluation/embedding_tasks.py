@@ -121,7 +121,7 @@ class ResponseSelection(_PairTask):
 
     def prepare(self) -> None:
         super().prepare()
-        self.facts["candidates"] = candidates = self.options.get("candidates", 10)
+        self.facts["candidates"] = candidates = self.wanted.candidates or 10
         count = len(self._documents)
         if count < candidates:
             raise DataError(
@@ -129,7 +129,7 @@ class ResponseSelection(_PairTask):
                 f"{candidates}",
                 "give more data, or ask for fewer: `--candidates`",
             )
-        wrong = torch.from_numpy(others(self._two.numpy(), candidates - 1, count, self.seed))
+        wrong = torch.from_numpy(others(self._two.numpy(), candidates - 1, count, self.wanted.seed))
         self._chosen = torch.cat([self._two[:, None], wrong], 1)  # of each row, the right one first
         self.pairs = self._chosen.numel()
 

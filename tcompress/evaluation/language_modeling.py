@@ -30,7 +30,7 @@ class Perplexity(Task):
     unit = "windows"
 
     def prepare(self) -> None:
-        reader, examples, pack = self.reader, self.examples, self.options.get("pack", "eos")
+        reader, examples, pack = self.reader, self.examples, self.wanted.pack or "eos"
         self._start, end = _starting_tokens(reader.tokenizer), reader.encoder.end
         self._end = [] if end is None else [end]
         self._pack = "newline" if pack == "eos" and not self._end else pack
@@ -156,7 +156,7 @@ class MaskedLM(Task):
         texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
         self.signature = signature(rows)
-        self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.seed)
+        self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.wanted.seed)
         self._truth = [row["input_ids"][at] for row, at in zip(rows, self._hidden, strict=True)]
         self._counts = np.array([len(at) for at in self._hidden])
         if not self._counts.sum():

@@ -66,9 +66,7 @@ class _Measurement:
         """Measures a model."""
         wanted = self.wanted
         with _about(source):
-            options = {"pack": wanted.pack, "candidates": wanted.candidates}
-            given = {name: value for name, value in options.items() if value is not None}
-            task = self.task(source, self.examples, self.max_length, seed=wanted.seed, **given)
+            task = self.task(source, self.examples, self.max_length, wanted)
             model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
             self.progress.stage(Path(name).name, task.work(model), "inputs")
             size, start = wanted.batch_size or task.batch_size, time.perf_counter()

@@ -20,6 +20,7 @@ from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
 from tcompress.hf.opening import Head, has_head
 from tcompress.models import SourceModel
+from tcompress.options import Evaluate
 
 Row = dict[str, Tensor]
 
@@ -140,15 +141,9 @@ class Task(ABC):
     reader: TextReader  # of its texts, if it has any
 
     def __init__(
-        self,
-        source: SourceModel,
-        examples: Examples,
-        max_length: int | None = None,
-        *,
-        seed: int = 0,
-        **options: Any,
+        self, source: SourceModel, examples: Examples, max_length: int | None, wanted: Evaluate
     ) -> None:
-        self.source, self.examples, self.seed, self.options = source, examples, seed, options
+        self.source, self.examples, self.wanted = source, examples, wanted
         self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
         self.notes: list[str] = []  # what the user should know, likewise
         self.signature = ""  # equal for models that read the same tokens

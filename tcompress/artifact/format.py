@@ -127,14 +127,11 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
         _parsed(plan.get("forms", []), FormPlan, "module"),
     )
     if wanted is not None and found != wanted:
-        raise ArtifactError(
-            f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
-            AGAIN,
-        )
+        text = f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}"
+        raise ArtifactError(text, AGAIN)
     if "digest" in section and section["digest"] != section_digest(section):
-        raise ArtifactError(
-            "the plan in `config.json` was changed since it was written (its digest differs)", AGAIN
-        )
+        text = "the plan in `config.json` was changed since it was written (its digest differs)"
+        raise ArtifactError(text, AGAIN)
     return found
 
 

@@ -175,9 +175,8 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder `{folder}`", "check the path")
     if not path.is_file():
-        raise ArtifactError(
-            f"`{folder}` has no `config.json`", "give the folder that `tcompress convert` wrote"
-        )
+        text = f"`{folder}` has no `config.json`"
+        raise ArtifactError(text, "give the folder that `tcompress convert` wrote")
     try:
         return read_settings(path, strict=strict)
     except ValueError as error:

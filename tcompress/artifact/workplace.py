@@ -69,9 +69,8 @@ def check_apart(output: Path, folder: Path, what: str) -> None:
     """Refuses an output that is `what`, which lies in a folder, or contains it."""
     place, folder = output.resolve(), folder.resolve()
     if place == folder or place in folder.parents:
-        raise InputError(
-            f"output `{output}` is {what}, or contains it", "choose another folder with `-o`"
-        )
+        text = f"output `{output}` is {what}, or contains it"
+        raise InputError(text, "choose another folder with `-o`")
 
 
 def remove_model(folder: Path) -> None:

@@ -69,9 +69,8 @@ def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
         text, origin = find_recipe(name)
         base = parse_recipe(text, origin).finetune
         if base is None:
-            raise RecipeError(
-                f"recipe `{origin}` has no `finetune`", "choose another recipe, or leave it out"
-            )
+            message = f"recipe `{origin}` has no `finetune`"
+            raise RecipeError(message, "choose another recipe, or leave it out")
     if {("steps",), ("epochs",)} <= said.texts.keys():
         raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
     if base is not None and ("epochs",) in said.texts:

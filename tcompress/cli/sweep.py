@@ -109,9 +109,8 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
         return base.evaluate
     if not given & {"task", "data"}:
         name = measured.fields[next(iter(measured.texts))].name
-        raise RecipeError(
-            f"`{name}` belongs to a measurement, and none is asked for", "add `--task` and `--data`"
-        )
+        text = f"`{name}` belongs to a measurement, and none is asked for"
+        raise RecipeError(text, "add `--task` and `--data`")
     if not {"task", "data"} <= given:
         there, lacking = ("--data", "--task") if "data" in given else ("--task", "--data")
         raise RecipeError(f"`{there}` needs `{lacking}` too", "see `tcompress evaluate --help`")

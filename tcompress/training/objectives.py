@@ -192,9 +192,8 @@ class Logits(Objective):
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         if student.logits is None or teacher.logits is None:
-            raise InputError(
-                "the objective `logits` needs a model with a head", "leave it out of `objectives`"
-            )
+            text = "the objective `logits` needs a model with a head"
+            raise InputError(text, "leave it out of `objectives`")
         if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
             return (student.logits.float() - teacher.logits.float()).square().sum()
         soft = self.setting.temperature

@@ -278,10 +278,8 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     if len(parts) == 1:
         return first
     if first.windows is not None:
-        raise DataError(
-            f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on",
-            hint="give one file with all series",
-        )
+        text = f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on"
+        raise DataError(text, "give one file with all series")
     for part in parts[1:]:
         if part.classes != first.classes or len(part.texts) != len(first.texts):
             raise DataError(

@@ -32,7 +32,7 @@ from tcompress.conversion.converter import convert
 from tcompress.data.examples import load_examples
 from tcompress.evaluation.measuring import TASKS
 from tcompress.models import SourceModel
-from tcompress.options import Convert, Finetune
+from tcompress.options import Convert, Evaluate, Finetune
 from tcompress.training.finetuning import finetune
 
 CONVERSIONS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,8 @@ def int8(args: argparse.Namespace) -> dict[str, Any]:
     dense: Any = AutoModel.from_pretrained(args.model, dtype=torch.float32).eval()
     small = torch.ao.quantization.quantize_dynamic(dense, {torch.nn.Linear}, dtype=torch.qint8)
     examples = load_examples(args.data, "validation", TASKS["sts"].needs)
-    value = TASKS["sts"](source, examples, 128).score(small)["spearman"]
+    task = TASKS["sts"](source, examples, 128, Evaluate(task="sts", data=args.data))
+    value = task.measure(small, task.batch_size, lambda done: None)[0].value()
     ids = torch.randint(1000, 2000, (32, 32))
     times: dict[str, list[float]] = {"dense": [], "int8": []}
     with torch.inference_mode():

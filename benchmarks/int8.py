@@ -34,6 +34,7 @@ import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.data.examples import load_examples
 from tcompress.evaluation.measuring import TASKS
 from tcompress.models import SourceModel
+from tcompress.options import Evaluate
 
 BATCH, LENGTH = 32, 32
 
@@ -137,8 +138,9 @@ def main() -> None:
             "int8, ONNX Runtime": Session(small, dense),
         }
         size = {"dense, ONNX Runtime": full, "int8, ONNX Runtime": small}
+        task = TASKS["sts"](source, examples, 128, Evaluate(task="sts", data=args.data))
         scores = {
-            label: TASKS["sts"](source, examples, 128).score(model)["spearman"]
+            label: task.measure(model, task.batch_size, lambda done: None)[0].value()
             for label, model in models.items()
         }
         models |= {path: AutoModel.from_pretrained(path).eval() for path in args.beside}

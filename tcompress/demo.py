@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.converter import Converted, convert
@@ -62,27 +63,23 @@ VARIANTS: tuple[Variant, ...] = (
 )
 
 
-class DemoRow(BaseModel):
+class DemoRow(BaseModel, frozen=True):
     """What came of one model."""
 
-    model_config = ConfigDict(frozen=True)
-
     label: str
-    healed: bool
+    healed: bool = False
     kept: float  # of the blocks' parameters
     parameters: int  # of the whole model
     bytes: int  # of the weight files
     speed: float  # dense time over its own, for 8 x 256 tokens on one thread
     perplexity: float  # per token, on stories that nothing was fitted to or trained on
-    error: float | None  # of outputs on held-out stories; None without data and once healed
+    error: float | None = None  # of outputs on held-out stories; None without data and once healed
     seconds: float  # of the conversion, or of the healing
     text: str  # greedy continuation of the prompt
 
 
-class DemoReport(BaseModel):
+class DemoReport(BaseModel, frozen=True):
     """All rows and how they were measured: the dense model, healed ones, converted ones."""
-
-    model_config = ConfigDict(frozen=True)
 
     prompt: str
     fitting_stories: int
@@ -107,21 +104,14 @@ def shipped_data() -> Iterator[DemoData]:
         yield DemoData(folder / "model", tuple(story for story in stories if story.strip()))
 
 
-def run_demo(
-    data: DemoData,
-    output: Path,
-    variants: Sequence[Variant] | None = None,
-    progress: Progress | None = None,
-) -> DemoReport:
+def run_demo(data: DemoData, output: Path, progress: Progress | None = None) -> DemoReport:
     """Makes a language model smaller in several ways, heals some, and compares the results.
 
     The first of the held-out texts calibrate and heal, the others measure.
     """
-    from transformers import AutoTokenizer
-
     check_output(output, force=False)
     output.mkdir(parents=True, exist_ok=True)
-    progress, variants = progress or Silent(), variants or VARIANTS
+    progress = progress or Silent()
     fitting, measured = data.texts[:FITTING_STORIES], data.texts[FITTING_STORIES:]
     tokenizer = AutoTokenizer.from_pretrained(data.model)
 
@@ -130,47 +120,44 @@ def run_demo(
         progress.advance(1, label)
         return found
 
-    heals = sum(item.healed for item in variants)
-    progress.stage("models", len(variants) + heals + 1, "models")
+    heals = sum(item.healed for item in VARIANTS)
+    progress.stage("models", len(VARIANTS) + heals + 1, "models")
     stories, lessons = output / "stories.txt", output / "lessons.txt"
     write_text(stories, "\n".join(fitting) + "\n")
     if heals:
         written = written_stories(data.model, tokenizer, WRITTEN_STORIES)
         write_text(lessons, "\n".join((*fitting, *written)) + "\n")
-    dense: list[DemoRow] = []
-    converted: list[DemoRow] = []
-    healed: list[DemoRow] = []
-    for variant in variants:
+    rows: list[DemoRow] = []
+    for variant in VARIANTS:
         texts = (str(stories),) if variant.calibrated else ("none",)
         calibration = Calibration(source=texts, samples=len(fitting))
         recipe = Convert(**variant.options, calibration=calibration)
         done = convert(str(data.model), recipe, output / variant.folder)
-        if not dense:
-            same = {"kept": 1.0, "parameters": done.manifest.plan.parameters, "speed": 1.0}
-            dense.append(row("dense", data.model, healed=False, error=None, seconds=0.0, **same))
-        same = _costs(done, data.model)
+        if not rows:
+            whole = {"kept": 1.0, "parameters": done.manifest.plan.parameters, "speed": 1.0}
+            rows.append(row("dense", data.model, seconds=0.0, **whole))
+        costs = _costs(done, data.model)  # which healing does not change
         error, seconds = report_of(done.folder).errors.get("held_out"), done.manifest.seconds
-        facts = {"healed": False, "error": error, "seconds": seconds, **same}
-        converted.append(row(variant.label, done.folder, **facts))
+        rows.append(row(variant.label, done.folder, error=error, seconds=seconds, **costs))
         if variant.healed:
             trained = {"source": [str(lessons)], "max_length": 256, "validation_samples": 8}
             said = {"data": trained, "steps": HEALING_STEPS, "batch_size": 8}
-            place = f"{done.folder}-healed"
+            place, label = f"{done.folder}-healed", f"{variant.label}, healed"
             better = finetune(str(done.folder), Finetune.model_validate(said), place)
-            facts = {"healed": True, "error": None, "seconds": better.facts.seconds, **same}
-            healed.append(row(f"{variant.label}, healed", better.folder, **facts))
+            seconds = better.facts.seconds
+            rows.append(row(label, better.folder, healed=True, seconds=seconds, **costs))
     return DemoReport(
         prompt=PROMPT,
         fitting_stories=len(fitting),
-        written_stories=WRITTEN_STORIES if healed else 0,
+        written_stories=WRITTEN_STORIES if heals else 0,
         measured_stories=len(measured),
         healing_steps=HEALING_STEPS,
-        rows=(*dense, *healed, *converted),
+        rows=(rows[0], *sorted(rows[1:], key=lambda row: not row.healed)),
     )
 
 
 def _costs(done: Converted, dense: Path) -> dict[str, Any]:
-    """What healing does not change."""
+    """Parameters and speed of a converted model."""
     plan = done.manifest.plan
     # The processor's clock: other work on the machine does not count.
     (timed,) = bench([str(done.folder)], str(dense), TIMED, clock=time.process_time)
@@ -195,8 +182,6 @@ def _measured(folder: Path, tokenizer: Any, texts: Sequence[str]) -> dict[str, A
 
 
 def _language_model(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

@@ -22,14 +22,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 _REFUSED = (*_FULL, *_FORBIDDEN, errno.EIO, errno.EFBIG, errno.ENAMETOOLONG, errno.EXDEV)
 _NO_FOLDERS = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISLNK, "a link"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISCHR, "a device"),
-)
+# By the letter that `ls -l` shows first.
+_KINDS = {"-": "a file", "l": "a link", "p": "a named pipe", "s": "a socket"}
+_KINDS |= dict.fromkeys("bc", "a device")
 
 
 def kind_of(path: Path) -> str | None:
@@ -38,7 +33,7 @@ def kind_of(path: Path) -> str | None:
         mode = path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return ""
-    return next((word for test, word in _KINDS if test(mode)), None)
+    return _KINDS.get(stat.filemode(mode)[0])
 
 
 @contextmanager
@@ -89,13 +84,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def remove_links(folder: Path) -> None:
-    """Removes all links below a folder; what they lead to stays."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            path.unlink()
 
 
 def holds_something(folder: Path) -> bool:
@@ -167,12 +155,6 @@ def full_disk(place: Path, needed: int | None = None) -> DiskError:
         f"there is no space for `{place}`: {free_text(place)} on its disk{lacking}",
         "free some disk space, then run the same command again: what was done is kept",
     )
-
-
-def check_space(place: Path, needed: int) -> None:
-    """Refuses work, by a `DiskError`, for which less is free than is needed."""
-    if needed > free_bytes(place):
-        raise full_disk(place, needed)
 
 
 def free_bytes(place: Path) -> int:

@@ -43,7 +43,7 @@ class LayerFacts(_Facts):
     experts: int | None  # number of stacked weights, if any
     dense_parameters: int
     parameters: int  # stored ones, without the bias
-    structure: str | None  # summands that replace the weight, None in a dense model
+    structure: str | None = None  # summands that replace the weight, None in a dense model
 
 
 class RefusedFacts(_Facts):
@@ -59,12 +59,12 @@ class Inspection(_Facts):
     model: str  # name as it was given
     model_class: str
     family: str
-    converted: bool
+    converted: bool = False
     parameters: int  # stored ones
     blocks: tuple[str, ...]  # those with such layers, or another attention
     layers: tuple[LayerFacts, ...]  # those that can be, or have been, rewritten
-    refused: tuple[RefusedFacts, ...]
-    warnings: tuple[str, ...]
+    refused: tuple[RefusedFacts, ...] = ()
+    warnings: tuple[str, ...] = ()
     attention: str = ""  # what replaces the family's own, in words
 
 
@@ -149,12 +149,9 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
         model=name,
         model_class=named,
         family=config["model_type"],
-        converted=False,
         parameters=count,
         blocks=tuple(block.name for block in blocks),
         layers=tuple(_dense_layer(layer, block, layer.name) for block, layer in pairs),
-        refused=(),
-        warnings=(),
     )
 
 
@@ -237,7 +234,6 @@ def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) 
         experts=experts,
         dense_parameters=count,
         parameters=count,
-        structure=None,
     )
 
 
@@ -268,7 +264,6 @@ def _dense(name: str, source: SourceModel) -> Inspection:
         model=name,
         model_class=source.model_class.__name__,
         family=roles.family,
-        converted=False,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         blocks=tuple(dict.fromkeys(layer.block for layer in layers)),
         layers=tuple(layers),

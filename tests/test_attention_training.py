@@ -97,7 +97,8 @@ def test_relations_leave_dropped_queries_out(tmp_path: Path) -> None:
     losses = losses_of(folder, data=texts(tmp_path), objectives={"attention": 1.0})
     assert 0 <= losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
     model = losses.setup.model
-    observer = Observer(model, find_roles(HOSTS["bert"].build()), projections=True)
+    roles = find_roles(HOSTS["bert"].build())
+    observer = Observer(model, roles, range(len(roles.blocks)), projections=True)
     seen = observer.run(HOSTS["bert"].inputs(batch=2, length=8, seed=0))
     assert set(seen.projections) == {"k", "v"}
 

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tcompress.artifact.manifest import Speed, read_manifest
+from tcompress.artifact.manifest import Speed, read_manifest, record
 from tcompress.errors import InputError
 from tcompress.latency import benchmark, paired_timing
-from tcompress.latency.benchmark import bench, save_speed
+from tcompress.latency.benchmark import bench, same_pass
 from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
@@ -250,14 +250,14 @@ def test_equal_passes_are_replaced(folder: Path) -> None:
         speed(protocol={**MACHINE, "dtype": "bfloat16"}),
         speed(protocol={**MACHINE, "device_name": "another"}),
     ]
-    assert save_speed(folder, [speed(), *others])
+    assert record(folder, "speed", [speed(), *others], same_pass)
     newer = speed(ratio=3.0, protocol={**MACHINE, "repeats": 9})
-    assert save_speed(folder, [newer])
+    assert record(folder, "speed", [newer], same_pass)
     assert read_manifest(folder).speed == [*others, newer]
 
 
 def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
-    assert not save_speed(tmp_path, [speed()])
+    assert not record(tmp_path, "speed", [speed()], same_pass)
     assert not list(tmp_path.iterdir())
 
 

@@ -71,7 +71,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_demo_leads_with_what_is_healed(data: DemoData, tmp_path: Path) -> None:
-    report = run_demo(data, tmp_path / "models", TRIED)
+    report = run_demo(data, tmp_path / "models")
     labels = [item.label for item in TRIED]
     assert [row.label for row in report.rows] == ["dense", "1 of 2 blocks, healed", *labels]
     assert (report.fitting_stories, report.measured_stories) == (FITTING, 20)
@@ -142,13 +142,16 @@ def test_what_ships() -> None:
 
 
 @pytest.mark.slow
-def test_more_parameters_are_better_with_what_ships(tmp_path: Path) -> None:
+def test_more_parameters_are_better_with_what_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     low_rank = [
         Variant(f"svd-{target}", f"svd {target}", {"method": LowRankSpec(), "target": target})
         for target in (0.5, 0.25)
     ]
+    monkeypatch.setattr("tcompress.demo.VARIANTS", low_rank)
     with shipped_data() as data:
-        dense, half, quarter = run_demo(data, tmp_path / "models", low_rank).rows
+        dense, half, quarter = run_demo(data, tmp_path / "models").rows
     assert dense.perplexity < half.perplexity < quarter.perplexity
     assert 0 < half.error < quarter.error < 1
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from scipy.stats import mannwhitneyu
 
 from tcompress.api import evaluate
+from tcompress.cli.evaluate import score_table
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.grids import Windows
 from tcompress.errors import DataError
 from tcompress.evaluation.labelled_tasks import naive_errors
-from tcompress.evaluation.scores import score_table
 from tcompress.evaluation.statistics import auc
 from tcompress.own_models.grid import (
     TCompressGridForForecasting,

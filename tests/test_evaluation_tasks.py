@@ -19,6 +19,7 @@ from tcompress.evaluation.measuring import TASKS
 from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
+from tcompress.options import Evaluate
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -41,7 +42,8 @@ def examples_of(task: str, data: Path, **columns: str) -> Examples:
 def ready(task: str, folder: Path, data: Path, length: int | None = None, **options: Any) -> Any:
     """Examples made ready for a model, and the model."""
     source = SourceModel.open(str(folder), converted=True)
-    prepared = TASKS[task](source, examples_of(task, data), length, **options)
+    wanted = Evaluate.model_validate({"task": task, "data": str(data), **options})
+    prepared = TASKS[task](source, examples_of(task, data), length, wanted)
     return prepared, load_model(source)
 
 
@@ -56,9 +58,14 @@ def logits_of(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
     return found
 
 
+def numbers(prepared: Task, model: Any, batch_size: int = 4) -> dict[str, float]:
+    found = prepared.measure(model, batch_size, lambda amount: None)
+    return {item.name: item.value() for item in found}
+
+
 def same_at_all_batch_sizes(prepared: Task, model: Any) -> dict[str, float]:
     """Numbers that batches of 1 and of 7 agree on."""
-    alone, together = (prepared.score(model, batch_size=size) for size in (1, 7))
+    alone, together = (numbers(prepared, model, batch_size=size) for size in (1, 7))
     assert together == pytest.approx(alone, abs=1e-5)
     return together
 
@@ -77,19 +84,6 @@ def test_classification(family: str, tmp_path: Path) -> None:
     assert found["accuracy"] == pytest.approx(hits / len(rows))
 
 
-def test_classification_leaves_the_model_as_it_was(tmp_path: Path) -> None:
-    folder = classifier(tmp_path / "model", family="gpt2", pad_token_id=None)
-    data = labelled_file(tmp_path / "data.jsonl")
-    prepared, model = ready("classification", folder, data)
-    model.train()
-    model.transformer.h[0].eval()
-    modes = [module.training for module in model.modules()]
-    prepared.score(model)
-    assert [module.training for module in model.modules()] == modes
-    assert model.config.pad_token_id is None
-    assert all(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     names = ["good", "bad"]
     numbered = classifier(tmp_path / "numbered", 2)
@@ -99,7 +93,7 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     scores, facts, notes = [], [], []
     for folder in (numbered, named, other):
         prepared, model = ready("classification", folder, data)
-        scores.append(prepared.score(model)["accuracy"])
+        scores.append(numbers(prepared, model)["accuracy"])
         facts.append(prepared.facts["labels_matched_by"])
         notes.append(prepared.notes)
     assert facts == ["index", "name", "index"]
@@ -183,11 +177,11 @@ def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
     folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
     prepared, model = ready("sts", folder, data)
     with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
-        prepared.score(model)
+        numbers(prepared, model)
     modules = (folder / "modules.json").read_text().replace("Normalize", "Dense")
     (folder / "modules.json").write_text(modules)
     with pytest.raises(DataError, match="modules Dense after its transformer"):
-        prepared.score(model)
+        numbers(prepared, model)
 
 
 def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:
@@ -204,7 +198,7 @@ def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:
     assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(logits, scores).statistic)
     wide = classifier(tmp_path / "wide", 3)
     with pytest.raises(DataError, match="head has 3 labels; a score for a pair"):
-        prepared.score(load_model(SourceModel.open(str(wide))))
+        numbers(prepared, load_model(SourceModel.open(str(wide))))
 
 
 def nats(folder: Path, windows: list[list[int]], context: int) -> tuple[float, int]:
@@ -268,7 +262,7 @@ def test_masked_words(tmp_path: Path) -> None:
     prepared, model = ready("masked-lm", folder, data)
     found = same_at_all_batch_sizes(prepared, model)
     again, _ = ready("masked-lm", folder, data)
-    assert again.score(model) == pytest.approx(found)
+    assert numbers(again, model) == pytest.approx(found)
     plain, _ = loaded(folder, "AutoModelForMaskedLM")
     hits, loss, count = 0, 0.0, 0
     for row, places, truth in zip(prepared._rows, prepared._hidden, prepared._truth, strict=True):

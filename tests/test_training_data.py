@@ -35,7 +35,7 @@ LENGTHS = [index * 7 % 23 + 1 for index in range(50)]
 
 def _batches(size: int, processes: int, seed: int = 0, epoch: int = 0) -> list[list[int]]:
     sampler = LengthBatches(LENGTHS, size, processes, seed)
-    sampler.turn_to(epoch)
+    sampler.epoch = epoch
     found = list(sampler)
     assert len(found) == len(sampler)
     return found

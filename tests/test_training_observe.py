@@ -1,7 +1,6 @@
 """What is read off a model while it runs, and blocks that are trained alone."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,10 +31,12 @@ STATES = ("encoder_hidden_states", "decoder_hidden_states", "hidden_states")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _observer(folder: Path, **options: Any) -> Observer:
+def _observer(folder: Path, blocks: list[int] | None = None, projections: bool = False) -> Observer:
     source = SourceModel.open(str(folder), converted=True)
     model = load_model(source, dtype=torch.float32)
-    return Observer(model, loaded_roles(source, model), **options)
+    roles = loaded_roles(source, model)
+    every = range(len(roles.blocks))
+    return Observer(model, roles, every if blocks is None else blocks, projections)
 
 
 @pytest.mark.parametrize("family", NORMS)

@@ -10,7 +10,7 @@ from tcompress.api import evaluate
 from tcompress.data.examples import Examples, Needs, load_examples
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.training.tasks import TASKS, WRONG_PAIRS, with_wrong_pairs
+from tcompress.training.tasks import TASKS, WRONG_PAIRS
 from tcompress.training.training_data import load_data
 from tests.support.evaluation import encoder, rows_file
 from tests.support.model_folders import sentences
@@ -26,7 +26,8 @@ def _pairs(count: int, answers: int) -> Examples:
 
 def test_wrong_pairs_are_never_right_ones() -> None:
     right = _pairs(30, 7)
-    found = with_wrong_pairs(right, 3, seed=0)
+    expand = TASKS["response-selection"]().expand
+    found = expand(right, seed=0)
     assert found.targets == [1] * 30 + [0] * 90
     own = dict(zip(*right.texts, strict=True))
     drawn: dict[str, list[str]] = {}
@@ -35,13 +36,13 @@ def test_wrong_pairs_are_never_right_ones() -> None:
         drawn.setdefault(one, []).append(two)
     assert all(len(set(others)) == 3 for others in drawn.values())
     assert len({two for others in drawn.values() for two in others}) == 7
-    assert with_wrong_pairs(right, 3, seed=0).texts == found.texts
-    assert with_wrong_pairs(right, 3, seed=1).texts != found.texts
+    assert expand(right, seed=0).texts == found.texts
+    assert expand(right, seed=1).texts != found.texts
 
 
 def test_too_few_responses_to_choose_among() -> None:
     with pytest.raises(DataError, match="has 3 different second texts, too few to draw 3"):
-        with_wrong_pairs(_pairs(9, 3), 3, seed=0)
+        TASKS["response-selection"]().expand(_pairs(9, 3), seed=0)
 
 
 def test_held_out_pairs_are_not_among_those_trained_on(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from tcompress.errors import TrainingError
 from tcompress.progress import Silent
 from tcompress.training import loop
-from tcompress.training.loop import Stopping
+from tcompress.training.loop import stopping
 from tcompress.training.losses import is_out_of_memory
 from tcompress.training.objectives import Observed, Observer
 from tcompress.training.setup import (
@@ -268,10 +268,10 @@ def test_other_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_ctrl_c_is_heard_between_steps() -> None:
     said: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    with Stopping(said.append) as stopping:
-        assert not stopping.asked
+    with stopping(said.append) as asked:
+        assert not asked.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        assert stopping.asked
+        assert asked.is_set()
         assert said == ["stopping after this step"]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -280,8 +280,8 @@ def test_ctrl_c_is_heard_between_steps() -> None:
 
 def test_other_threads_do_not_hear_signals() -> None:
     def work() -> bool:
-        with Stopping(lambda text: None) as stopping:
-            return stopping.asked
+        with stopping(lambda text: None) as asked:
+            return asked.is_set()
 
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(work).result()

@@ -14,7 +14,6 @@ import pytest
 
 import tcompress
 from tcompress import files
-from tcompress.artifact import workplace
 from tcompress.artifact.workplace import Workplace, check_output, check_place, partial_folder, tidy
 from tcompress.errors import DiskError, InputError, RecipeError, TCompressError, WriteError
 from tcompress.files import beside, write_text
@@ -205,7 +204,7 @@ def test_a_clean_up_that_was_cut_short(tmp_path: Path) -> None:
 
 # The working folder
 def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, refused = workplace.remove, []
+    inner, refused = files.remove, []
 
     def remove(path: Path) -> None:
         with pytest.raises(InputError, match="another run is writing") as failed:
@@ -214,7 +213,7 @@ def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         inner(path)
 
     place = work(tmp_path / "out", "new")
-    monkeypatch.setattr(workplace, "remove", remove)
+    monkeypatch.setattr(files, "remove", remove)
     place.publish(force=False)
     assert refused
     assert left(tmp_path) == ["out"]
@@ -225,7 +224,7 @@ def test_working_folders_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder.mkdir()
     (folder / "identity").write_text("x")
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-    monkeypatch.setattr(workplace, "owner_given", lambda _: own + 1)
+    monkeypatch.setattr(files, "owner_given", lambda _: own + 1)
     for refuse in (check_place, lambda output: Workplace(output, "x")):
         with pytest.raises(InputError, match=f"belongs to user {own}"):
             refuse(tmp_path / "out")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from tcompress.errors import ArtifactError, parse_json
-from tcompress.models.names import CARD, FORMAT_VERSION, MANIFEST
+from tcompress.models.names import FORMAT_VERSION, MANIFEST
 
 ZEROS = "0" * 64  # stand in a manifest for its own digest
 
@@ -44,39 +44,6 @@ def seal(
     for name, content in coming.items():
         sums[name], sizes[name] = hashlib.sha256(content).hexdigest(), len(content)
     return {"checksums": dict(sorted(sums.items())), "sizes": dict(sorted(sizes.items()))}
-
-
-def damages(
-    folder: Path,
-    checksums: Mapping[str, str],
-    sizes: Mapping[str, int],
-    used: Collection[str] = (),
-    *,
-    card: bool = False,
-) -> list[str]:
-    """Lists files that are missing, unknown or not as the manifest says; older ones have no sizes.
-
-    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
-    there is one; files that are `used` must have a checksum.
-    """
-    names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
-    found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
-    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
-    return unknown + [damage for damage in found if damage is not None]
-
-
-def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | None:
-    path, parts = folder / name, PurePosixPath(name)
-    if parts.is_absolute() or ".." in parts.parts or "\\" in name:
-        return f"`{MANIFEST}` names `{name}`, outside the folder"
-    try:
-        if not path.is_file():
-            return f"`{name}` is missing"
-        if size not in (None, path.stat().st_size):
-            return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
-        return None if digest_of(path) == wanted else f"`{name}` differs from its checksum"
-    except OSError as error:
-        return f"`{name}` cannot be read ({error.strerror})"
 
 
 def check_format_version(version: Any) -> None:

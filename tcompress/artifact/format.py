@@ -60,11 +60,12 @@ def quantization_section(
     Facts are of weights that are less than the class in `architectures`: `stored_as`, the class
     that they are, and `absent`, names in the model of tensors that are not stored.
     """
-    plan = {"layers": _dumped(layers)}
-    if attention:
-        plan["attention"] = _dumped(attention)
-    if forms:
-        plan["forms"] = _dumped(forms)
+    kinds = {"layers": layers, "attention": attention, "forms": forms}
+    plan = {
+        kind: [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
+        for kind, entries in kinds.items()
+        if entries or kind == "layers"
+    }
     section = {
         "quant_method": CALLED,
         "note": NOTE,
@@ -73,10 +74,6 @@ def quantization_section(
         **facts,
     }
     return {**section, "digest": section_digest(section)}
-
-
-def _dumped(entries: Sequence[LayerPlan | AttentionPlan | FormPlan]) -> list[dict[str, Any]]:
-    return [entry.model_dump(mode="json", exclude_defaults=True) for entry in entries]
 
 
 def section_digest(section: Mapping[str, Any]) -> str:
@@ -130,14 +127,11 @@ def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Reb
         _parsed(plan.get("forms", []), FormPlan, "module"),
     )
     if wanted is not None and found != wanted:
-        raise ArtifactError(
-            f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}",
-            AGAIN,
-        )
+        text = f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}"
+        raise ArtifactError(text, AGAIN)
     if "digest" in section and section["digest"] != section_digest(section):
-        raise ArtifactError(
-            "the plan in `config.json` was changed since it was written (its digest differs)", AGAIN
-        )
+        text = "the plan in `config.json` was changed since it was written (its digest differs)"
+        raise ArtifactError(text, AGAIN)
     return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.artifact.checksums import check_format_version, damages, files_in
+from tcompress.artifact.checksums import check_format_version, digest_of, files_in
 from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.errors import ArtifactError, InputError, Problems, after_colon, read_settings
@@ -106,12 +106,10 @@ def check_files(folder: Path) -> Artifact | None:
     return Artifact.open(folder) if is_converted(folder) else None
 
 
-def open_checked(
-    name: str, revision: str | None = None, token: str | None = None, trust: bool = False
-) -> SourceModel:
+def open_checked(name: str, token: str | None = None, trust: bool = False) -> SourceModel:
     """Opens a dense or converted model to use it; arguments as for `SourceModel.open`."""
-    check_files(resolve(name, revision, token))
-    return SourceModel.open(name, revision, token, trust, converted=True)
+    check_files(resolve(name, token=token))
+    return SourceModel.open(name, token=token, trust_remote_code=trust, converted=True)
 
 
 def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifact | None:
@@ -119,7 +117,7 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
     weights: list[str] = []
     with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
         weights = WeightStore.open(folder).files if manifest.checksums else []
-    problems = damages(folder, manifest.checksums, manifest.sizes, weights, card=card)
+    problems = _damages(folder, manifest, weights, card)
     if problems:
         raise ArtifactError(
             f"`{folder}` is not as it was written: {'; '.join(problems)}",
@@ -137,6 +135,33 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
     return None
 
 
+def _damages(folder: Path, manifest: Manifest, used: list[str], card: bool) -> list[str]:
+    """Lists files that are missing, unknown or not as the manifest says; older ones have no sizes.
+
+    The card, which people rewrite and downloads leave out, is compared only with `card`, and where
+    there is one; files that are `used` must have a checksum.
+    """
+    checksums, sizes = manifest.checksums, manifest.sizes
+    names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
+    found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
+    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
+    return unknown + [damage for damage in found if damage is not None]
+
+
+def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | None:
+    path, parts = folder / name, PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or "\\" in name:
+        return f"`{MANIFEST}` names `{name}`, outside the folder"
+    try:
+        if not path.is_file():
+            return f"`{name}` is missing"
+        if size not in (None, path.stat().st_size):
+            return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
+        return None if digest_of(path) == wanted else f"`{name}` differs from its checksum"
+    except OSError as error:
+        return f"`{name}` cannot be read ({error.strerror})"
+
+
 def is_converted(folder: Path | str) -> bool:
     """Tells whether a folder holds a model that tcompress converted."""
     try:
@@ -150,9 +175,8 @@ def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
     if not folder.is_dir():
         raise ArtifactError(f"there is no folder `{folder}`", "check the path")
     if not path.is_file():
-        raise ArtifactError(
-            f"`{folder}` has no `config.json`", "give the folder that `tcompress convert` wrote"
-        )
+        text = f"`{folder}` has no `config.json`"
+        raise ArtifactError(text, "give the folder that `tcompress convert` wrote")
     try:
         return read_settings(path, strict=strict)
     except ValueError as error:

@@ -18,23 +18,8 @@ from typing import Any, Self
 import torch
 from filelock import FileLock, Timeout
 
+from tcompress import files
 from tcompress.errors import DiskError, InputError, TCompressError, WriteError
-from tcompress.files import (
-    check_space,
-    close_to_others,
-    disk_error,
-    holds_something,
-    kind_of,
-    number_of,
-    owner_given,
-    remove,
-    remove_links,
-    swap,
-    sync,
-    try_folder,
-    unwritable,
-    write_text,
-)
 from tcompress.models.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
@@ -50,7 +35,7 @@ def check_place(output: Path) -> None:
     """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))
     try:
-        kind = kind_of(output)
+        kind = files.kind_of(output)
         if kind == "a link":
             raise InputError(
                 f"output `{output}` is a link to `{output.readlink()}`, and links are not replaced",
@@ -62,11 +47,11 @@ def check_place(output: Path) -> None:
             text = f"output `{output}` is where another disk is mounted: it cannot be replaced"
             raise InputError(text, f"choose a folder inside it, such as `-o {output / 'model'}`")
         _check_own(partial_folder(output))
-        try_folder(partial_folder(output))
+        files.try_folder(partial_folder(output))
     except InputError:
         raise
     except (OSError, ValueError) as error:
-        raise unwritable(output, error) from error
+        raise files.unwritable(output, error) from error
 
 
 def check_output(output: Path, *, force: bool) -> None:
@@ -84,16 +69,15 @@ def check_apart(output: Path, folder: Path, what: str) -> None:
     """Refuses an output that is `what`, which lies in a folder, or contains it."""
     place, folder = output.resolve(), folder.resolve()
     if place == folder or place in folder.parents:
-        raise InputError(
-            f"output `{output}` is {what}, or contains it", "choose another folder with `-o`"
-        )
+        text = f"output `{output}` is {what}, or contains it"
+        raise InputError(text, "choose another folder with `-o`")
 
 
 def remove_model(folder: Path) -> None:
     """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
     _check_contents(folder, force=True)
     if folder.is_dir():
-        remove(folder)
+        files.remove(folder)
 
 
 def _check_contents(output: Path, *, force: bool) -> None:
@@ -116,12 +100,12 @@ def _check_contents(output: Path, *, force: bool) -> None:
 
 
 def _check_own(folder: Path) -> None:
-    kind = kind_of(folder)
+    kind = files.kind_of(folder)
     if kind:
         text = f"the working folder `{folder}` is {kind}, which no run of tcompress makes"
         raise InputError(text, "remove it, or choose another output with `-o`")
     owner = os.geteuid() if kind == "" else folder.lstat().st_uid
-    if owner != os.geteuid() and owner != owner_given(folder.parent):
+    if owner != os.geteuid() and owner != files.owner_given(folder.parent):
         raise InputError(
             f"the working folder `{folder}` belongs to user {owner}, and its "
             "contents are not trusted",
@@ -177,7 +161,9 @@ class Workplace:
                 self.folder.mkdir(mode=0o700)
             except FileExistsError:
                 _check_own(self.folder)
-            remove_links(self.folder)
+            for path in self.folder.rglob("*"):
+                if path.is_symlink():  # what it leads to stays
+                    path.unlink()
             lock = FileLock(self.folder / _LOCK)
             lock.acquire(timeout=0)
         except FileNotFoundError:  # another run has just removed the folder
@@ -186,19 +172,19 @@ class Workplace:
             hint = "wait for it, or choose another output with `-o`"
             raise InputError(f"another run is writing `{self.output}`", hint) from error
         except OSError as error:
-            raise unwritable(self.output, error) from error
+            raise files.unwritable(self.output, error) from error
         return lock
 
     def _prepare(self, identity: str) -> bool:
         """Makes the folder ready, and tells whether there is work to go on with."""
         state = self.folder / "identity"
-        open_to_others = close_to_others(self.folder)
+        open_to_others = files.close_to_others(self.folder)
         known = state.is_file() and state.read_bytes() == identity.encode()
         if open_to_others or not known:
             self._clear({_LOCK})
-            write_text(state, identity)
+            files.write_text(state, identity)
         for cut_off in self.folder.rglob("*.tmp"):
-            remove(cut_off)
+            files.remove(cut_off)
         self.model.mkdir(exist_ok=True)
         return self._journal.is_file()
 
@@ -209,18 +195,20 @@ class Workplace:
         """
         mark, old = _read_mark(self.folder), self.folder / "replaced"
         if old.is_dir():  # the system needed two steps
-            if not holds_something(self.output):
-                whole = bool(mark) and mark["folder"] == number_of(self.model)
+            if not files.holds_something(self.output):
+                whole = bool(mark) and mark["folder"] == files.number_of(self.model)
                 (self.model if whole else old).rename(self.output)
             if old.is_dir():
-                remove(old)
+                files.remove(old)
         if not mark:
             return False
-        if mark["folder"] == number_of(self.output) and mark["config"] == _digest(self.output):
+        if mark["folder"] == files.number_of(self.output) and mark["config"] == _digest(
+            self.output
+        ):
             if mark["identity"] == self._identity:
                 return True
             self._clear({_LOCK})
-        elif mark["folder"] != number_of(self.model):
+        elif mark["folder"] != files.number_of(self.model):
             self._clear({_LOCK})  # it is not known what `model` is
         return False
 
@@ -245,7 +233,8 @@ class Workplace:
     def need(self, size: int) -> None:
         """Refuses to go on where the disk has no room for so many bytes, written ones included."""
         self._needed = size
-        check_space(self.output, self._lacking() or 0)
+        if (lacking := self._lacking() or 0) > files.free_bytes(self.output):
+            raise files.full_disk(self.output, lacking)
 
     def _lacking(self) -> int | None:
         if self._needed is None:
@@ -258,16 +247,16 @@ class Workplace:
         self._finished = True
         _check_contents(self.output, force=force)
         for path in self.model.rglob("*"):
-            sync(path)
-        sync(self.model)
-        number, config = number_of(self.model), _digest(self.model)
+            files.sync(path)
+        files.sync(self.model)
+        number, config = files.number_of(self.model), _digest(self.model)
         mark = {"folder": number, "config": config, "identity": self._identity}
-        write_text(self.folder / _MARK, json.dumps(mark))
-        if holds_something(self.output):
-            swap(self.model, self.output, self.folder / "replaced")
+        files.write_text(self.folder / _MARK, json.dumps(mark))
+        if files.holds_something(self.output):
+            files.swap(self.model, self.output, self.folder / "replaced")
         else:
             self.model.rename(self.output)
-        sync(self.output.parent)
+        files.sync(self.output.parent)
         self._finished = False
         self.discard()
 
@@ -281,7 +270,7 @@ class Workplace:
         try:
             yield self
         except BaseException as error:
-            refused = disk_error(error, self.output, self._lacking())
+            refused = files.disk_error(error, self.output, self._lacking())
             failure = refused or error
             # The same command may end well later, on a mended disk or with other versions.
             passing = not isinstance(failure, TCompressError)
@@ -290,8 +279,8 @@ class Workplace:
             if isinstance(error, WriteError):
                 self._distrust()
                 own = (_LOCK, _MARK, "identity", self._journal.name)
-                files = (path for path in self.folder.rglob("*") if path.is_file())
-                if kept and any(path.name not in own for path in files):
+                found = (path for path in self.folder.rglob("*") if path.is_file())
+                if kept and any(path.name not in own for path in found):
                     error.hint = (
                         f"{error.hint}; what was fitted is kept in `{self.folder}`, where the same "
                         "command goes on, with the same versions of tcompress and torch"
@@ -307,7 +296,7 @@ class Workplace:
             for note in self.notes("shard"):
                 self.note(**{**note, "sha256": None})
         with suppress(OSError):
-            remove(self.model)
+            files.remove(self.model)
 
     def discard(self) -> None:
         """Removes the working folder; what is finished and could not be moved stays."""
@@ -326,23 +315,23 @@ class Workplace:
     def _clear(self, spared: set[str]) -> None:
         for item in self.folder.iterdir():
             if item.name not in spared:
-                remove(item)
+                files.remove(item)
 
 
 def tidy(output: Path) -> None:
     """Removes what a killed clean-up left beside a finished output; work to go on with stays."""
     folder = partial_folder(output)
     with suppress(InputError, FileNotFoundError):  # another run is at work there
-        if kind_of(folder) is None and _is_over(folder, output):
+        if files.kind_of(folder) is None and _is_over(folder, output):
             Workplace(output, "", force=True).discard()
 
 
 def _is_over(folder: Path, output: Path) -> bool:
     """Whether the result of a working folder is published, or nothing was done in it."""
     if mark := _read_mark(folder):
-        return bool(mark["folder"] == number_of(output))
+        return bool(mark["folder"] == files.number_of(output))
     if (folder / "replaced").is_dir():  # as earlier versions left it
-        return not holds_something(folder / "model")
+        return not files.holds_something(folder / "model")
     return all(path.name in (_LOCK, _MARK) or path.is_dir() for path in folder.rglob("*"))
 
 

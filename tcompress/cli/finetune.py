@@ -49,20 +49,13 @@ def finetune(
     """Does what `tcompress finetune` says."""
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
-    from tcompress.artifact.reader import open_checked
-    from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
-    if not Path(one.model).exists():
-        check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()
-    with (
-        _one_voice(),
-        terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard,
-    ):
-        source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
+    with _one_voice(), terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard:
         heard["say"] = terminal.say  # what the user should know is no progress
-        done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
+        heard |= {"token": hub.token, "trust_remote_code": hub.allow_remote_code}
+        done = train_model(one.model, settings, folder, force=written.force, **heard)
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
 
@@ -76,9 +69,8 @@ def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
         text, origin = find_recipe(name)
         base = parse_recipe(text, origin).finetune
         if base is None:
-            raise RecipeError(
-                f"recipe `{origin}` has no `finetune`", "choose another recipe, or leave it out"
-            )
+            message = f"recipe `{origin}` has no `finetune`"
+            raise RecipeError(message, "choose another recipe, or leave it out")
     if {("steps",), ("epochs",)} <= said.texts.keys():
         raise RecipeError("`--steps` and `--epochs` both say how long to train", "give one of them")
     if base is not None and ("epochs",) in said.texts:

@@ -157,10 +157,8 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
     if not switch:
-        shown |= {
-            "metavar": flag.metavar or _metavar(item, brief=brief),
-            "autocompletion": offers(item),
-        }
+        metavar = flag.metavar or _metavar(item, brief=brief)
+        shown |= {"metavar": metavar, "autocompletion": offers(item)}
     kind: Any = bool if switch else list[str] if _several(item) else str
     names = sorted(flag.names, key=len)  # short ones first
     # A switch that is on or of unknown state by default can be turned off too.
@@ -215,7 +213,6 @@ def help_of(item: Typed, *, brief: bool = False) -> str:
 def offers(item: Typed) -> Callable[[str], list[str]] | None:
     """Returns what shell completion asks."""
     if item.flag.complete is not None:
-        found: Callable[[str], list[str]] = getattr(complete, item.flag.complete)
-        return found
+        return getattr(complete, item.flag.complete)
     words = words_of(item.annotation)
     return (lambda incomplete: complete.listed(words, incomplete)) if words else None

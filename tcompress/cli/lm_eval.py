@@ -21,9 +21,8 @@ SETTINGS = {"context_settings": {"ignore_unknown_options": True, "allow_interspe
 def lm_eval(call: Passed) -> None:
     """Does what `tcompress lm-eval` says."""
     if find_spec("lm_eval") is None:
-        raise InputError(
-            "lm-evaluation-harness is not installed", "run `pip install 'tcompress[eval]'`"
-        )
+        text = "lm-evaluation-harness is not installed"
+        raise InputError(text, "run `pip install 'tcompress[eval]'`")
     # This package is imported, which is all that loading converted models takes.
     harness = import_module("lm_eval.__main__")
     from unittest.mock import patch

@@ -7,17 +7,10 @@ from pathlib import Path
 
 import typer
 
+from tcompress import options
 from tcompress.cli.flags import command, examples
 from tcompress.cli.terminal import print_json, results, table, tell, typed
 from tcompress.errors import RecipeError
-from tcompress.options import (
-    check_recipe,
-    copy_recipe,
-    find_recipe,
-    json_schema,
-    recipe_names,
-    recipe_text,
-)
 from tcompress.options.commands import Checked, Copied, Json, RecipeName
 from tcompress.options.document import read_document
 
@@ -36,7 +29,9 @@ app = typer.Typer(
 @command(app, "list", "tcompress recipes list", "tcompress recipes list --json")
 def list_recipes(manner: Json) -> None:
     """List the recipes that ship."""
-    rows = [(name, read_document(recipe_text(name)).data) for name in recipe_names()]
+    rows = [
+        (name, read_document(options.recipe_text(name)).data) for name in options.recipe_names()
+    ]
     fields = ("description", "model")
     if manner.as_json:
         facts = [{"name": name, **{key: data.get(key) for key in fields}} for name, data in rows]
@@ -52,13 +47,13 @@ def list_recipes(manner: Json) -> None:
 @command(app, "show", "tcompress recipes show encoder/minilm-lprod")
 def show(call: RecipeName) -> None:
     """Print a recipe, with its comments."""
-    sys.stdout.write(recipe_text(call.name))
+    sys.stdout.write(options.recipe_text(call.name))
 
 
 @command(app, "copy", "tcompress recipes copy encoder/minilm-lprod my.yaml")
 def copy(call: Copied, manner: Json) -> None:
     """Copy a recipe to a file, to change it."""
-    file = copy_recipe(call.name, Path(call.target), force=call.force)
+    file = options.copy_recipe(call.name, Path(call.target), force=call.force)
     if manner.as_json:
         print_json({"file": str(file)})
     else:
@@ -71,7 +66,7 @@ def reference(manner: Json) -> None:
     from tcompress.reporting.reference import reference_markdown
 
     if manner.as_json:
-        print_json({"recipe": json_schema()})
+        print_json({"recipe": options.json_schema()})
     else:
         sys.stdout.write(reference_markdown())
 
@@ -88,7 +83,7 @@ def validate(call: Checked, manner: Json) -> None:
     wrong: list[RecipeError] = []
     for file in call.files:
         try:
-            names[file] = check_recipe(*find_recipe(file))
+            names[file] = options.check_recipe(*options.find_recipe(file))
         except RecipeError as error:
             wrong.append(error)
     if wrong:

@@ -47,7 +47,7 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
     if said.sweep is not None and planned.dry_run:
         show_cells(said, job.open(), output, manner)
     elif said.sweep is not None:
-        perform_sweep(said, job.open(), output, manner, force=job.force, token=access.token)
+        perform_sweep(said, job.open(), output, manner, access, job.force)
     elif planned.dry_run:
         show_plan(job)
     elif said.finetune or said.evaluate or said.bench or said.report:

@@ -61,7 +61,7 @@ def sweep(
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)
     else:
-        perform_sweep(recipe, source, folder, manner, force=written.force, token=access.token)
+        perform_sweep(recipe, source, folder, manner, access, written.force)
 
 
 def recipe_of(
@@ -109,9 +109,8 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
         return base.evaluate
     if not given & {"task", "data"}:
         name = measured.fields[next(iter(measured.texts))].name
-        raise RecipeError(
-            f"`{name}` belongs to a measurement, and none is asked for", "add `--task` and `--data`"
-        )
+        text = f"`{name}` belongs to a measurement, and none is asked for"
+        raise RecipeError(text, "add `--task` and `--data`")
     if not {"task", "data"} <= given:
         there, lacking = ("--data", "--task") if "data" in given else ("--task", "--data")
         raise RecipeError(f"`{there}` needs `{lacking}` too", "see `tcompress evaluate --help`")
@@ -136,13 +135,7 @@ def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner
 
 
 def perform_sweep(
-    recipe: Recipe,
-    source: SourceModel,
-    folder: Path,
-    manner: Manner,
-    *,
-    force: bool = False,
-    token: str | None = None,
+    recipe: Recipe, source: SourceModel, folder: Path, manner: Manner, access: Access, force: bool
 ) -> None:
     """Runs a sweep, prints its table, and ends with its exit code."""
     from tcompress.reporting.pareto import front_table
@@ -150,7 +143,7 @@ def perform_sweep(
 
     what = f"what was finished is kept in `{folder}`"
     with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
-        done = run(recipe, source, folder, force=force, token=token, **heard)
+        done = run(recipe, source, folder, force=force, token=access.token, **heard)
     if manner.as_json:
         terminal.print_json(done.to_json())
     else:

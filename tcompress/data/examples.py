@@ -158,6 +158,19 @@ def load_examples(
         return _read(table, rows.to_dict(), chosen, classes, split)
 
 
+def places_of(texts: Sequence[str], among: Sequence[str]) -> NDArray[np.int64]:
+    """Finds texts in a list in which each stands once."""
+    index = {text: place for place, text in enumerate(among)}
+    return np.array([index[text] for text in texts])
+
+
+def others(right: NDArray[np.int64], count: int, total: int, seed: int) -> NDArray[np.int64]:
+    """Draws, for each right place of so many, different wrong ones.  # (right, count)."""
+    rng, right = np.random.default_rng(seed), right[:, None]
+    drawn = np.stack([rng.choice(total - 1, count, replace=False) for _ in right])
+    return drawn + (drawn >= right)  # numbers from the right one on mean the next
+
+
 def _sampled(count: int, limit: int | None, seed: int) -> NDArray[np.int64]:
     return np.sort(np.random.default_rng(seed).permutation(count)[:limit])
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcompress.data.examples import Examples, Needs
+from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
-from tcompress.models import SourceModel
 
 
 class _PairTask(Task):
@@ -25,12 +24,12 @@ class _PairTask(Task):
     max_length = 256
     most_labels: ClassVar[int] = 0
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
-        first, second = examples.texts
+    def prepare(self) -> None:
+        first, second = self.examples.texts
         self._texts = list(dict.fromkeys([*first, *second]))
         self._documents = list(dict.fromkeys(second))
-        self._one, self._two = _places(first, self._texts), _places(second, self._documents)
+        self._one = torch.from_numpy(places_of(first, self._texts))
+        self._two = torch.from_numpy(places_of(second, self._documents))
         self._rows = self.reader.encode(self._texts)
         self.signature = signature(self._rows)
         self.pairs = self.units
@@ -64,7 +63,7 @@ class _PairTask(Task):
             return pooling(hidden, batch["attention_mask"])
 
         vectors = runner.outputs(self._rows, self.reader.pad, embedded)
-        return vectors[self._one], vectors[_places(self._documents, self._texts)]
+        return vectors[self._one], vectors[places_of(self._documents, self._texts)]
 
     def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
         """Lets a head read pairs of texts.  # (pairs, labels)."""
@@ -72,11 +71,6 @@ class _PairTask(Task):
         self.facts["truncated"] = self.reader.truncated(rows, one, two)
         self.facts["scoring"] = "both texts read together"
         return runner.logits(rows, self.reader.pad)
-
-
-def _places(texts: Sequence[str], among: Sequence[str]) -> Tensor:
-    index = {text: place for place, text in enumerate(among)}
-    return torch.tensor([index[text] for text in texts])
 
 
 class Similarity(_PairTask):
@@ -125,24 +119,18 @@ class ResponseSelection(_PairTask):
     name = "response-selection"
     most_labels = 2  # wrong and right
 
-    def __init__(
-        self, source: SourceModel, examples: Examples, *args: Any, candidates: int = 10, **more: Any
-    ) -> None:
-        super().__init__(source, examples, *args, **more)
-        self.facts["candidates"] = candidates
+    def prepare(self) -> None:
+        super().prepare()
+        self.facts["candidates"] = candidates = self.wanted.candidates or 10
         count = len(self._documents)
         if count < candidates:
             raise DataError(
-                f"`{examples.name}` has {count} distinct responses, too few to choose among "
+                f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
                 f"{candidates}",
                 "give more data, or ask for fewer: `--candidates`",
             )
-        draw = np.random.default_rng(self.seed).choice
-        right = self._two.numpy()[:, None]
-        others = np.stack([draw(count - 1, candidates - 1, replace=False) for _ in right])
-        # Candidates of each row, the right one first: numbers from it on mean the next response.
-        places = np.concatenate([right, others + (others >= right)], axis=1)
-        self._chosen = torch.from_numpy(places)
+        wrong = torch.from_numpy(others(self._two.numpy(), candidates - 1, count, self.wanted.seed))
+        self._chosen = torch.cat([self._two[:, None], wrong], 1)  # of each row, the right one first
         self.pairs = self._chosen.numel()
 
     def run(self, runner: Runner) -> Sequence[Statistic]:

@@ -74,11 +74,10 @@ class Classification(_ClassTask):
     needs = Needs(texts=(1, 2), target="class")
     head = "classification"
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
-        self._rows = self.reader.encode(*examples.texts)
+    def prepare(self) -> None:
+        self._rows = self.reader.encode(*self.examples.texts)
         self.signature = signature(self._rows)
-        self.facts["truncated"] = self.reader.truncated(self._rows, *examples.texts)
+        self.facts["truncated"] = self.reader.truncated(self._rows, *self.examples.texts)
 
     def logits(self, runner: Runner) -> Tensor:
         return runner.logits(self._rows, self.reader.pad)
@@ -111,13 +110,12 @@ class ImageClassification(_GridTask):
     needs = Needs(image=True, target="class")
     input_name = "pixel_values"
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
-        if not has_processor_file(source):
+    def prepare(self) -> None:
+        if not has_processor_file(self.source):
             hint = "add its `preprocessor_config.json`"
-            raise DataError(f"`{source.folder}` has no usable image processor", hint)
+            raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         # Its file is there, so where the library for it is not, its main options are followed.
-        self._process = image_reader(source, needed=False)
+        self._process = image_reader(self.source, needed=False)
 
     def read(self, index: int) -> Tensor:
         channels = image_shape(self.source.config)[0]
@@ -176,10 +174,9 @@ class Forecasting(Task):
     max_length = None
     unit = "windows"
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
-        assert examples.windows is not None  # that is what the task needs
-        self._windows = examples.windows
+    def prepare(self) -> None:
+        assert self.examples.windows is not None  # that is what the task needs
+        self._windows = self.examples.windows
         self.facts = {
             "context": self._windows.context,
             "horizon": self._windows.horizon,

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tcompress.data.examples import Examples, Needs
+from tcompress.data.examples import Needs
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, ratio
 from tcompress.evaluation.task_base import Row, Runner, Task, checked, signature
-from tcompress.models import SourceModel
 
 _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}
 
@@ -30,11 +29,8 @@ class Perplexity(Task):
     batch_size = 8
     unit = "windows"
 
-    def __init__(
-        self, source: SourceModel, examples: Examples, *args: Any, pack: str = "eos", **more: Any
-    ) -> None:
-        super().__init__(source, examples, *args, **more)
-        reader = self.reader
+    def prepare(self) -> None:
+        reader, examples, pack = self.reader, self.examples, self.wanted.pack or "eos"
         self._start, end = _starting_tokens(reader.tokenizer), reader.encoder.end
         self._end = [] if end is None else [end]
         self._pack = "newline" if pack == "eos" and not self._end else pack
@@ -135,10 +131,8 @@ def _starting_tokens(tokenizer: Any) -> list[int]:
     """Tokens that a tokenizer writes before every text."""
     whole: list[int] = tokenizer("a")["input_ids"]
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    for first in range(len(whole) - len(plain) + 1):
-        if plain and whole[first : first + len(plain)] == plain:
-            return whole[:first]
-    return []
+    places = range(len(whole) - len(plain) + 1) if plain else ()
+    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), [])
 
 
 _SHARE = 0.15
@@ -152,22 +146,21 @@ class MaskedLM(Task):
     head = "masked-lm"
     max_length = 256
 
-    def __init__(self, source: SourceModel, examples: Examples, *args: Any, **more: Any) -> None:
-        super().__init__(source, examples, *args, **more)
+    def prepare(self) -> None:
         tokenizer = self.reader.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(
                 f"the tokenizer in `{self.reader.encoder.place}` has no mask token",
                 "put the model's own tokenizer into its folder, or choose another task",
             )
-        texts = examples.texts[0]
+        texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
         self.signature = signature(rows)
-        self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.seed)
+        self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.wanted.seed)
         self._truth = [row["input_ids"][at] for row, at in zip(rows, self._hidden, strict=True)]
         self._counts = np.array([len(at) for at in self._hidden])
         if not self._counts.sum():
-            what = f"the texts of `{examples.name}` have no words to hide"
+            what = f"the texts of `{self.examples.name}` have no words to hide"
             raise DataError(what, "give longer texts")
         self._rows = [
             {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}

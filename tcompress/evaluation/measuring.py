@@ -27,7 +27,6 @@ from tcompress.evaluation.labelled_tasks import (
 )
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
 from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, same_measurement
-from tcompress.evaluation.statistics import Statistic
 from tcompress.evaluation.task_base import Task, TextReader
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
@@ -67,13 +66,17 @@ class _Measurement:
         """Measures a model."""
         wanted = self.wanted
         with _about(source):
-            options = {"pack": wanted.pack, "candidates": wanted.candidates}
-            given = {name: value for name, value in options.items() if value is not None}
-            task = self.task(source, self.examples, self.max_length, seed=wanted.seed, **given)
+            task = self.task(source, self.examples, self.max_length, wanted)
             model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
             self.progress.stage(Path(name).name, task.work(model), "inputs")
-            start = time.perf_counter()
-            statistics = self._statistics(task, model)
+            size, start = wanted.batch_size or task.batch_size, time.perf_counter()
+            try:
+                statistics = task.measure(model, size, self.progress.advance)
+            except torch.OutOfMemoryError as error:
+                raise InputError(
+                    f"memory of {self.device} is too small for batches of {size}",
+                    f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
+                ) from error
             seconds = time.perf_counter() - start
         own = Baseline.of(name, statistics, task.signature, wanted.bootstrap, wanted.seed)
         metrics = metrics_of(statistics, own, baseline, self._protocol(task, model))
@@ -91,16 +94,6 @@ class _Measurement:
             notes=tuple(notes),
             baseline=own,
         )
-
-    def _statistics(self, task: Task, model: PreTrainedModel) -> Sequence[Statistic]:
-        size = self.wanted.batch_size or task.batch_size
-        try:
-            return task.measure(model, size, self.device, self.progress.advance)
-        except torch.OutOfMemoryError as error:
-            raise InputError(
-                f"memory of {self.device} is too small for batches of {size}",
-                f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
-            ) from error
 
     def _protocol(self, task: Task, model: PreTrainedModel) -> dict[str, Any]:
         """Everything needed to measure again."""
@@ -158,11 +151,11 @@ def evaluate(
     run = _Measurement(wanted, task, examples, length, device, heard, save)
     if known is not None:
         return [run.of(name, sources[name], known) for name in names]
-    base = run.of(first, sources[first], None)
-    place = names.index(first)
-    others = [*names[:place], *names[place + 1 :]]
-    scores = [run.of(name, sources[name], base.baseline) for name in others]
-    return [*scores[:place], base, *scores[place:]]
+    base, own = run.of(first, sources[first], None), names.index(first)
+    return [
+        base if place == own else run.of(name, sources[name], base.baseline)
+        for place, name in enumerate(names)
+    ]
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:

@@ -1,4 +1,4 @@
-"""From the numbers of a model to metrics, differences, thresholds and their table."""
+"""From the numbers of a model to metrics, differences and thresholds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich import box
-from rich.table import Table
 
-from tcompress.artifact.manifest import Difference, Interval, Metric
+from tcompress.artifact.manifest import Difference, Metric
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
 
@@ -66,7 +64,15 @@ def metrics_of(
         if baseline is not None and statistic.per_token and own.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
         elif baseline is not None:
-            difference = _difference(index, own, baseline)
+            one, two = own.draws[index], baseline.draws[index]
+            # Texts cut into other windows make no pairs.
+            paired = own.units[index] == baseline.units[index] and len(one) == len(two)
+            difference = Difference(
+                baseline=baseline.name,
+                baseline_value=baseline.values[index],
+                value=own.values[index] - baseline.values[index],
+                interval=interval(one - two) if paired else None,
+            )
         made.append(
             Metric(
                 name=statistic.name,
@@ -78,18 +84,6 @@ def metrics_of(
             )
         )
     return made
-
-
-def _difference(index: int, own: Baseline, baseline: Baseline) -> Difference:
-    one, two = own.draws[index], baseline.draws[index]
-    # Texts cut into other windows make no pairs.
-    paired = own.units[index] == baseline.units[index] and len(one) == len(two)
-    return Difference(
-        baseline=baseline.name,
-        baseline_value=baseline.values[index],
-        value=own.values[index] - baseline.values[index],
-        interval=interval(one - two) if paired else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -174,59 +168,3 @@ class Threshold:
 
     def __str__(self) -> str:
         return f"{self.value:g}" + (" x baseline" if self.relative else "")
-
-
-def headline(scores: Sequence[ModelScores]) -> str:
-    """Says in a line what was measured."""
-    facts = scores[0].metrics[0].protocol
-    length = f", at most {facts['max_length']} tokens" if facts["max_length"] else ""
-    dtypes = sorted({item.metrics[0].protocol["dtype"] for item in scores})
-    text = (
-        f"{facts['task']} on {facts['data']}: {facts['examples']:,} examples{length}, "
-        f"{'/'.join(dtypes)} on {facts['device']}"
-    )
-    if facts["bootstrap"]:
-        text += f"; in brackets 95 % intervals of {facts['bootstrap']:,} bootstrap resamples"
-    return text
-
-
-def score_table(scores: Sequence[ModelScores]) -> Table:
-    """Makes a table with a row for each number of each model, and of forecasts without one."""
-    unit = f"{scores[0].unit}/s"
-    compared = len(scores) > 1
-    names = ["model", "metric", "value", *(["difference", "ratio"] if compared else []), unit]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
-    for name in names:
-        right = name not in ("model", "metric")
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
-    ends = [item.name.rstrip("/").rpartition("/")[2] for item in scores]
-    # The ends of names, if they tell the models apart.
-    labels = ends if len({*ends}) == len(ends) else [item.name for item in scores]
-    for label, item in zip(labels, scores, strict=True):
-        for index, metric in enumerate(item.metrics):
-            cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
-            if compared:
-                found, ratio = metric.difference, ratio_of(metric)
-                cells += [
-                    f"{_number(found.value, '+')}{_range(found.interval, '+')}" if found else "",
-                    "" if ratio is None else f"{ratio:.3f} x",
-                ]
-            cells.append("" if index else f"{item.per_second:,.1f}")
-            table.add_row("" if index else label, *cells)
-    for label, numbers in scores[0].metrics[0].protocol.get("naive", {}).items():
-        for index, (name, value) in enumerate(numbers.items()):
-            table.add_row("" if index else f"{label} (no model)", name, _number(value))
-    return table
-
-
-def _range(found: Interval | None, sign: str = "") -> str:
-    if found is None:
-        return ""
-    low, high = (_number(value, sign, fewer=1) for value in (found.low, found.high))
-    return f" [{low}, {high}]"
-
-
-def _number(value: float, sign: str = "", fewer: int = 0) -> str:
-    size = abs(value)
-    digits = 0 if size >= 1000 else 2 - fewer if size >= 10 else 4 - fewer
-    return f"{value:{sign},.{digits}f}"

@@ -20,6 +20,7 @@ from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
 from tcompress.hf.opening import Head, has_head
 from tcompress.models import SourceModel
+from tcompress.options import Evaluate
 
 Row = dict[str, Tensor]
 
@@ -140,19 +141,18 @@ class Task(ABC):
     reader: TextReader  # of its texts, if it has any
 
     def __init__(
-        self,
-        source: SourceModel,
-        examples: Examples,
-        max_length: int | None = None,
-        *,
-        seed: int = 0,
+        self, source: SourceModel, examples: Examples, max_length: int | None, wanted: Evaluate
     ) -> None:
-        self.source, self.examples, self.seed = source, examples, seed
+        self.source, self.examples, self.wanted = source, examples, wanted
         self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
         self.notes: list[str] = []  # what the user should know, likewise
         self.signature = ""  # equal for models that read the same tokens
         if self.max_length is not None:
             self.reader = TextReader(source, max_length or self.max_length)
+        self.prepare()
+
+    def prepare(self) -> None:  # noqa: B027 - optional
+        """Makes the examples ready for the model."""
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
@@ -182,32 +182,16 @@ class Task(ABC):
     def run(self, runner: Runner) -> Sequence[Statistic]:
         """Runs a model, in evaluation mode, over all examples; the main number comes first."""
 
+    @torch.no_grad()
     def measure(
-        self,
-        model: PreTrainedModel,
-        batch_size: int | None = None,
-        device: torch.device | None = None,
-        advance: Callable[[int], None] = lambda amount: None,
+        self, model: PreTrainedModel, batch_size: int, advance: Callable[[int], None]
     ) -> Sequence[Statistic]:
-        """Measures a model, which stays in its mode; `advance` hears of inputs done."""
-        size = batch_size or self.batch_size
-        training = [module for module in model.modules() if module.training]
+        """Measures a model that was loaded for it; `advance` hears of inputs done."""
         config: Any = model.config.get_text_config()
-        had = getattr(config, "pad_token_id", None)
-        if had is None:  # heads that read the last token have to know which tokens are padding
-            config.pad_token_id = None if self.max_length is None else self.reader.pad
-        model.eval()
-        try:
-            with torch.no_grad():  # no inference mode: what a layer caches has to serve training
-                return self.run(Runner(model, size, device or model.device, advance))
-        finally:
-            config.pad_token_id = had
-            for module in training:
-                module.training = True
-
-    def score(self, model: PreTrainedModel, batch_size: int | None = None) -> dict[str, float]:
-        """Measures a model; gives plain numbers by name."""
-        return {item.name: item.value() for item in self.measure(model, batch_size)}
+        # Heads that read the last token have to know which tokens are padding.
+        if getattr(config, "pad_token_id", None) is None and self.max_length is not None:
+            config.pad_token_id = self.reader.pad
+        return self.run(Runner(model, batch_size, model.device, advance))
 
 
 _HEADS: dict[Head, str] = {

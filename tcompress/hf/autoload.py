@@ -20,7 +20,11 @@ from typing import Any
 METHOD = "tcompress"  # as in tcompress.models.names, which imports more
 _MODELS = "transformers.models.auto.modeling_auto"
 # What our own models are made of. Each may be what loads the Auto classes, and is half loaded then.
-_PARTS = ("transformers.modeling_utils", "transformers.modeling_layers")
+_PARTS = (
+    "transformers.modeling_utils",
+    "transformers.modeling_layers",
+    "transformers.models.clip.modeling_clip",
+)
 
 _loading: set[str] = set()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from huggingface_hub import snapshot_download
+from pydantic import BaseModel
 
 from tcompress.artifact.manifest import Manifest, Speed, read_manifest, record
 from tcompress.artifact.reader import open_checked
@@ -23,10 +24,8 @@ from tcompress.progress import Progress, Silent
 from tcompress.structures.modules.linear import keep_weights
 
 
-class Bench(BaseModel):
+class Bench(BaseModel, frozen=True):
     """What was measured of one model."""
-
-    model_config = ConfigDict(frozen=True)
 
     model: str  # name, as it was given
     baseline: str
@@ -101,10 +100,8 @@ def _pair(
 
 def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     settings, inputs, model = timing.settings, timing.inputs, timing.model
-    if inputs.has_length:
-        lengths = settings.length or inputs.fitting(LENGTHS)
-    else:
-        lengths = (timing.own_length(),)
+    wanted = settings.length or inputs.fitting(LENGTHS)
+    lengths = wanted if inputs.has_length else (timing.own_length(),)
     grid = cells(settings.batch, lengths, settings.mode)
     progress.stage(f"timing {model.name}", len(grid), "sizes")
     found: list[Speed] = []
@@ -113,8 +110,8 @@ def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
             found.append(timing.measure(cell))
             progress.advance(1, f"batch {cell.batch}, length {cell.length}, {cell.mode}")
     finally:
-        wanted = save and bool(found) and local_folder(model.name) is not None
-        saved = wanted and save_speed(model.source.folder, found)
+        keeps = save and bool(found) and local_folder(model.name) is not None
+        saved = keeps and record(model.source.folder, "speed", found, same_pass)
     dense, notes = timing.baseline.name, []
     kind, other = (item.source.model_class.__name__ for item in (model, timing.baseline))
     if kind != other:
@@ -157,8 +154,6 @@ def _folder(manifest: Manifest) -> Path | None:
     name, revision = manifest.source.id, manifest.source.revision
     if (folder := local_folder(name)) is not None:
         return folder
-    from huggingface_hub import snapshot_download
-
     try:
         name = ALIASES.get(name, name)
         return Path(snapshot_download(name, revision=revision, local_files_only=True))
@@ -170,14 +165,7 @@ def _folder(manifest: Manifest) -> Path | None:
 _SAME = ("device", "device_name", "dtype", "threads", "kept_weights_bytes")
 
 
-def save_speed(folder: Path, found: Iterable[Speed]) -> bool:
-    """Adds times to a manifest, if there is one that can be written.
-
-    Those of the same pass on the same machine are replaced.
-    """
-    return record(folder, "speed", list({_key(speed): speed for speed in found}.values()), _key)
-
-
-def _key(speed: Speed) -> tuple[object, ...]:
+def same_pass(speed: Speed) -> tuple[object, ...]:
+    """Equal for two times, of one machine, of which a manifest keeps the newer one."""
     machine = (str(speed.protocol.get(name)) for name in _SAME)
     return (speed.batch, speed.length, speed.mode, speed.baseline, *machine)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -89,11 +90,8 @@ def _peak_on_cpu(run: Pass) -> int:
     assert profiled.profiler is not None
     events = profiled.profiler.kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
-    level = peak = 0
-    for change in sorted(changes, key=lambda event: event.start_ns()):
-        level += change.nbytes()
-        peak = max(peak, level)
-    return peak
+    changes.sort(key=lambda event: event.start_ns())
+    return max(accumulate((change.nbytes() for change in changes), initial=0))
 
 
 def device_name(device: torch.device) -> str:
@@ -122,12 +120,8 @@ def threads(count: int | None) -> Iterator[int]:
 
 def require_compiler(device: torch.device) -> None:
     """Compiles a small function, before any time is spent on models; an error says if it fails."""
-
-    def small(x: Tensor) -> Tensor:
-        return (x + 1).relu()
-
     with _compiling("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
-        torch.compile(small)(torch.zeros(8, device=device))
+        torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
     torch.compiler.reset()
 
 

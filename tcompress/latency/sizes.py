@@ -131,12 +131,8 @@ def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Ten
         states = positional[0] if positional else named["hidden_states"]
         lengths.append(prod(states.shape[1:-1]))  # windows of pictures have two axes
 
-    hook = first.register_forward_pre_hook(look, with_kwargs=True)
-    try:
-        with torch.inference_mode():
-            model(**inputs)
-    finally:
-        hook.remove()
+    with torch.inference_mode(), first.register_forward_pre_hook(look, with_kwargs=True):
+        model(**inputs)
     return lengths[0]
 
 

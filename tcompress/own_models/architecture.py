@@ -112,8 +112,7 @@ def open_architecture(
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:
     if model_type in CONFIG_MAPPING:
-        kind: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
-        return kind
+        return CONFIG_MAPPING[model_type]
     near = get_close_matches(model_type, list(CONFIG_MAPPING.keys()), n=3)
     raise RecipeError(
         f"`architecture.model_type` is `{model_type}`, which Transformers "

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss, pad
-from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ImageClassifierOutput
@@ -25,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageClassification,
     AutoModelForTimeSeriesPrediction,
 )
+from transformers.models.clip.modeling_clip import CLIPMLP
 from transformers.utils.generic import ModelOutput, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -108,20 +108,6 @@ def patches(grid_values: Tensor, config: TCompressGridConfig) -> Tensor:
     return grid_values.movedim(1, 1 + axes).flatten(1 + axes)
 
 
-class GridMLP(nn.Module):
-    """Two linear layers."""
-
-    def __init__(self, config: TCompressGridConfig) -> None:
-        super().__init__()
-        self.activation = ACT2FN[config.hidden_act]
-        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Applies both.  # (..., width) -> the same."""
-        return self.fc2(self.activation(self.fc1(states)))
-
-
 class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
     """Attention and MLP, each behind a norm and beside a residual path."""
 
@@ -131,7 +117,7 @@ class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
         self.attention_norm = nn.LayerNorm(width, eps=eps)
         self.self_attn = SelfAttention(config, width // config.num_attention_heads)
         self.mlp_norm = nn.LayerNorm(width, eps=eps)
-        self.mlp = GridMLP(config)
+        self.mlp = CLIPMLP(config)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(
@@ -155,15 +141,6 @@ class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": GridBlock, "attentions": SelfAttention}  # noqa: RUF012
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.LayerNorm, nn.GroupNorm)):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)):
-            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
 
 
 class TCompressGridModel(TCompressGridPreTrainedModel):

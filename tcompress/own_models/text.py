@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModel, AutoModelForSequenceClassification
+from transformers.models.clip.modeling_clip import eager_attention_forward
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -55,7 +56,7 @@ class SelfAttention(nn.Module):
         if turns is not None:
             query, key = turned(query, turns), turned(key, turns)
         kind = self.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         kwargs["dropout"] = self.attention_dropout if self.training else 0.0
         kwargs["scaling"] = self.scaling
         mixed, weights = attend(self, query, key, value, attention_mask, **kwargs)
@@ -69,25 +70,6 @@ def turned(x: Tensor, angles: Tensor) -> Tensor:
     first, second = x[..., :pairs], x[..., pairs : 2 * pairs]
     rest = x[..., 2 * pairs :]  # of an odd width
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
-
-
-def eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention: mixed values (batch, tokens, heads, head_dim), and its weights."""
-    scores = query @ key.mT * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 class TextBlock(GradientCheckpointingLayer):  # type: ignore[misc]

@@ -124,11 +124,11 @@ def milliseconds_text(value: float) -> str:
     return f"{value:,.{digits}f} ms"
 
 
-def value_text(value: float) -> str:
-    """Writes a measured number with four digits."""
+def value_text(value: float, digits: int = 4) -> str:
+    """Writes a measured number with so many digits."""
     if abs(value) < 1:
-        return f"{value:.4f}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:#.4g}"
+        return f"{value:.{digits}f}"
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
 def tick_text(value: float) -> str:
@@ -244,8 +244,7 @@ Stored = Mapping[str, Any]  # an entry, part or layout as in `config.json`: with
 
 
 def _stored(item: Any) -> Stored:
-    found = item if isinstance(item, Mapping) else item.model_dump(exclude_defaults=True)
-    return dict(found)
+    return item if isinstance(item, Mapping) else item.model_dump(exclude_defaults=True)
 
 
 def describe_entry(entry: LayerPlan | Stored, method: str) -> str:

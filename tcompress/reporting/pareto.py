@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -29,10 +29,8 @@ class Candidate(NamedTuple):
     seconds: float | None = None
 
 
-class FrontRow(BaseModel):
+class FrontRow(BaseModel, extra="forbid", frozen=True):
     """One model beside the others."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str  # `dense` for the model that all were made from
     kept: float  # fraction of the rewritten layers' parameters
@@ -49,10 +47,8 @@ class FrontRow(BaseModel):
     front: tuple[Front, ...] = ()  # costs at which no other model beats this one
 
 
-class FrontReport(BaseModel):
+class FrontReport(BaseModel, extra="forbid", frozen=True):
     """All models, the largest one first."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: str | None
     higher_is_better: bool = True
@@ -160,14 +156,8 @@ def _quality(row: FrontRow) -> str:
     value = _optional(row.quality, fmt.value_text)
     if row.interval is None:
         return value
-    return f"{value} [{_end(row.interval.low)}, {_end(row.interval.high)}]"
-
-
-def _end(value: float) -> str:
-    """Writes an end of an interval, with a digit less than the number itself."""
-    if abs(value) < 1:
-        return f"{value:.3f}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+    low, high = (fmt.value_text(end, 3) for end in (row.interval.low, row.interval.high))
+    return f"{value} [{low}, {high}]"
 
 
 def _optional(value: float | None, write: Callable[[float], str]) -> str:

@@ -49,7 +49,8 @@ class Encoded(Dataset[list[Row]]):
 class LengthBatches(Sampler[list[int]]):
     """Batches of examples of similar length, in an order that seed and epoch determine.
 
-    Processes take one each in a step; they change no order if all their batches have one size.
+    Processes take one each in a step; they change no order if all their batches have one size. The
+    loop sets the epoch: accelerate's `set_epoch` counts from 0 when resumed.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, processes: int, seed: int) -> None:
@@ -76,10 +77,6 @@ class LengthBatches(Sampler[list[int]]):
         batches = np.concatenate(ordered).reshape(-1, self.whole)
         for batch in batches[rng.permutation(len(batches))]:
             yield from batch.reshape(self.processes, -1).tolist()
-
-    def turn_to(self, epoch: int) -> None:
-        """Chooses the order of an epoch; accelerate's `set_epoch` counts from 0 when resumed."""
-        self.epoch = epoch
 
 
 def loader(data: Encoded, pad: int, batches: Any) -> DataLoader[list[Row]]:

@@ -45,16 +45,11 @@ class Checkpoints:
         return max(self.folder.glob("step-*[0-9]"), default=None)
 
     def save(
-        self,
-        state: RunState,
-        write: Callable[[Path], None],
-        *,
-        main: bool = True,
-        wait: Callable[[], object] = lambda: None,
+        self, state: RunState, write: Callable[[Path], None], wait: Callable[[], object], main: bool
     ) -> None:
         """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"
-        unfinished = self.folder / f"{target.name}.tmp"
+        unfinished = target.with_suffix(".tmp")
         try:
             if main:
                 shutil.rmtree(unfinished, ignore_errors=True)
@@ -63,24 +58,21 @@ class Checkpoints:
             write(unfinished)
             wait()
             if main:
-                self._finish(state, unfinished, target)
+                write_text(unfinished / _STATE, state.model_dump_json())
+                for path in (*unfinished.rglob("*"), unfinished):
+                    sync(path)
+                if target.exists():  # a resumed run may come back to its step
+                    swap(unfinished, target, target.with_suffix(".old.tmp"))
+                else:
+                    unfinished.rename(target)
+                self._needed = state.best_step
+                self._forget(state.best_step)
+                for path in self.folder.glob("step-*"):
+                    if path != target:
+                        shutil.rmtree(path, ignore_errors=True)
         except Exception as error:  # safetensors and torch wrap errors of the disk in their own
             shutil.rmtree(unfinished, ignore_errors=True)
             raise self._unwritten(f"the checkpoint of step {state.step:,}", error) from error
-
-    def _finish(self, state: RunState, unfinished: Path, target: Path) -> None:
-        write_text(unfinished / _STATE, state.model_dump_json())
-        for path in (*unfinished.rglob("*"), unfinished):
-            sync(path)
-        if target.exists():  # a resumed run may come back to its step
-            swap(unfinished, target, target.with_suffix(".old.tmp"))
-        else:
-            unfinished.rename(target)
-        self._needed = state.best_step
-        self._forget(state.best_step)
-        for path in self.folder.glob("step-*"):
-            if path != target:
-                shutil.rmtree(path, ignore_errors=True)
 
     def read_state(self, folder: Path) -> RunState:
         """Reads how far a run was."""

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,28 +35,24 @@ from tcompress.training.setup import (
 )
 
 
-class Stopping:
-    """While it is open, Ctrl-C asks to stop after the step; a second one stops at once."""
+@contextmanager
+def stopping(say: Callable[[str], None]) -> Iterator[threading.Event]:
+    """Lets Ctrl-C set the event, to stop after the step; a second one stops at once."""
+    asked = threading.Event()
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.asked = False
-        self._say = say
-        self._old: Any = None
-
-    def __enter__(self) -> Stopping:
-        if threading.current_thread() is threading.main_thread():  # which alone receives signals
-            self._old = signal.signal(signal.SIGINT, self._hear)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._old is not None:
-            signal.signal(signal.SIGINT, self._old)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def hear(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
             raise KeyboardInterrupt
-        self.asked = True
-        self._say("stopping after this step")
+        asked.set()
+        say("stopping after this step")
+
+    main = threading.current_thread() is threading.main_thread()  # which alone receives signals
+    before = signal.signal(signal.SIGINT, hear) if main else None
+    try:
+        yield asked
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
 
 
 @dataclass
@@ -78,8 +75,7 @@ class Loop:
             setup.model, _optimizer(setup), batches
         )
         if setup.teacher_observer is not None:
-            teacher: Any = setup.teacher_observer.model
-            teacher.to(self.accelerator.device)
+            setup.teacher_observer.model.to(self.accelerator.device)  # type: ignore[arg-type]
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
@@ -114,11 +110,11 @@ class Loop:
         self.pace.possible(state.step, self._now)
         begun = state.step
         self.model.train()
-        with Stopping(self.say) as stopping:
+        with stopping(self.say) as asked:
             while not self._finished():
                 for batch in self._batches():
                     self._step(batch)
-                    self._between_steps(stopping, begun)
+                    self._between_steps(begun, asked=asked.is_set())
                     if self._finished():
                         break
         if state.curve[-1].step != state.step:
@@ -128,9 +124,9 @@ class Loop:
         state.seconds = self._seconds()
         return state
 
-    def _between_steps(self, stopping: Stopping, begun: int) -> None:
+    def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options
-        asked = self._agree(asked=stopping.asked)
+        asked = self._agree(asked=asked)
         self._keep_pace(sure=state.step - begun >= SURE)
         if state.step % options.evaluate_every == 0 or state.step == state.total:
             self._validate()
@@ -243,8 +239,7 @@ class Loop:
     def _batches(self) -> Iterator[Batch]:
         """The rest of the epoch."""
         epoch, done = divmod(self.state.step, self.per_epoch)
-        self.sampler.turn_to(epoch)
-        self.setup.data.train.epoch = epoch
+        self.sampler.epoch = self.setup.data.train.epoch = epoch
         yield from skip_first_batches(self.loader, done) if done else self.loader
 
     def _validate(self) -> None:
@@ -291,7 +286,7 @@ class Loop:
     def _save(self) -> None:
         self.state.seconds = self._seconds()
         main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        self.checkpoints.save(self.state, self._save_state, main=main, wait=wait)
+        self.checkpoints.save(self.state, self._save_state, wait, main)
 
     def _save_state(self, folder: Path) -> None:
         """Saves everything, without a word of tied weights, which the model ties again itself."""

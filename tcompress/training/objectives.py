@@ -52,20 +52,14 @@ class Observer:
     """Runs a model and reads off what (some) blocks compute, and the last one's `projections`."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        roles: Roles,
-        blocks: Sequence[int] | None = None,
-        *,
-        projections: bool = False,
+        self, model: PreTrainedModel, roles: Roles, blocks: Sequence[int], projections: bool
     ) -> None:
         self.model = model
-        chosen = range(len(roles.blocks)) if blocks is None else blocks
-        self.modules = [model.get_submodule(roles.blocks[index].name) for index in chosen]
+        self.modules = [model.get_submodule(roles.blocks[index].name) for index in blocks]
         self._seen: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
-        for layer in roles.blocks[chosen[-1]].layers if projections else ():
+        for layer in roles.blocks[blocks[-1]].layers if projections else ():
             module = model.get_submodule(layer.name)
             sizes = {part.name: part.size for part in layer.parts}
             wanted = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}
@@ -100,9 +94,8 @@ def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator
     """Feeds every block but the first the teacher's state, so that each is trained alone."""
     with ExitStack() as hooks:
         for module, state in zip(modules[1:], states, strict=False):
-            hook = partial(_feed, state)
-            handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-            hooks.callback(handle.remove)
+            feed = partial(_feed, state)
+            hooks.enter_context(module.register_forward_pre_hook(feed, with_kwargs=True))
         yield
 
 
@@ -200,9 +193,8 @@ class Logits(Objective):
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         if student.logits is None or teacher.logits is None:
-            raise InputError(
-                "the objective `logits` needs a model with a head", "leave it out of `objectives`"
-            )
+            text = "the objective `logits` needs a model with a head"
+            raise InputError(text, "leave it out of `objectives`")
         if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
             return (student.logits.float() - teacher.logits.float()).square().sum()
         soft = self.setting.temperature

@@ -163,7 +163,7 @@ def set_up(
     )
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
-    observer = Observer(model, roles, projections=projections)
+    observer = Observer(model, roles, range(len(roles.blocks)), projections)
     stacks = sorted({block.name.rpartition(".")[0] for block in roles.blocks})
     if blocks_first(options) and len(stacks) > 1:
         raise InputError(
@@ -177,7 +177,7 @@ def set_up(
         teacher_roles = loaded_roles(teacher, taught)
         depth = None if manifest is None else manifest.plan.depth
         blocks = blocks_to_imitate(roles, teacher_roles, options.teacher_blocks, depth)
-        teacher_observer = Observer(taught, teacher_roles, blocks, projections=projections)
+        teacher_observer = Observer(taught, teacher_roles, blocks, projections)
         if "logits" in names:
             _check_logits(model, taught)
         _tell_padding(taught, data.pad)

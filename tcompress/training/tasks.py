@@ -12,7 +12,7 @@ from scipy.stats import mannwhitneyu, spearmanr
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tcompress.data.examples import Examples, Needs
+from tcompress.data.examples import Examples, Needs, others, places_of
 from tcompress.data.inputs import IGNORED, MEAN, Pooling
 from tcompress.errors import DataError
 from tcompress.hf.opening import Head
@@ -123,28 +123,20 @@ class ResponseSelection(RankedClassification):
         return replace(examples, targets=[1] * len(examples), classes=classes)
 
     def expand(self, examples: Examples, seed: int) -> Examples:
-        return with_wrong_pairs(examples, WRONG_PAIRS, seed)
-
-
-def with_wrong_pairs(examples: Examples, count: int, seed: int) -> Examples:
-    """Adds so many pairs of each first text with second texts of others, as class 0."""
-    first, second = examples.texts
-    distinct = list(dict.fromkeys(second))
-    if len(distinct) <= count:
-        raise DataError(
-            f"`{examples.name}` has {len(distinct)} different second texts, too few to draw "
-            f"{count} wrong ones",
-            hint="give more pairs",
-        )
-    place = {text: index for index, text in enumerate(distinct)}
-    own = np.array([place[text] for text in second])[:, None]
-    rng = np.random.default_rng(seed)
-    others = np.stack([rng.choice(len(distinct) - 1, count, replace=False) for _ in own])
-    wrong = others + (others >= own)  # numbers from the right one on mean the next
-    one = first + [text for text in first for _ in range(count)]
-    two = second + [distinct[index] for index in wrong.flatten().tolist()]
-    targets = [1] * len(first) + [0] * (count * len(first))
-    return replace(examples, texts=(one, two), targets=targets)
+        """Adds pairs of each first text with second texts of others, as class 0."""
+        (first, second), count = examples.texts, WRONG_PAIRS
+        distinct = list(dict.fromkeys(second))
+        if len(distinct) <= count:
+            raise DataError(
+                f"`{examples.name}` has {len(distinct)} different second texts, too few to draw "
+                f"{count} wrong ones",
+                hint="give more pairs",
+            )
+        wrong = others(places_of(second, distinct), count, len(distinct), seed).flatten()
+        one = first + [text for text in first for _ in range(count)]
+        two = second + [distinct[index] for index in wrong.tolist()]
+        targets = [1] * len(first) + [0] * (count * len(first))
+        return replace(examples, texts=(one, two), targets=targets)
 
 
 class Regression(Task):

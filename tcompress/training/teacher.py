@@ -80,9 +80,8 @@ def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
         if isinstance(own, int) and isinstance(other, int) and own != other:
             problems.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
     if problems:
-        raise InputError(
-            "; ".join(problems), "give the dense model that it was converted from, or its like"
-        )
+        text = "; ".join(problems)
+        raise InputError(text, "give the dense model that it was converted from, or its like")
 
 
 def check_length(teacher: SourceModel, longest: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tcompress.data import calibration
+from tcompress.data import calibration, tables
 from tcompress.data.encoding import TextEncoder, decode, image_reader
 from tcompress.data.examples import (
     Examples,
@@ -33,15 +33,6 @@ from tcompress.data.inputs import (
     image_shape,
     inputs_of,
     window_of,
-)
-from tcompress.data.tables import (
-    Kind,
-    columns_of,
-    draw_cells,
-    hash_of,
-    kinds_of,
-    opened,
-    with_derived,
 )
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head
@@ -163,18 +154,18 @@ class _Reader:
                 hint = "give pictures with `--data`: a folder, a file or a hub id"
                 raise DataError("there are no built-in pictures to train on", hint)
             texts = calibration.builtin_texts()[:samples]
-            digest = hash_of(map(str.encode, texts)).hexdigest()
+            digest = tables.hash_of(map(str.encode, texts)).hexdigest()
             return Examples("builtin text", "train", digest, (texts,))
-        kind: Kind = "text" if self.encoder else "image"
+        kind: tables.Kind = "text" if self.encoder else "image"
         given = self.options.columns
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
-        with opened(name, split) as content:
-            table = with_derived(content, given.values())
-            check_columns(table, kinds_of(table), given)
-            chosen = columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
-            items = list(draw_cells(table, chosen, samples, self.seed))
+        with tables.opened(name, split) as content:
+            table = tables.with_derived(content, given.values())
+            check_columns(table, tables.kinds_of(table), given)
+            chosen = tables.columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
+            items = list(tables.draw_cells(table, chosen, samples, self.seed))
         contents = (item.encode() if isinstance(item, str) else item for item in items)
-        digest = hash_of(contents).hexdigest()
+        digest = tables.hash_of(contents).hexdigest()
         made = Examples(f"{table.label}:{','.join(chosen)}", split, digest)
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))
@@ -287,10 +278,8 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     if len(parts) == 1:
         return first
     if first.windows is not None:
-        raise DataError(
-            f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on",
-            hint="give one file with all series",
-        )
+        text = f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on"
+        raise DataError(text, "give one file with all series")
     for part in parts[1:]:
         if part.classes != first.classes or len(part.texts) != len(first.texts):
             raise DataError(

@@ -49,13 +49,17 @@ def finetune(
     """Does what `tcompress finetune` says."""
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
+    from tcompress.artifact.reader import open_checked
+    from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
+    if not Path(one.model).exists():
+        check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()
     with _one_voice(), terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard:
+        source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         heard["say"] = terminal.say  # what the user should know is no progress
-        heard |= {"token": hub.token, "trust_remote_code": hub.allow_remote_code}
-        done = train_model(one.model, settings, folder, force=written.force, **heard)
+        done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
 

@@ -91,7 +91,6 @@ def finetune(
     *,
     force: bool = False,
     token: str | None = None,
-    trust_remote_code: bool = False,
     progress: Progress | None = None,
     say: Say | None = None,
 ) -> Finetuned:
@@ -104,7 +103,7 @@ def finetune(
     if isinstance(model, str):
         if not Path(model).exists():
             check_output(output, force=force)  # before a long download
-        model = open_checked(model, token=token, trust=trust_remote_code)
+        model = open_checked(model, token=token)
     check_apart(output, model.folder, "the model's own folder")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)

@@ -35,9 +35,10 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
+from tcompress.options.convert_options import Budget
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import Choice, out_of_reach, plan_terms, size_of, weight_bytes
-from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.knapsack import (
     DENSE,
     Allocation,
@@ -125,7 +126,7 @@ class BudgetProblem:
             return self._within(methods)
         limit = self._budget.limit
         sites = [item.site(methods, may_stay=True) for item in self.layers]
-        if self._budget.kind == "tol":
+        if self._budget.limits_each:
             found = within_tolerance(sites, [limit * item.left_out for item in self.layers])
         else:
             spend = _alike_for_loss if self._alike else allocate_for_loss
@@ -187,7 +188,7 @@ class BudgetProblem:
         try:
             return allocate(sites, room)
         except PlanError as error:
-            if budget is None or budget.kind == "target":
+            if budget is None or budget.is_fraction:
                 raise
             costs = [[option.cost for option in site.options] for site in sites]
             least = sum(
@@ -211,13 +212,13 @@ class BudgetProblem:
         return resized(self.plan, self.groups, chosen, self.source)
 
     @property
-    def _budget(self) -> BudgetPlan:
+    def _budget(self) -> Budget:
         assert self.plan.budget is not None
-        return self.plan.budget
+        return self.plan.budget.asked
 
     @property
     def _limits_error(self) -> bool:
-        return self._budget.kind in ("max_error", "tol")
+        return not self._budget.is_size
 
     @property
     def _alike(self) -> bool:
@@ -231,7 +232,7 @@ class BudgetProblem:
 
     def _limits(self) -> tuple[int, int]:
         """What a plan may measure, and what of it is for the layers that are sized."""
-        if self._budget.kind == "target":
+        if self._budget.is_fraction:
             whole = int(self._budget.limit * sum(item.dense * item.unit for item in self.layers))
             return whole, whole
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
@@ -240,7 +241,7 @@ class BudgetProblem:
         return limit, taken + limit - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
-        if self._budget.kind != "target":
+        if not self._budget.is_fraction:
             return size_of(plan, self.source, self.recipe)
         own = {item.key for item in self.layers}
         kept = sum(entry.parameters for entry in plan.layers if entry.key in own)
@@ -261,7 +262,8 @@ class BudgetProblem:
             share = self._limits()[1] / sum(site.dense for site in sites)
             with suppress(PlanError):
                 alike.append(allocate_alike(sites, share).loss)
-        facts = self._budget.model_copy(
+        assert self.plan.budget is not None
+        facts = self.plan.budget.model_copy(
             update={
                 "chosen": "uniform" if self._alike else "loss",
                 "error": loss / everything,
@@ -482,9 +484,9 @@ class Decision:
             dense=entry.dense_parameters,
             left_out=sum(constant for _, constant in aims) * rows,
         )
-        if budget is not None and budget.kind == "target_bytes":
+        if budget is not None and budget.unit == "bytes":
             found.unit = weight_bytes(self.source, entry, self.recipe.dtype)
-        fine = budget is not None and budget.kind == "tol"
+        fine = budget is not None and budget.limits_each
         sharing = next(len(group) for group in block.groups if layer in group)
 
         def options(specs: Sequence[Spec]) -> list[Option]:

@@ -68,10 +68,25 @@ class Budget:
         """Whether it limits a size, which shapes alone tell; else it limits an error."""
         return self.kind not in ("max_error", "tol")
 
+    @property
+    def is_fraction(self) -> bool:
+        """Whether it is a share of the rewritten layers; other sizes are of the whole model."""
+        return self.kind == "target"
+
+    @property
+    def limits_each(self) -> bool:
+        """Whether it limits the error of each layer; other errors are sums over all layers."""
+        return self.kind == "tol"
+
+    @property
+    def unit(self) -> str:
+        """What a size counts."""
+        return "bytes" if self.kind == "target_bytes" else "parameters"
+
     def __str__(self) -> str:
         """Writes it as an option, such as `--target-params 30,000,000`."""
-        whole = self.kind in ("target_params", "target_bytes")
-        number = f"{self.limit:,.0f}" if whole else f"{self.limit:g}"
+        counts = self.is_size and not self.is_fraction
+        number = f"{self.limit:,.0f}" if counts else f"{self.limit:g}"
         return f"--{self.kind.replace('_', '-')} {number}"
 
 

@@ -173,12 +173,12 @@ _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
     """Measures a plan in its budget's unit; rewritten weights count for a fraction, else all."""
-    kind = recipe.budget.kind if recipe.budget else "target"
-    if kind == "target_bytes":
+    budget = recipe.budget
+    if budget is None or budget.is_fraction or not budget.is_size:
+        return plan.structured_rewritten
+    if budget.unit == "bytes":
         return disk_bytes(source, plan, recipe.dtype)
-    if kind == "target_params":
-        return plan.parameters - plan.saved
-    return plan.structured_rewritten
+    return plan.parameters - plan.saved
 
 
 PlanOf = Callable[[float | None], Plan]
@@ -190,7 +190,7 @@ def plan_within(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
     budget = recipe.budget
     if budget is None:
         return plan_of(None)
-    if not budget.is_size or budget.kind == "target":
+    if not budget.is_size or budget.is_fraction:
         fraction = budget.limit if budget.is_size else STAND_IN
         try:
             plan = plan_of(fraction)
@@ -235,7 +235,7 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {_unit(budget)}"
+        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {budget.unit}"
         raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
@@ -245,7 +245,7 @@ def _largest(
         except PlanError:
             break
         over = size_of(plan, source, recipe) - limit
-        counts_bytes = budget.kind == "target_bytes"
+        counts_bytes = budget.unit == "bytes"
         pairs = [
             (entry, weight_bytes(source, entry, recipe.dtype) if counts_bytes else 1)
             for entry in plan.layers
@@ -271,14 +271,10 @@ def _largest(
     raise out_of_reach(budget, min(sizes, default=0))
 
 
-def _unit(budget: Budget) -> str:
-    return "bytes" if budget.kind == "target_bytes" else "parameters"
-
-
 def out_of_reach(budget: Budget, smallest: int) -> PlanError:
     """Says that a budget is too small, and how small it may be."""
     return PlanError(
-        f"`{budget}` is out of reach: the smallest possible is {smallest:,} {_unit(budget)}",
+        f"`{budget}` is out of reach: the smallest possible is {smallest:,} {budget.unit}",
         "embeddings and norms count and stay as they are; allow more, offer a method with "
         "smaller sizes, keep fewer layers dense, or drop blocks too",
     )

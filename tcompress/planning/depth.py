@@ -151,7 +151,7 @@ def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
     if not recipe.chooses_depth or depth.kept == depth.blocks or budget is None:
         return inner
     cut = cut_to(source, depth)
-    if budget.kind == "target":
+    if budget.is_fraction:
         before, after = (
             sum(i.in_features * i.out_features * (i.experts or 1) for i in roles.layers)
             for roles in (roles_of(source), roles_of(cut))

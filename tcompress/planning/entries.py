@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
-from tcompress.options.convert_options import BudgetKind
+from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
@@ -293,6 +293,11 @@ class BudgetPlan(Frozen):
     tried: dict[str, float] = Field(default={})
     """Change of the output per held-out sample, of `auto` and of methods alone, where tried."""
     taken: str | None = None  # which of them was taken
+
+    @property
+    def asked(self) -> Budget:
+        """What was asked for."""
+        return Budget(self.kind, self.limit)
 
 
 class Plan(Frozen):

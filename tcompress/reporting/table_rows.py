@@ -8,9 +8,6 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.manifest import Metric
-from tcompress.options.convert_options import (
-    Budget,
-)
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt
@@ -157,9 +154,9 @@ _SHARED = {
 
 def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     """Lines about a budget; none where there is none, or where other lines say it all."""
-    if budget is None or (budget.kind == "target" and budget.chosen == "uniform"):
+    if budget is None or (budget.asked.is_fraction and budget.chosen == "uniform"):
         return []
-    rows = [Row("budget", str(Budget(budget.kind, budget.limit))), Row("", _SHARED[budget.chosen])]
+    rows = [Row("budget", str(budget.asked)), Row("", _SHARED[budget.chosen])]
     if budget.error is not None:
         rows.append(Row("predicted error", fmt.error_text(budget.error)))
     rows += [Row(f"  {name}", fmt.error_text(e)) for name, e in _other_errors(budget).items()]
@@ -331,7 +328,7 @@ def _amount(amount: Amount) -> Cell:
 def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:
     limit = error = Cell()
     if budget is not None and budget_rows(budget):
-        limit = Cell(f"{Budget(budget.kind, budget.limit)}, {_SHARED[budget.chosen]}")
+        limit = Cell(f"{budget.asked}, {_SHARED[budget.chosen]}")
     if budget is not None and budget.error is not None:
         others = [f"{name} {fmt.error_text(e)}" for name, e in _other_errors(budget).items()]
         error = Cell(fmt.error_text(budget.error), "; ".join(others))

@@ -81,9 +81,15 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"it holds `{name}`, which is no number of JSON")
 
 
-def _is_deep(value: Any, levels: int = _DEEPEST) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return levels == 0 or any(_is_deep(item, levels - 1) for item in items)
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        holders = [item for item in level if isinstance(item, dict | list)]
+        inner = [item.values() if isinstance(item, dict) else item for item in holders]
+        level = [item for items in inner for item in items]
+        if not level:
+            return False
+    return True
 
 
 def read_settings(path: Path, *, strict: bool = False) -> dict[str, Any]:

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.utils import logging
+from rows import recorded
 
 import tcompress
 from tcompress.api import evaluate
@@ -64,12 +62,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
     parser.add_argument("--ways", nargs="*", default=list(WAYS))
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = args.out / "results.json"
-    rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    record, rows = recorded(args.out)
     if "dense" not in rows:
         rows["dense"] = {"value": measured(args, args.model)}
     dense = rows["dense"]["value"]

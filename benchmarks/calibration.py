@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import tempfile
 import time
 from itertools import product
@@ -22,10 +21,10 @@ from typing import Any
 
 import pandas as pd
 import torch
+from rows import recorded
 from scipy.stats import spearmanr
 from sts import embed
 from transformers import AutoModel, AutoTokenizer
-from transformers.utils import logging
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.conversion.converter import convert
@@ -51,12 +50,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=["svd"])
     parser.add_argument("--target", type=float, default=0.25)
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = args.out / "results.json"
-    rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    record, rows = recorded(args.out)
     pairs = [pd.read_parquet(file) for file in args.data]
     dense = [similarities(args.model, one) for one in pairs]
     whole = [correlation(found, one["score"]) for found, one in zip(dense, pairs, strict=True)]

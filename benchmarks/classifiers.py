@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
-import torch
-from rows import SLICES, every_budget
-from transformers.utils import logging
+from rows import SLICES, every_budget, recorded
 
 import tcompress  # noqa: F401 - makes converted models loadable
 from tcompress.api import evaluate
@@ -49,13 +46,7 @@ def main() -> None:
     parser.add_argument("--alone", nargs="*", help="those to train on labels alone; default all")
     parser.add_argument("--extra", type=json.loads, default={}, help="more settings of finetune")
     args = parser.parse_args()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    args.out.mkdir(parents=True, exist_ok=True)
-    record = args.out / "results.json"
-    rows: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {device}")
+    record, rows = recorded(args.out)
     dense = args.out / "dense"
     for name, make in stages(args, dense):
         if name not in rows:

@@ -221,8 +221,8 @@ class BlockFitter:
     """Compares what the model puts out before and after, on the batches held out."""
 
     def __post_init__(self) -> None:
-        self._moved: dict[str, float] = defaultdict(float)  # change of the output, by source
-        self._judged: Counter[str] = Counter()  # samples, by source
+        self._distance: dict[str, float] = defaultdict(float)  # change of the output, by source
+        self._counted: Counter[str] = Counter()  # samples, by source
         self._blocks = {self.source.original_name(b.name): b for b in roles_of(self.source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.whole).blocks]
@@ -250,12 +250,12 @@ class BlockFitter:
     @property
     def change(self) -> float | None:
         """Change of the output per sample held out, if a sampler measured it."""
-        return fsum(self._moved.values()) / self._judged.total() if self._judged else None
+        return fsum(self._distance.values()) / self._counted.total() if self._counted else None
 
     @property
     def changes(self) -> dict[str, float]:
         """The same by source."""
-        return {name: self._moved[name] / count for name, count in self._judged.items()}
+        return {name: self._distance[name] / count for name, count in self._counted.items()}
 
     def run(
         self, done: Callable[[str], BlockResult | None], progress: Callable[[str, str], None]
@@ -360,8 +360,8 @@ class BlockFitter:
                 stream.answer(handed_on(call, answer) if skipped else answer)
             if self.sampler is not None and one.output is not None:
                 origin = self.data.origins.get(index, self.data.name)
-                self._moved[origin] += self.sampler.change(one.output, two.output, one.batch)
-                self._judged[origin] += len(next(iter(one.batch.values())))
+                self._distance[origin] += self.sampler.change(one.output, two.output, one.batch)
+                self._counted[origin] += len(next(iter(one.batch.values())))
                 one.output = two.output = None  # at once: logits are large
 
     def _fit_group(self, pair: _Pair, group: Group, result: BlockResult) -> None:

@@ -169,8 +169,8 @@ Named = tuple[Any, str]
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """What was drawn from one source; `frames` are pictures, sounds, volumes or series."""
+class _SourceData:
+    """Texts and frames of one source; `frames` are pictures, sounds, volumes or series."""
 
     name: str
     texts: Sequence[str] = ()
@@ -192,14 +192,14 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     reads_text = inputs.text or inputs.decoder
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
     sources = _Sources(source, inputs, options)
-    drawn = sources.draw()
-    examples = _examples(drawn, options.count, inputs, encoder)
+    parts = sources.draw()
+    examples = _examples(parts, options.count, inputs, encoder)
     fitted, held = _split(examples, options.holdout)
     count, tokens = len(examples), sum(map(_tokens, examples))
     pad = encoder.pad if encoder else 0
     batches = [*_batches(fitted, options.batch_size, pad)]
     origins: dict[int, str] = {}
-    for origin in dict.fromkeys(item.name for item in drawn):
+    for origin in dict.fromkeys(item.name for item in parts):
         own = [item for item in held if item.origin == origin]
         for batch in _batches(own, options.batch_size, pad):
             origins[len(batches)] = origin
@@ -207,7 +207,7 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     return CalibrationData(
         batches=batches,
         holdout=[*origins],
-        name=" + ".join(item.name for item in drawn),
+        name=" + ".join(item.name for item in parts),
         samples=count,
         tokens=tokens,
         fingerprint=sources.digest.hexdigest(),
@@ -224,25 +224,25 @@ class _Sources:
         self._columns: set[str] = set()  # those of all tables
         self.digest = hashlib.sha256()
 
-    def draw(self) -> list[_Drawn]:
-        """Draws from all sources."""
+    def draw(self) -> list[_SourceData]:
+        """Draws samples from all sources."""
         inputs, options = self._inputs, self._options
         read = self._from_table if inputs.grid is None else self._from_grids
-        drawn = [read(name) for name in self._named]
+        found = [read(name) for name in self._named]
         unknown = {*options.columns} - self._columns
-        if unknown and len(drawn) > 1:
+        if unknown and len(found) > 1:
             hint = f"name others; there are {listed(self._columns)}"
             raise DataError(f"none of the data has the columns {listed(unknown)}", hint)
-        builtin, texts = "builtin" in options.source, sum(len(item.texts) for item in drawn)
-        if not any(item.frames for item in drawn) or builtin:
-            drawn += self._made()
+        builtin, texts = "builtin" in options.source, sum(len(item.texts) for item in found)
+        if not any(item.frames for item in found) or builtin:
+            found += self._made()
         is_short = texts < FEWEST and options.samples is None and not inputs.image
         if (inputs.text or inputs.decoder) and (builtin or is_short or not texts):
             shipped = draw_texts(builtin_texts(), options.count, options.seed)
-            drawn.append(_Drawn("builtin text", self._hashed_texts(shipped)))
-        return drawn
+            found.append(_SourceData("builtin text", self._hashed_texts(shipped)))
+        return found
 
-    def _from_table(self, source: str) -> _Drawn:
+    def _from_table(self, source: str) -> _SourceData:
         inputs, options = self._inputs, self._options
         model = self._source.model_class.__name__
         clips = inputs.image and frames_of(self._source.config)
@@ -281,7 +281,7 @@ class _Sources:
                 )
             label = self._label(source, table.label)
             is_plain = table.rows.info.builder_name in ("text", "imagefolder")
-            return _Drawn(label if is_plain else f"{label}:{','.join(named)}", texts, frames)
+            return _SourceData(label if is_plain else f"{label}:{','.join(named)}", texts, frames)
 
     @property
     def _share(self) -> int:
@@ -294,7 +294,7 @@ class _Sources:
         alike = names.count(Path(source).name) > 1
         return f"{Path(source).expanduser().resolve().parent.name}/{label}" if alike else label
 
-    def _from_grids(self, source: str) -> _Drawn:
+    def _from_grids(self, source: str) -> _SourceData:
         options, series = self._options, self._inputs.grid == SERIES
         needs = Needs(window=window_of(self._source)) if series else Needs(volume=True)
         found = load_examples(source, options.split, needs, limit=self._share, seed=options.seed)
@@ -309,9 +309,9 @@ class _Sources:
             has = f"`{found.name}` has inputs of shape {found.shape}"
             raise DataError(f"{has}, the model takes {wanted}", hint)
         hashed = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
-        return _Drawn(self._label(source, found.name), (), hashed)
+        return _SourceData(self._label(source, found.name), (), hashed)
 
-    def _made(self) -> Iterator[_Drawn]:
+    def _made(self) -> Iterator[_SourceData]:
         """Frames that ship with no file, for models that read any."""
         inputs = self._inputs
         if inputs.image:
@@ -325,7 +325,7 @@ class _Sources:
             draw = partial(speech, *bands)
             yield self._make("builtin audio (synthetic)", draw, MOST_SOUNDS)
 
-    def _pictures(self) -> _Drawn:
+    def _pictures(self) -> _SourceData:
         channels, height, width = image_shape(self._source.config)
         count = frames_of(self._source.config)
         missing = count or not has_processor_file(self._source)
@@ -350,11 +350,11 @@ class _Sources:
         make: Callable[[Generator], NDArray[Any]],
         most: int = MOST_PICTURES,
         read: Callable[[Any, Generator], Tensor] = lambda made, _: torch.from_numpy(made),
-    ) -> _Drawn:
+    ) -> _SourceData:
         """Make samples, each from a seed of its own, and turn them into inputs."""
         seeds = ([self._options.seed, index] for index in range(min(self._share, most)))
         draws = map(np.random.default_rng, seeds)
-        return _Drawn(name, (), [read(self._hashed(make(rng)), rng) for rng in draws])
+        return _SourceData(name, (), [read(self._hashed(make(rng)), rng) for rng in draws])
 
     def _hashed_texts(self, texts: Iterable[str]) -> list[str]:
         found = list(texts)
@@ -373,13 +373,13 @@ def _by_turns(parts: Iterable[Sequence[Named]], count: int) -> list[Named]:
 
 
 def _examples(
-    drawn: Sequence[_Drawn], count: int, inputs: Inputs, encoder: TextEncoder | None
+    parts: Sequence[_SourceData], count: int, inputs: Inputs, encoder: TextEncoder | None
 ) -> list[_Example]:
     name = "input_features" if inputs.audio else inputs.grid or "pixel_values"
-    frames = _by_turns(([(one, item.name) for one in item.frames] for item in drawn), count)
+    frames = _by_turns(([(one, item.name) for one in item.frames] for item in parts), count)
     if encoder is None:
         return [_Example({name: value}, origin) for value, origin in frames]
-    texts = _by_turns(([(text, item.name) for text in item.texts] for item in drawn), count)
+    texts = _by_turns(([(text, item.name) for text in item.texts] for item in parts), count)
     if inputs.image or inputs.audio:
         # With fewer pictures than texts each picture gets several, so that no text is lost.
         few = min(len(texts), len(frames))

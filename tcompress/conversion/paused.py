@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -161,9 +160,11 @@ class Stream:
         self.batch, self.rewritten = batch, rewritten
         self.output: Any = None
         self.call: Call | None = None
-        self._forward, self._keep, self._gradients = forward, keep, gradients
-        self._calls: SimpleQueue[Call | BaseException | None] = SimpleQueue()
-        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._keep, self._gradients = keep, gradients
+        self._forward, self._answer = forward, None
+        self._error: BaseException | None = None
+        self._mine = threading.Semaphore(0)
+        self._main = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
     @property
@@ -178,8 +179,8 @@ class Stream:
 
     def answer(self, result: Any) -> None:
         """Gives the waiting call its result and runs up to the next block, or to the end."""
-        self.call = None
-        self._answers.put(result)
+        self._answer, self.call = result, None
+        self._mine.release()
         self._wait()
 
     def close(self) -> None:
@@ -190,21 +191,20 @@ class Stream:
 
     def visit(self, call: Call) -> Any:
         """Called by a block, in the stream's own thread: pauses until there is an answer."""
-        self._calls.put(call)
-        answer = self._answers.get()
-        if isinstance(answer, _Stop):
-            raise answer
-        return answer
+        self.call = call
+        self._main.release()
+        self._mine.acquire()
+        if isinstance(self._answer, _Stop):
+            raise self._answer
+        return self._answer
 
     def _wait(self) -> None:
-        found = self._calls.get()
-        if isinstance(found, BaseException):
-            raise found
-        self.call = found
+        self._main.acquire()
+        if self._error is not None:
+            raise self._error
 
     def _run(self) -> None:
         _CURRENT.stream = self
-        ended: BaseException | None = None
         try:
             with torch.set_grad_enabled(self._gradients):
                 output = self._forward(**self.batch)
@@ -212,8 +212,9 @@ class Stream:
         except _Stop:
             pass
         except BaseException as error:  # handed to the main thread
-            ended = error
-        self._calls.put(ended)
+            self._error = error
+        finally:
+            self._main.release()
 
 
 class Branch(nn.Module):

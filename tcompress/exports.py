@@ -24,7 +24,7 @@ from tcompress.models import SourceModel
 from tcompress.models.names import CARD, auxiliary_files, carry_files, local_folder
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
-from tcompress.structures.modules.linear import StructuredLinear
+from tcompress.structures.modules.linear import StructuredLinear, widened
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 LARGEST_SHARD = "2GB"
@@ -104,7 +104,7 @@ def dense_weight(artifact: Artifact, entry: LayerPlan) -> Tensor:
     if not bool(torch.isfinite(weight).all()):
         hint = "convert the model again, with `--dtype float32`"
         raise FitError(f"the weight of layer `{entry.name}` is not finite in {dtype}", hint)
-    return entry.as_stored(weight).contiguous()
+    return entry.as_stored(widened(weight, entry.parts, entry.reads)).contiguous()
 
 
 def _layer(entry: LayerPlan, **shared: Any) -> StructuredLinear:
@@ -145,7 +145,8 @@ def _assign(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def _write_weights(artifact: Artifact, place: Workplace, progress: Progress) -> None:
     made = {f"{entry.name}.{entry.parameter}": entry for entry in artifact.layers}
-    shards = plan_shards(list(_outputs(artifact, made)), LARGEST_SHARD)
+    biases = {f"{entry.name}.bias": entry for entry in artifact.layers if entry.biases_saved}
+    shards = plan_shards(list(_outputs(artifact, made, biases)), LARGEST_SHARD)
     total = sum(item.nbytes for shard in shards for item in shard.tensors)
     place.need(total)
     progress.stage("writing", total, "bytes")
@@ -153,14 +154,18 @@ def _write_weights(artifact: Artifact, place: Workplace, progress: Progress) -> 
     def value(item: Stored) -> Tensor:
         if item.key in made:
             return dense_weight(artifact, made[item.key])
-        return artifact.store.tensor(item.key)
+        tensor = artifact.store.tensor(item.key)
+        entry = biases.get(item.key)
+        return tensor if entry is None else widened(tensor, entry.parts, entry.reads)
 
     for shard in shards:
         write_shard(place.model, shard, value, lambda size: progress.advance(size, ""))
     write_index(place.model, shards)
 
 
-def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stored]:
+def _outputs(
+    artifact: Artifact, made: Mapping[str, LayerPlan], biases: Mapping[str, LayerPlan]
+) -> Iterator[Stored]:
     """Lists what is written: the guards under dense names become weights, factors are dropped."""
     store = artifact.store
     dropped = {
@@ -176,7 +181,9 @@ def _outputs(artifact: Artifact, made: Mapping[str, LayerPlan]) -> Iterator[Stor
             first = f"{entry.name}.{stored_name(entry, next(iter(entry.tensor_shapes)))}"
             yield Stored(key, tuple(entry.as_stored(empty).shape), store.dtype(first))
         elif key not in dropped:
-            yield Stored(key, tuple(store.shape(key)), store.dtype(key))
+            narrow = biases.get(key)
+            shape = tuple(store.shape(key)) if narrow is None else (narrow.out_features,)
+            yield Stored(key, shape, store.dtype(key))
 
 
 def _write_rest(artifact: Artifact, folder: Path) -> None:
@@ -199,7 +206,8 @@ def _prove(artifact: Artifact, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     for entry in {entry.kind: entry for entry in artifact.layers}.values():
         rows = torch.randn(4, entry.in_features, generator=generator, dtype=torch.float64)
-        wanted = applied(structured.layer(entry), rows)
+        own = entry.reads.gather(rows) if entry.reads else rows
+        wanted = widened(applied(structured.layer(entry), own).mT, entry.parts, None).mT
         stored = dense.tensor(f"{dense.keymap.runtime_name(entry.name)}.{entry.parameter}")
         weight = entry.matrix(stored.double())
         change = (rows @ weight.mT).reshape(wanted.shape) - wanted

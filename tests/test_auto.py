@@ -60,7 +60,7 @@ class _Paper(BaseModel):
 
 
 class _PaperProblem(BudgetProblem):
-    def _plan(self, found: Allocation) -> Any:
+    def _plan(self, found: Allocation, *_: Any) -> Any:
         return _Paper(cost=found.cost)
 
     def _measured(self, plan: Any) -> int:
@@ -136,7 +136,7 @@ def test_a_budget_that_no_method_meets_is_refused() -> None:
 class _SharingProblem(_PaperProblem):
     """Layers of more than 54 no longer share what is counted once: they cost 10 more each."""
 
-    def _plan(self, found: Allocation) -> Any:
+    def _plan(self, found: Allocation, *_: Any) -> Any:
         return _Paper(cost=found.cost + 10 * sum(option.cost > 54 for option in found.choices))
 
 

@@ -44,8 +44,12 @@ P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
 Entry = LayerPlan | AttentionPlan
 
 
-def needed_version(attention: Sequence[AttentionPlan], *, drawn: bool = False) -> int:
+def needed_version(
+    layers: Sequence[LayerPlan], attention: Sequence[AttentionPlan], *, drawn: bool = False
+) -> int:
     """Returns the oldest format that can hold a plan, so that older readers can have it."""
+    if any(entry.is_narrow for entry in layers):
+        return 4
     return 3 if drawn else 2 if attention else 1
 
 
@@ -69,7 +73,7 @@ def quantization_section(
     section = {
         "quant_method": CALLED,
         "note": NOTE,
-        "format_version": needed_version(attention, drawn=bool(forms)),
+        "format_version": needed_version(layers, attention, drawn=bool(forms)),
         "plan": plan,
         **facts,
     }

@@ -15,6 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.attention.module import CHILD
+from tcompress.conversion.channels import (
+    Reductions,
+    lift_of,
+    narrowed_curvature,
+    narrowed_rows,
+)
 from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
@@ -59,7 +65,7 @@ class SplitSums:
     def add(self, dense: Tensor, new: Tensor, *, holdout: bool) -> None:
         """Adds paired rows of both streams.  # (rows, d)."""
         if holdout not in self._sums:
-            self._sums[holdout] = MomentSums(dense.shape[-1], dense.device)
+            self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
         self._sums[holdout].add(dense, new)
 
     def moments(self, *, centred: bool) -> LayerMoments:
@@ -209,6 +215,8 @@ class BlockFitter:
     damping: float  # ridge added to the moments
     curvatures: Callable[[str], Mapping[str, Tensor]]
     """Gives moments of the output gradients of a block's layers, by layer name."""
+    channels: Callable[[str], Reductions]
+    """Tells which channels of a block's layers stay."""
     factors: SharedFactors  # fitted before
     dtype_of: Callable[[LayerPlan], torch.dtype]  # in which a layer is stored
     device: torch.device
@@ -295,6 +303,7 @@ class BlockFitter:
         """Rewrites a block's copy; what is fresh is fitted first."""
         block = pair.block
         self._rows = TokenRows(pair.dense, block)
+        self._reductions = self.channels(block.name) if fresh else {}
         self._replace_attention(pair, result.attention)
         routed = {pair.inside(layer.name) for layer in block.layers if layer.routed}
         routing = Routing(pair.dense, routed)
@@ -376,12 +385,17 @@ class BlockFitter:
                 moments = [self._moments(pair, group, inside)]
         except FitError as error:
             raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
-        weights = []
+        known = self._reductions
+        weights, lifts = [], {}
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
             weight = read_finite(self.source.store, self.source.keymap, name)
-            weights.append(entry.matrix(weight).to(self.device))
-        curves = self.curvatures(pair.block.name).items()
+            weight = entry.matrix(weight).to(self.device)
+            weights.append(narrowed_rows(entry, weight, known))
+            if entry.reads:
+                lifts[entry.name] = lift_of(entry, known).to(self.device)
+        curves = self.curvatures(pair.block.name)
+        named = {entry.name: entry for entry in group if entry.name in curves}
         dtype = self.dtype_of(first)
         fitted = fit_layers(
             group,
@@ -389,13 +403,18 @@ class BlockFitter:
             [[item[entry.bias] for item in moments] for entry in group],
             dtype=dtype,
             damping=self.damping,
-            curvatures={name: s.to(self.device) for name, s in curves},
+            curvatures={
+                name: narrowed_curvature(entry, curves[name], known).to(self.device)
+                for name, entry in named.items()
+            },
             factors=self.factors,
+            lifts=lifts,
         )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[entry.key] = layer
             if entry.bias and entry.kind != "experts":
-                bias = pair.dense.get_parameter(f"{pair.inside(self._paths[entry.name])}.bias")
+                path = f"{pair.inside(self._paths[entry.name])}.bias"
+                bias = narrowed_rows(entry, pair.dense.get_parameter(path), known)
                 shift = 0.0 if layer.shift is None else layer.shift
                 result.biases[entry.name] = (bias.double() + shift).to(dtype)
 
@@ -409,19 +428,22 @@ class BlockFitter:
             x, y = pair.inputs(inside, one, two)
             if listed and x is None:  # an expert that no token of these chose
                 continue
-            if listed and (y is None or y.shape != x.shape or x.shape[:-1].numel() < _tokens(one)):
+            tokens = x.shape[:-1] if x is not None else None
+            if listed and (y is None or y.shape[:-1] != tokens or tokens.numel() < _tokens(one)):
                 y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
                 raise DataError(f"layer `{name}` did not run on calibration data")
             x = channels_last(pair.dense.get_submodule(inside), x)
             y = channels_last(pair.new.get_submodule(inside), y)
             rows, mask = self._rows.of(x, path, group[0].role)
-            if y.numel() != x.numel():
+            if y.shape[:-1].numel() != x.shape[:-1].numel():
                 raise DataError(
                     f"layer `{name}` reads other tokens once others are rewritten",
                     "convert this model without data: `--calib none`",
                 )
-            pairs = y.reshape(rows.shape)
+            pairs = y.reshape(len(rows), -1)
+            if y is not x and group[0].reads:
+                pairs = group[0].reads.gather(pairs)
             if mask is not None:
                 rows, pairs = rows[mask], pairs[mask]
             sums.add(rows, pairs, holdout=index in self.data.holdout)

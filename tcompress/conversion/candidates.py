@@ -16,7 +16,7 @@ from tcompress.conversion.sensitivity import Sensitivity
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import Form, LayerPlan
 from tcompress.planning.knapsack import BudgetSite, Option
 from tcompress.roles import Block
 from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
@@ -51,9 +51,15 @@ class LayerCandidates:
     """What a method offers where all layers take it."""
 
     def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
-        """Returns what a budget may choose from; where no method can, a layer stays dense."""
+        """Returns what a budget may choose from; where no method can, a layer stays dense.
+
+        Labels say what becomes of the layer, by its key.
+        """
         options = [option for name in methods for option in self.offers.get(name, ())]
-        priced = [replace(option, cost=option.cost * self.unit) for option in options]
+        priced = [
+            Option(own.cost * self.unit, own.loss, ((self.key, Form(own.label)),))  # type: ignore[arg-type]
+            for own in options
+        ]
         return BudgetSite(self.key, priced, self.dense * self.unit, may_stay or not priced)
 
 
@@ -110,8 +116,8 @@ def options_of(
 
 def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
     """Kept fractions close enough that no rank is passed over."""
-    widest = max(part.out_features for part in entry.parts)
-    least = min(part.out_features for part in entry.parts)
+    widest = max(part.dense_features for part in entry.parts)
+    least = min(part.dense_features for part in entry.parts)
     step = (entry.in_features + least) / (2.0 * entry.in_features * widest)
     return tuple(step * n for n in range(1, int(1 / step) + 1))
 
@@ -163,7 +169,7 @@ def fit_targets_of(
     """
     aims, start = [], 0
     for part in entry.parts:
-        stop = start + part.out_features
+        stop = start + part.dense_features
         rows = weight[start:stop].double()
         curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
         target = Target(rows @ gram, gram, curvature=curve)
@@ -207,6 +213,7 @@ class LayerStatistics:
     whole: EvaluationMoments  # of all rows
     halves: tuple[EvaluationMoments, EvaluationMoments]
     """Those that a calibration fit sees, and those of other rows that it is judged by."""
+    mean: Tensor  # of the inputs  # (in,)
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
@@ -215,9 +222,10 @@ class LayerStatistics:
             return EvaluationMoments(gram, curvature, own.rows)
 
         whole, half = moments(sums), sums.half
+        mean = sums.total / sums.rows + sums.centre
         if half is None or not 0 < half.rows < sums.rows:
-            return cls(weight, whole, (whole, whole))
-        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)))
+            return cls(weight, whole, (whole, whole), mean)
+        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)), mean)
 
 
 @dataclass

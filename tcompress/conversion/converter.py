@@ -18,6 +18,7 @@ from tcompress.artifact.format import Stored, needed_version, plan_shards, write
 from tcompress.artifact.manifest import Manifest, environment, read_manifest
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.blocks import BlockFitter, BlockResult
+from tcompress.conversion.channels import Reductions, completed, read_reductions
 from tcompress.conversion.decision import STOP, Decision, try_out
 from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
 from tcompress.conversion.fit import SharedFactors
@@ -46,15 +47,17 @@ from tcompress.data.calibration import CalibrationData, load_batches
 from tcompress.errors import InputError
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, read_finite
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.options import Convert
 from tcompress.options.steps import PaperRow
+from tcompress.planning.costs import path_of
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
+from tcompress.roles import Layer
 from tcompress.structures.modules.embedding import StructuredEmbedding
 
 
@@ -132,7 +135,9 @@ def convert(
         errors = job.fit(place)
         checksums = job.write(place)
         manifest = Manifest(
-            format_version=needed_version(job.plan.attention, drawn=source.seed is not None),
+            format_version=needed_version(
+                job.plan.entries, job.plan.attention, drawn=source.seed is not None
+            ),
             source=source_facts(job.source, source),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
@@ -290,6 +295,18 @@ class _Job:
         for entry in self.plan.embeddings:
             self.block_of[self.outputs.runtime_name(entry)] = EMBEDDINGS
 
+    def _channels(self, block: str) -> Reductions:
+        """Tells which channels of a block stay; by the weights alone where no data has told."""
+        known = read_reductions(self.moments.moments("channels", block))
+        entries = {path_of(self.source, entry): entry for entry in self.plan.layers}
+        found = next((own for own in roles_of(self.source).blocks if own.name == block), None)
+
+        def weight_of(layer: Layer) -> Tensor:
+            weight = read_finite(self.source.store, self.source.keymap, layer.weight_name)
+            return entries[layer.weight_name].matrix(weight).to(self.device)
+
+        return known if found is None else completed(known, found, entries, weight_of)
+
     def fit(self, place: FitWorkplace) -> dict[str, dict[str, float]]:
         """Fits everything that is rewritten; what no data reaches is fitted to its weights.
 
@@ -307,8 +324,10 @@ class _Job:
             self.progress.stage("fitting to weights", len(left), "blocks")
         for name, own in left.items():
             result = BlockResult(name, {}, {})
+            known = self._channels(name) if any(e.is_narrow for c in own for e in c) else {}
             for cluster in own:
-                found = fit_without_data(self.outputs, cluster, self.factors, self.device)
+                parts = (self.outputs, cluster, self.factors, known, self.device)
+                found = fit_without_data(*parts)
                 result.layers.update(found.layers)
                 result.biases.update(found.biases)
             place.keep_block(result)
@@ -365,6 +384,7 @@ class _Job:
             self.data,
             damping=self.recipe.calibration.damping,
             curvatures=partial(self.moments.moments, "curvature"),
+            channels=self._channels,
             factors=self.factors,
             dtype_of=self.outputs.dtype_of,
             device=self.device,

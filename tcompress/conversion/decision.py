@@ -8,9 +8,10 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import fsum, inf
 from typing import Any
 
@@ -27,6 +28,14 @@ from tcompress.conversion.candidates import (
     fit_targets_of,
     options_of,
 )
+from tcompress.conversion.channels import (
+    Reduction,
+    Seen,
+    Widths,
+    stored_reductions,
+    width_options,
+    widths_of,
+)
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
@@ -37,8 +46,9 @@ from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.options.method_options import AutoSpec
+from tcompress.planning.channels import couplings
 from tcompress.planning.costs import Choice, out_of_reach, plan_terms, size_of, weight_bytes
-from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import (
     DENSE,
     Allocation,
@@ -46,6 +56,7 @@ from tcompress.planning.knapsack import (
     Option,
     allocate,
     allocate_for_loss,
+    joint,
 )
 from tcompress.planning.knapsack import uniform as allocate_alike
 from tcompress.planning.planner import covered, follows_rules, grouped, regrouped, resized, site_of
@@ -53,9 +64,12 @@ from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_o
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer, Roles
 from tcompress.structures import Refusal, Spec
+from tcompress.structures.width import WidthSpec
 
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""
+
+WIDTH = WidthSpec().name
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
@@ -85,6 +99,8 @@ class BudgetProblem:
     groups: Sequence[Sequence[LayerPlan]]  # those together that read one input
     layers: Sequence[LayerCandidates]
     fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
+    widths: Sequence[Sequence[Option]] = ()
+    """What layers that have channels in common may become, with fewer of them."""
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
         """Returns the plan that is predicted to lose least, or for an error to be smallest.
@@ -125,13 +141,15 @@ class BudgetProblem:
         if not self._limits_error:
             return self._within(methods)
         limit = self._budget.limit
-        sites = [item.site(methods, may_stay=True) for item in self.layers]
+        sites = self.sites(methods, may_stay=True)
         if self._budget.limits_each:
-            found = within_tolerance(sites, [limit * item.left_out for item in self.layers])
+            left_out = {item.key: item.left_out for item in self.layers}
+            most = [limit * fsum(left_out[key] for key in keys) for keys in sites]
+            found = within_tolerance([*sites.values()], most)
         else:
             spend = _alike_for_loss if self._alike else allocate_for_loss
-            found = spend(sites, limit * fsum(item.left_out for item in self.layers))
-        plan = self._plan(found)
+            found = spend([*sites.values()], limit * fsum(item.left_out for item in self.layers))
+        plan = self._plan(found, sites)
         return _Answer(plan, found.loss, plan.structured_rewritten + self._dense_left(plan))
 
     def _within(self, methods: Sequence[str]) -> _Answer:
@@ -144,12 +162,9 @@ class BudgetProblem:
         fits, exceeds, best = 0, spent, None
         for _ in range(ATTEMPTS):
             # A rewritten layer makes up for what those before it lost; a dense one does not.
-            sites = [
-                item.site([m for m in methods if (item.key, m) not in barred], may_stay=False)
-                for item in self.layers
-            ]
-            found = self._allocated(sites, room)
-            plan = self._plan(found)
+            sites = self.sites(methods, may_stay=False, barred=barred)
+            found = self._allocated([*sites.values()], room)
+            plan = self._plan(found, sites)
             over = self._measured(plan) - limit
             lost = self._refused(found, plan) if len(methods) > 1 else set()
             if lost:
@@ -173,13 +188,42 @@ class BudgetProblem:
     def _refused(self, found: Allocation, plan: Plan) -> set[tuple[str, str]]:
         """Layers, each with its method, that were to be rewritten and then stayed dense."""
         planned = {entry.key for entry in plan.layers}
+        chosen: dict[str, Form] = {}
+        for choice in found.choices:
+            chosen |= () if choice.label == DENSE else choice.label  # type: ignore[call-overload]
         return {
             (item.key, name)
-            for item, choice in zip(self.layers, found.choices, strict=True)
-            if choice.label != DENSE and item.key not in planned
+            for item in self.layers
+            if chosen.get(item.key) is not None and item.key not in planned
             for name, options in item.offers.items()
-            if any(option.label == choice.label for option in options)
+            if any(option.label == chosen[item.key].parts for option in options)
         }
+
+    def sites(
+        self,
+        methods: Sequence[str],
+        *,
+        may_stay: bool,
+        barred: Collection[tuple[str, str]] = (),
+    ) -> dict[tuple[str, ...], BudgetSite]:
+        """Lists what a budget chooses from, by the keys of the layers that it is chosen for."""
+        own = {
+            item.key: item.site(
+                [m for m in methods if (item.key, m) not in barred],
+                may_stay=may_stay,
+            )
+            for item in self.layers
+        }
+        found: dict[tuple[str, ...], BudgetSite] = {}
+        for options in self.widths if WIDTH in methods else ():
+            keys = tuple(key for key, _ in options[-1].label)  # type: ignore[attr-defined]
+            members = [own.pop(key) for key in keys]
+            offered = [*options]
+            if any(member.options for member in members):
+                offered += [_flattened(option, keys) for option in joint(members)]
+            dense = sum(member.dense for member in members)
+            found[keys] = BudgetSite(keys[0], offered, dense, may_stay)
+        return {**{(key,): site for key, site in own.items()}, **found}
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
         if self._alike:
@@ -198,17 +242,19 @@ class BudgetProblem:
             limit, spent = self._limits()
             raise out_of_reach(budget, limit - spent + least) from error
 
-    def _plan(self, found: Allocation) -> Plan:
-        labels = [None if choice.label == DENSE else choice.label for choice in found.choices]
-        if labels and not any(labels):
+    def _plan(self, found: Allocation, sites: Iterable[tuple[str, ...]]) -> Plan:
+        forms: dict[str, Form | None] = {}
+        for keys, choice in zip(sites, found.choices, strict=True):
+            forms |= dict.fromkeys(keys) if choice.label == DENSE else dict(choice.label)  # type: ignore[call-overload]
+        if forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
             )
-        chosen: dict[str, Any] = {}
+        chosen: dict[str, Form | None] = {}
         if self._limits_error:  # of experts no error is known
             chosen = dict.fromkeys({entry.key for entry in self.plan.layers} - self.fixed)
-        chosen |= {item.key: label for item, label in zip(self.layers, labels, strict=True)}
+        chosen |= forms
         return resized(self.plan, self.groups, chosen, self.source)
 
     @property
@@ -258,7 +304,7 @@ class BudgetProblem:
         everything = fsum(item.left_out for item in self.layers) or 1.0
         alike = []
         for name in () if self._limits_error else singles:
-            sites = [item.site([name], may_stay=False) for item in self.layers]
+            sites = [*self.sites([name], may_stay=False).values()]
             share = self._limits()[1] / sum(site.dense for site in sites)
             with suppress(PlanError):
                 alike.append(allocate_alike(sites, share).loss)
@@ -272,6 +318,13 @@ class BudgetProblem:
             }
         )
         return covered(plan.model_copy(update={"budget": facts}), self.source)
+
+
+def _flattened(option: Option, keys: Sequence[str]) -> Option:
+    """Gives an option of several layers their forms as its label."""
+    labels: Any = option.label
+    forms = [((key, None),) if own == DENSE else own for key, own in zip(keys, labels, strict=True)]
+    return replace(option, label=tuple(chain.from_iterable(forms)))
 
 
 def within_tolerance(sites: Sequence[BudgetSite], most: Sequence[float]) -> Allocation:
@@ -346,7 +399,9 @@ class Decision:
         names = list(self._offers)
         whole = [name for name in names if all(self._fits.keeps(name, role) for role in found)]
         groups, fixed = grouped(self.plan, self.source), frozenset(self._fixed)
-        problem = BudgetProblem(self.recipe, self.source, self.plan, groups, self._layers, fixed)
+        problem = BudgetProblem(
+            self.recipe, self.source, self.plan, groups, self._layers, fixed, self._widths
+        )
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []
         for name in (label, *self._alone):
@@ -364,6 +419,7 @@ class Decision:
     def _measure(self, progress: Progress, *, several: bool) -> None:
         """Lists the candidates of all layers, from one pass over the calibration data."""
         self._layers: list[LayerCandidates] = []
+        self._widths: list[list[Option]] = []
         self._fixed: set[str] = set()
         budget = self.recipe.budget
         by_size = self.plan.budget is not None and budget is not None and budget.is_size
@@ -375,6 +431,7 @@ class Decision:
         elif method is not None:
             self._offers = {structure_of(method).name: (method,)}
         self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
+        self._narrows = WIDTH in self._offers or any(entry.is_narrow for entry in self.plan.layers)
         self._fits = CalibrationFits(fraction)
         runtime = self.source.keymap.runtime_name
         self._entries = {  # experts have no moments
@@ -384,8 +441,10 @@ class Decision:
         self._fitted = blocks_to_fit(roles.blocks)
         walk = self._weights if self.data is None else self._walk
         for block, seen in walk(roles, progress):
+            widths = self._order_channels(block, seen) if self._narrows else []
             if self.recipe.by_loss:
                 self._block(block, seen)
+                self._offer_widths(widths)
 
     def _walk(self, roles: Roles, progress: Progress) -> Measured:
         """Moments of all layers, from a backward pass, the last block first."""
@@ -402,7 +461,7 @@ class Decision:
             found = {k: worth for k, worth in worths.items() if worth.rows and k in self._entries}
             self._keep(name, found)
             seen = {}
-            for key, worth in found.items() if self.recipe.by_loss else ():
+            for key, worth in found.items() if self.recipe.by_loss or self._narrows else ():
                 entry = self._entries[key]
                 weight = self._weight(key, entry)
                 seen[entry.name] = LayerStatistics.of(weight, worth, centred=entry.bias)
@@ -420,14 +479,16 @@ class Decision:
                 weight = self._weight(layer.name, entry)
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
                 moment = EvaluationMoments(gram, None)
-                seen[entry.name] = LayerStatistics(weight, moment, (moment, moment))
+                mean = gram.new_zeros(len(gram))
+                seen[entry.name] = LayerStatistics(weight, moment, (moment, moment), mean)
             yield block, seen
             progress.advance(1, block.name)
 
     def _weight(self, path: str, entry: LayerPlan) -> Tensor:
-        name = f"{path}.{entry.parameter}"
-        weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
-        return entry.matrix(weight)
+        return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
+
+    def _tensor(self, name: str) -> Tensor:
+        return read_finite(self.source.store, self.source.keymap, name).to(self.device)
 
     def _keep(self, block: str, seen: Mapping[str, Sensitivity]) -> None:
         """Keeps what fits will need of a block's moments."""
@@ -460,11 +521,51 @@ class Decision:
                     ) from error
         if len(self._offers) > 1 and block.name in self._fitted:
             exact = [n for n, specs in self._offers.items() if structure_of(specs[0]).exact_losses]
-            for name in self._offers:
+            for name in self._offers.keys() - {WIDTH}:
                 if self.data is not None or name not in exact:
                     self._fit(name, block, found, seen)
             self._fits.drop(found.values(), exact)
         self._layers += found.values()
+
+    def _order_channels(
+        self, block: Block, seen: Mapping[str, LayerStatistics]
+    ) -> list[list[Widths]]:
+        """Orders channels that layers of a block have in common; those of one layer together."""
+        known: dict[str, Seen] = {}
+        for layer in block.layers:
+            entry = self._entries.get(layer.name)
+            if entry is not None and entry.name in seen:
+                bias = f"{layer.name}.bias" if entry.bias else None
+                known[layer.weight_name] = Seen(
+                    entry,
+                    seen[entry.name],
+                    None if bias is None else self._tensor(bias),
+                )
+        found: list[list[Widths]] = []
+        kept: dict[tuple[str, str], Reduction] = {}
+        for coupling in couplings(block):
+            if any(layer.weight_name not in known for layer in coupling.layers):
+                continue
+            own = widths_of(coupling, known, self.recipe.calibration.damping)
+            kept |= own.reductions
+            shared = [
+                group
+                for group in found
+                if any({*coupling.layers} & {*other.coupling.layers} for other in group)
+            ]
+            found = [group for group in found if group not in shared]
+            found.append([*chain.from_iterable(shared), own])
+        self.place.keep_moments("channels", block.name, stored_reductions(kept))
+        return found
+
+    def _offer_widths(self, found: Sequence[Sequence[Widths]]) -> None:
+        """Offers a budget fewer channels, wherever all layers around them are sized by it."""
+        units = {item.key: item.unit for item in self._layers}
+        entries = {f"{path}.{entry.parameter}": entry for path, entry in self._entries.items()}
+        for own in found if WIDTH in self._offers else ():
+            options = width_options(own, entries, units)
+            if options:
+                self._widths.append(options)
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, seen: LayerStatistics
@@ -503,9 +604,11 @@ class Decision:
             )
 
         for name, specs in self._offers.items():
-            if self._fits.keeps(name, entry.role):
+            if name != WIDTH and self._fits.keeps(name, entry.role):
                 found.offers[name] = options(specs)
         for name, spec in self._alone.items():
+            if name == WIDTH:
+                continue
             same = self._offers.get(name) == (spec,) and name in found.offers
             found.alone[name] = found.offers[name] if same else options([spec])
         return found
@@ -519,12 +622,16 @@ class Decision:
     ) -> None:
         """Fits the layers of a block with one method, of sizes close to the budget."""
         options = {key: self._fits.option(item, name) for key, item in found.items()}
-        chosen = {key: option.label for key, option in options.items() if option is not None}
+        chosen = {
+            key: Form(option.label)  # type: ignore[arg-type]
+            for key, option in options.items()
+            if option is not None
+        }
         damping = 0.0 if self.data is None else self.recipe.calibration.damping
         for group in block.groups:
             own = [self._entries[it.name] for it in group if it.name in self._entries]
             own = [entry for entry in own if entry.key in chosen]
-            members, _ = regrouped(own, chosen)  # type: ignore[arg-type]
+            members, _ = regrouped(own, chosen)
             if members:
                 self._fits.fit(name, members, found, seen, damping)
 

@@ -118,12 +118,14 @@ class _Split:
     def target(self, term: int) -> Target:
         """What the other summands leave to one."""
         m = self.moments
-        weight = self.weight
-        product = weight if m is None else self._product
+        weight: Tensor | None = self.weight
+        product = self.weight if m is None else self._product
+        if m is not None and m.lift is not None:  # of other channels than what is fitted
+            weight = None
         for other, dense in enumerate(self.dense):
             if other != term and dense is not None:
-                weight = weight - dense
-                product = weight if m is None else product - dense @ m.gram
+                weight = None if weight is None else weight - dense
+                product = product - (dense if m is None else dense @ m.gram)
         gram = None if m is None else m.gram
         last = {k: t.double() for k, t in self.tensors[term].items() if "." not in k}
         shared, transforms = self.shared[term], self.transforms[term]
@@ -221,6 +223,7 @@ def fit_layers(
     damping: float,
     curvatures: Mapping[str, Tensor] = NO_CURVATURES,
     factors: SharedFactors = NO_FACTORS,
+    lifts: Mapping[str, Tensor] = NO_CURVATURES,
     evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input; transforms are shared within this list only.
@@ -234,6 +237,8 @@ def fit_layers(
             diagonal: the fewer rows, the less they are trusted.
         curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         factors: What layers share, fitted before.
+        lifts: From the inputs that are left to all, by name of layers that read fewer; their
+            moments are of those that are left.  # ([experts,] in, left)
         evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
     """
     results: dict[str, FittedLayer] = {}
@@ -243,7 +248,7 @@ def fit_layers(
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
             made = {
-                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, factors)
+                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, factors, lifts)
                 for i in members
             }
             try:
@@ -271,6 +276,7 @@ def _splits(
     damping: float,
     curvatures: Mapping[str, Tensor],
     factors: SharedFactors,
+    lifts: Mapping[str, Tensor],
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
     if not is_finite(stack):
@@ -279,9 +285,13 @@ def _splits(
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
     regressors = entry.parts[0].terms[0].regressors
+    lift = lifts.get(entry.name)
+    rising: list[Tensor | None] = [None] * len(moments)
+    if lift is not None:
+        rising = [*(lift if entry.experts else lift[None])][: len(moments)]
     damped = [
-        None if m.train is None else m.train.damped(damping * regressors / m.train.rows)
-        for m in moments
+        None if m.train is None else _damped(replace(m.train, lift=own), damping * regressors)
+        for m, own in zip(moments, rising, strict=True)
     ]
     sizes = [part.out_features for part in entry.parts]
     curves: list[Tensor | None] = [None] * len(sizes)
@@ -293,11 +303,17 @@ def _splits(
     splits = []
     for expert, matrix in enumerate(stack):
         seen = damped[min(expert, len(damped) - 1)]
+        if seen is None and lift is not None:
+            matrix = matrix @ (lift[expert] if entry.experts else lift).to(matrix)
         for index, own_rows in enumerate(matrix.split(sizes)):
             terms = entry.parts[index].terms
             shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
             splits.append(_Split(entry, index, expert, own_rows, seen, curves[index], shared))
     return splits
+
+
+def _damped(moments: Moments, damping: float) -> Moments:
+    return moments.damped(damping / moments.rows)
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:

@@ -198,7 +198,7 @@ class Outputs:
             shapes = {stored_name(entry, name): s for name, s in entry.tensor_shapes.items()}
             shapes[entry.parameter] = (0,)
             if entry.bias and entry.kind != "experts":
-                shapes["bias"] = (entry.out_features,)
+                shapes["bias"] = (entry.outputs_left,)
             for name, shape in shapes.items():
                 key = f"{entry.name}.{name}"
                 self.made[key] = cluster
@@ -403,7 +403,7 @@ def _check_cluster(
     generator = torch.Generator().manual_seed(0)
     for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
         layer = written.layer(entry)
-        rows = torch.randn(ROWS, entry.in_features, generator=generator, dtype=torch.float64)
+        rows = torch.randn(ROWS, entry.inputs_left, generator=generator, dtype=torch.float64)
         own, found = applied(wanted, rows), applied(layer, rows)
         change, size = (own - found).abs().max(), own.abs().max()
         if not change <= EXACT * size:
@@ -431,6 +431,7 @@ def _fitted(
             readers=entry.readers,
             factors=borrowed,
             experts=entry.experts,
+            reads=entry.reads,
             dtype=torch.float64,
         )
         with torch.no_grad():

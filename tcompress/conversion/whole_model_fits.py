@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.channels import Reductions, lift_of, narrowed_rows
 from tcompress.conversion.fit import (
     CURVATURE_DAMPING,
     WIDER,
@@ -142,20 +143,27 @@ def fit_table(
 
 
 def fit_without_data(
-    outputs: Outputs, cluster: Cluster, factors: SharedFactors, device: torch.device
+    outputs: Outputs,
+    cluster: Cluster,
+    factors: SharedFactors,
+    channels: Reductions,
+    device: torch.device,
 ) -> BlockResult:
     """Fits layers to their weights, or draws them where the model begins at random."""
     source = outputs.source
-    weights, biases = [], {}
+    weights, biases, lifts = [], {}, {}
     for entry in cluster:
         path = outputs.runtime_name(entry)
         if entry.kind == "embedding":
             weight = read_table(source, entry)
         else:
             weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
-        weights.append(entry.matrix(weight).to(device))
+        weights.append(narrowed_rows(entry, entry.matrix(weight).to(device), channels))
+        if entry.reads:
+            lifts[entry.name] = lift_of(entry, channels).to(device)
         if entry.bias and entry.kind != "experts":
-            biases[entry.name] = read_finite(source.store, source.keymap, f"{path}.bias")
+            bias = read_finite(source.store, source.keymap, f"{path}.bias")
+            biases[entry.name] = narrowed_rows(entry, bias, channels)
     dtype = outputs.dtype_of(cluster[0])
     if source.seed is not None:
         seed, pairs = source.seed, zip(cluster, weights, strict=True)
@@ -163,7 +171,9 @@ def fit_without_data(
             fitted = [start_layer(e, w, dtype=dtype, factors=factors, seed=seed) for e, w in pairs]
     else:
         moments = [[LayerMoments()] for _ in cluster]
-        fitted = fit_layers(cluster, weights, moments, dtype=dtype, damping=0.0, factors=factors)
+        fitted = fit_layers(
+            cluster, weights, moments, dtype=dtype, damping=0.0, factors=factors, lifts=lifts
+        )
     keys = [entry.key for entry in cluster]
     return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 

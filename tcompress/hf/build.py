@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
+from transformers.pytorch_utils import Conv1D
 
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.attention.replacement import QueryKeyMoments, replacement_named
@@ -39,6 +41,7 @@ def install_layers(
     """
     made: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors
+    entries = [*entries]
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
@@ -47,7 +50,8 @@ def install_layers(
         new: StructuredLinear | StructuredExperts
         if entry.kind == "experts":
             new = dense if isinstance(dense, StructuredExperts) else StructuredExperts(dense)
-            new.rewrite(entry.parameter, entry.parts, transposed=entry.transposed, **place)
+            turned, reads = entry.transposed, entry.reads
+            new.rewrite(entry.parameter, entry.parts, transposed=turned, reads=reads, **place)
         elif entry.kind == "embedding":
             padding, scale = getattr(dense, "padding_idx", None), LookupScale.of(dense)
             new = StructuredEmbedding(entry.parts, padding_idx=padding, scale=scale, **place)
@@ -59,7 +63,41 @@ def install_layers(
         set_module(root, path, new)
         if isinstance(new, StructuredEmbedding):
             tie_tables(root, path, new)
+    narrow_heads(root, [path for entry in entries if (path := runtime_name(entry.name))])
     return made
+
+
+_HEADS = re.compile(r"-1, *self\.(head_dim|attention_head_size)\b")
+
+
+def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
+    """Lets attentions whose projections all have narrower heads compute with these.
+
+    That needs an attention that counts its heads itself, and keeps the scale of its scores apart
+    from their width. Any other sees zeros in the place of what is gone.
+    """
+    for name in dict.fromkeys(path.rpartition(".")[0] for path in paths):
+        attention = root.get_submodule(name)
+        layers = [m for m in attention.children() if isinstance(m, StructuredLinear)]
+        dense = any(isinstance(m, nn.Linear | Conv1D) for m in attention.children())
+        kept = [part.channels for m in layers if m.reads is None for part in m.parts]
+        fused = any(len(layer.parts) > 1 for layer in layers)
+        if dense or fused or not kept or not all(own is not None and own.padded for own in kept):
+            continue
+        found = _HEADS.search(_source_of(type(attention).forward))
+        if found is None or not isinstance(getattr(attention, "scaling", None), float):
+            continue
+        width = max(own.kept for own in kept if own is not None)
+        setattr(attention, found[1], width)
+        for layer in layers:
+            layer.head_width = width
+
+
+def _source_of(function: Any) -> str:
+    try:
+        return inspect.getsource(inspect.unwrap(function))
+    except (OSError, TypeError):
+        return ""
 
 
 def _linear(
@@ -83,6 +121,7 @@ def _linear(
         bias=entry.bias,
         input_of=owner if isinstance(owner, StructuredLinear) else None,
         readers=entry.readers,
+        reads=entry.reads,
         factors={name: factors[key] for name, key in shared.items()},
         **place,
     )

@@ -1,6 +1,7 @@
 """Solvers and transforms: tensors in, tensors out, and nothing known of models.
 
-`moments` say in which norm a weight is fitted, `fits` do it; the algebra of the L-product, tensor
+`moments` say in which norm a weight is fitted, `fits` do it; `channels` orders what lies between
+layers; the algebra of the L-product, tensor
 trains and Tucker factors have a file each. Open `moments.py` first. Structures say `linalg.NAME`:
 names are looked up on first use, so that reading a structure's options costs no import of torch.
 """
@@ -11,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tcompress.linalg.channels import *  # noqa: F403
     from tcompress.linalg.fits import *  # noqa: F403
     from tcompress.linalg.moments import *  # noqa: F403
     from tcompress.linalg.tensortrain import *  # noqa: F403
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from tcompress.linalg.ttfit import *  # noqa: F403
     from tcompress.linalg.tuckerfit import *  # noqa: F403
 
-_FILES = ("moments", "fits", "transforms", "tensortrain", "ttfit", "tuckerfit")
+_FILES = ("moments", "fits", "channels", "transforms", "tensortrain", "ttfit", "tuckerfit")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +22,15 @@ SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of one layer input, float64."""
+    """Second moments of one layer input, float64; x' may have fewer channels than x."""
 
-    gram: Tensor  # G = E[x' x'^T]  # (d, d)
-    cross: Tensor  # C = E[x x'^T]  # (d, d)
+    gram: Tensor  # G = E[x' x'^T]  # (d', d')
+    cross: Tensor  # C = E[x x'^T]  # (d, d')
     dense: Tensor  # D = E[x x^T]  # (d, d)
-    mean: Tensor  # E[x'], zero where the moments are not centred  # (d,)
+    mean: Tensor  # E[x'], zero where the moments are not centred  # (d',)
     dense_mean: Tensor  # E[x], likewise  # (d,)
     rows: int  # number of tokens they were taken over
+    lift: Tensor | None = None  # takes channels that are left to all; None for the same  # (d, d')
 
     @classmethod
     def identity(cls, features: int) -> Moments:
@@ -39,7 +41,7 @@ class Moments:
 
     @property
     def features(self) -> int:
-        """Width d of the input."""
+        """Width d' of the input."""
         return self.gram.shape[-1]
 
     def damped(self, damping: float) -> Moments:
@@ -51,8 +53,12 @@ class Moments:
         mean = self.gram.diagonal().mean()
         level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
         ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
-        gram, cross, dense = (moment + ridge for moment in (self.gram, self.cross, self.dense))
-        return replace(self, gram=gram, cross=cross, dense=dense)
+        if self.lift is None:
+            gram, cross, dense = (moment + ridge for moment in (self.gram, self.cross, self.dense))
+            return replace(self, gram=gram, cross=cross, dense=dense)
+        wide = level * torch.eye(len(self.dense)).to(self.dense)
+        cross = self.cross + level * self.lift.to(self.cross)
+        return replace(self, gram=self.gram + ridge, cross=cross, dense=self.dense + wide)
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
@@ -63,6 +69,9 @@ class Moments:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
         weight, fitted = weight.to(self.gram), fitted.to(self.gram)
         norm = (weight @ self.dense).mul(weight).sum()
+        if weight.shape != fitted.shape:
+            explained = (fitted @ self.gram - 2 * weight @ self.cross).mul(fitted).sum()
+            return relative_error(float(norm + explained), float(norm))
         # With W - V apart, nothing cancels where both streams are the same or the fit is close.
         missed = weight - fitted
         lost = (missed @ self.gram).mul(missed).sum()
@@ -105,10 +114,14 @@ def centre_of(rows: Tensor) -> Tensor:
 class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch."""
 
-    def __init__(self, features: int, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros(3, features, features, dtype=torch.float64, device=device)
-        self._means = torch.zeros(2, features, dtype=torch.float64, device=device)
-        self._centres = torch.zeros(2, features, device=device)
+    def __init__(
+        self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
+    ) -> None:
+        new = dense if new is None else new
+        place: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        shapes = ((new, new), (dense, new), (dense, dense))
+        self._sums = [torch.zeros(shape, **place) for shape in shapes]
+        self._means = [torch.zeros(size, **place) for size in (new, dense)]
         self.rows = 0  # of tokens, so far
 
     def add(self, dense: Tensor, new: Tensor) -> None:
@@ -117,31 +130,31 @@ class MomentSums:
             return
         dense, new = dense.float(), new.float()
         if not self.rows:
-            self._centres = torch.stack([centre_of(new), centre_of(dense)])
+            self._centres = [centre_of(new), centre_of(dense)]
         new, dense = multipliable(new - self._centres[0], dense - self._centres[1])
         add_gram(self._sums[0], new)
         self._sums[1] += dense.T @ new
         add_gram(self._sums[2], dense)
-        self._means[0] += new.sum(0, dtype=torch.float64)
-        self._means[1] += dense.sum(0, dtype=torch.float64)
+        for total, rows in zip(self._means, (new, dense), strict=True):
+            total += rows.sum(0, dtype=torch.float64)
         self.rows += len(dense)
 
     def moments(self, *, centred: bool) -> Moments:
         """Returns the moments so far; `centred` where a bias takes the shift of the means."""
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
-        if not bool(torch.isfinite(self._sums).all()):
+        if not all(bool(torch.isfinite(total).all()) for total in self._sums):
             hint = "repair the checkpoint, or convert this model without data: `--calib none`"
             raise FitError("calibration activations hold NaN or infinity", hint)
-        shifts = self._means / self.rows
-        means = shifts + self._centres.double()
+        shifts = [total / self.rows for total in self._means]
+        means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
         pairs = ((0, 0), (1, 0), (1, 1))
         parts = []
-        for found, (one, two) in zip(self._sums / self.rows, pairs, strict=True):
-            parts.append(found - torch.outer(shifts[one], shifts[two]))
+        for total, (one, two) in zip(self._sums, pairs, strict=True):
+            parts.append(total / self.rows - torch.outer(shifts[one], shifts[two]))
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
-        mean, dense_mean = means if centred else torch.zeros_like(means)
+        mean, dense_mean = means if centred else map(torch.zeros_like, means)
         gram, cross, dense = parts
         return Moments(gram, cross, dense, mean, dense_mean, self.rows)
 

@@ -133,7 +133,7 @@ CALLED = (
 )
 METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as it stands
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"
 CARD = "README.md"
 

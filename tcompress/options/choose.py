@@ -7,7 +7,7 @@ from typing import Any
 
 from tcompress.errors import RecipeError
 from tcompress.fields import Options, Place, method_options
-from tcompress.options.convert_options import BUDGETS, DEPTH, Convert
+from tcompress.options.convert_options import BUDGETS, DEPTH, WIDTHS, Convert
 from tcompress.options.method_options import (
     METHODS,
     REPLACEMENTS,
@@ -97,6 +97,8 @@ def _method(
     chosen = dict(said.get("method") or {})
     name = chosen.pop("name", None) or base.get("name")
     about_layers = bool(chosen) or any(said.get(field) for field in (*_LAYERS, *_LISTS))
+    if name is None and any(said.get(field) for field in WIDTHS):
+        name = "width"
     if name is None and (about_layers or not without):
         name = "lprod"
     if name in (None, NO_METHOD):
@@ -220,6 +222,8 @@ def _check_size(convert: Convert, typed: Given[Any]) -> None:
     """A rank that nothing determines would be refused for every layer, after a download."""
     method = convert.method
     if method is None or method.has_size or convert.budget is not None:
+        return
+    if method.name == "width" and convert.fixes_width:
         return
     rank = "" if method.name == "auto" else f" or `{typed.name('method', 'rank')}`"
     raise RecipeError(

@@ -195,6 +195,9 @@ class Calibration(Section):
         return self.model_copy(update={"max_length": longest})
 
 
+Channels = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)]
+
+
 class LayerRule(Section):
     """An exception for some layers; of what several rules say, the last word counts."""
 
@@ -238,6 +241,9 @@ class Embeddings(Section):
 
 DEPTH = ("keep_layers", "drop_layers", "append_layers")
 """Keys that choose blocks; allowed is one."""
+
+WIDTHS = ("keep_neurons", "head_size")
+"""Fields that say how many channels stay."""
 
 BUDGETS = ("target", "target_params", "target_bytes", "max_error")
 """Fields of which a conversion takes one."""
@@ -351,6 +357,20 @@ class Convert(Section):
         "except under `max_error`",
         panel=GOAL,
     )
+    keep_neurons: Channels | None = option(
+        None,
+        "neurons that feed-forwards keep; a number or a fraction; a `method` then stores what "
+        "width leaves, and without one these are plain smaller matrices",
+        panel=METHOD,
+        metavar="N|FRACTION",
+    )
+    head_size: Channels | None = option(
+        None,
+        "dimensions that heads of attention keep; a number or a fraction; where positions rotate "
+        "queries and keys, of values alone",
+        panel=METHOD,
+        metavar="N|FRACTION",
+    )
     residual_rank: int = option(
         0, "rank of a low-rank summand; 0 leaves it to the budget", panel=METHOD, ge=0
     )
@@ -446,7 +466,7 @@ class Convert(Section):
             scratch = self.init == "random"
             if not (self.changes_depth or self.embeddings or self.attention or scratch):
                 yield "there is nothing to do: give `method`, `attention`, or `keep_layers`"
-            alone = (*BUDGETS, "residual_rank", "keep", "only", "layers")
+            alone = (*BUDGETS, *WIDTHS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
                 yield f"{', '.join(given)} needs a `method`, since it is about layers"
@@ -479,6 +499,13 @@ class Convert(Section):
             )
         if self.chooses_depth and self.calibration.is_none:
             yield "`drop_layers: auto` measures on data: choose a calibration source"
+        if self.fixes_width and self.method is not None and self.method.shares_factors:
+            yield "factors are shared between weights of all channels: leave `share` out"
+        if self.fixes_width and self.init == "random":
+            yield (
+                "`keep_neurons` and `head_size` choose among trained channels: with `init: random` "
+                "give widths in the configuration"
+            )
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
@@ -498,6 +525,16 @@ class Convert(Section):
         tries = isinstance(self.method, AutoSpec) and self.method.trials
         sized = self.budget is not None and self.budget.is_size
         return tries and sized and not self.calibration.is_none and self.init != "random"
+
+    @property
+    def fixes_width(self) -> bool:
+        """Whether numbers of channels are given, so that no budget chooses them."""
+        return any(getattr(self, name) is not None for name in WIDTHS)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether channels may become fewer, of which data tells the best."""
+        return self.fixes_width or getattr(self.method, "name", None) == "width"
 
     @property
     def label(self) -> str:
@@ -563,4 +600,6 @@ class Convert(Section):
         if self.calibration.is_none:
             return False
         weighs = self.calibration.output_moments
+        if self.narrows:
+            return True
         return self.by_loss or (self._asks_for_loss if weighs is None else weighs)

@@ -143,7 +143,8 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
         own = store.dtype(keymap.sources(path).keys[0])
         total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, dtype)
     for entry in plan.entries:
-        total += entry.parameters * weight_bytes(source, entry, dtype)
+        kept = entry.parameters - entry.biases_saved
+        total += kept * weight_bytes(source, entry, dtype)
     for other in plan.attention:
         path = keymap.runtime_name(other.like) or other.like
         own = store.dtype(keymap.sources(f"{path}.weight").keys[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -14,6 +14,7 @@ from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.linear import (
+    Channels,
     PartLayout,
     factor_layouts,
     own_shapes,
@@ -96,6 +97,13 @@ FactorsKey = tuple[str, str]
 """Name of the layer that owns shared factors, and their own name."""
 
 
+class Form(NamedTuple):
+    """What a layer becomes: layouts of its output splits, and what is left of its input."""
+
+    parts: tuple[PartLayout, ...]
+    reads: Channels | None = None
+
+
 class LayerPlan(Frozen):
     """One layer, or table of word embeddings, that will be rewritten."""
 
@@ -112,6 +120,7 @@ class LayerPlan(Frozen):
     readers: int = 1  # number of layers that share its input transform, itself included
     bank_of: dict[str, str] = Field(default={})  # owners of shared factors that are not its own
     axes: int = 0  # that a convolution moves along
+    reads: Channels | None = None  # what is left of its input features, if not all
 
     @property
     def key(self) -> str:
@@ -120,7 +129,13 @@ class LayerPlan(Frozen):
 
     @property
     def in_features(self) -> int:
-        return self.parts[0].terms[0].in_features
+        """Width of the dense layer's input."""
+        return self.reads.dense if self.reads else self.parts[0].terms[0].in_features
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether channels that it reads or writes are gone."""
+        return bool(self.reads) or any(part.channels for part in self.parts)
 
     @property
     def is_flipped(self) -> bool:
@@ -141,7 +156,23 @@ class LayerPlan(Frozen):
 
     @property
     def out_features(self) -> int:
+        """Width of the dense layer's output."""
+        return sum(part.dense_features for part in self.parts)
+
+    @property
+    def inputs_left(self) -> int:
+        """Width of what its summands read."""
+        return self.parts[0].terms[0].in_features
+
+    @property
+    def outputs_left(self) -> int:
+        """Width of its own output: that of its bias too."""
         return sum(part.out_features for part in self.parts)
+
+    @property
+    def biases_saved(self) -> int:
+        """Numbers that its bias loses."""
+        return (self.out_features - self.outputs_left) * self.bias
 
     @property
     def copies(self) -> int:
@@ -368,6 +399,7 @@ class Plan(Frozen):
     def saved_in_blocks(self) -> int:
         """Those of them that its blocks lose, or that dropped blocks had."""
         rewritten = self.dense_rewritten - self.structured_rewritten
+        rewritten += sum(layer.biases_saved for layer in self.layers)
         exchanged = sum(entry.saved for entry in self.attention)
         return rewritten + exchanged + self.dropped_parameters
 

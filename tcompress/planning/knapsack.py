@@ -113,6 +113,23 @@ def uniform(sites: Sequence[BudgetSite], fraction: float) -> Allocation:
     return _allocation(ladders, places)
 
 
+def joint(sites: Sequence[BudgetSite]) -> list[Option]:
+    """Lists the best options of several sites together; a label is those of all, in their order.
+
+    Taken are the steps of all sites in the order of what they save per cost: for every budget
+    that they meet exactly, nothing is better.
+    """
+    ladders = [_Ladder.of(site) for site in sites]
+    places = [0] * len(ladders)
+    found = []
+    for index, place, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
+        if index >= 0:
+            places[index] = place
+        own = _allocation(ladders, places)
+        found.append(Option(own.cost, own.loss, tuple(choice.label for choice in own.choices)))
+    return found
+
+
 @dataclass(frozen=True)
 class _Ladder:
     """The options of a site that nothing beats: each costs more and loses less than the last."""

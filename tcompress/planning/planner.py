@@ -12,9 +12,10 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
+from tcompress.planning.channels import Coupling, couplings
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
-from tcompress.planning.entries import Coverage, Dense, LayerPlan, Left, Plan
+from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
@@ -32,7 +33,8 @@ from tcompress.planning.sites import (
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
-from tcompress.structures.modules.linear import PartLayout, factor_layouts
+from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
+from tcompress.structures.width import WidthLayout, WidthSpec
 
 Place = tuple[str, str]
 """Weight name in the checkpoint, and name of the output split."""
@@ -93,9 +95,14 @@ class _Planner:
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
     groups: SharingGroups = field(default_factory=SharingGroups)
+    writes: dict[Place, Channels] = field(default_factory=dict)  # by name in the model
+    reads: dict[str, Channels] = field(default_factory=dict)
 
     def run(self) -> None:
         """Plans all layers; again without those that then did not take what they would share."""
+        for block in self.roles.blocks:
+            for coupling in couplings(block):
+                self._narrow(coupling)
         groups: SharingGroups | None = self.groups
         while groups is not None:
             self.groups, self.layers, self.left = groups, [], []
@@ -129,6 +136,27 @@ class _Planner:
                     place = (f"{name}.{layer.parameter}", part.name)
                     own = (choice.method, choice.residual_rank, choice.target, key)
                     self.groups.add(place, site, own, layer.weight_name)
+
+    def _narrow(self, coupling: Coupling) -> None:
+        """Makes channels fewer, where the recipe asks for it and all layers around may change."""
+        try:
+            choices = [self._choice_of(layer)[1] for layer in coupling.layers]
+        except Refusal:
+            return
+        if any(layer.weight_name in self.unused for layer in coupling.layers):
+            return
+        recipe = self.recipe
+        asked = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
+        fractions = [c.target for c in choices if isinstance(c.method, WidthSpec) and c.target]
+        if asked is None and not recipe.fixes_width and fractions:
+            asked = min(fractions)
+        kept = coupling.size if asked is None else coupling.near(asked)
+        if kept == coupling.size:
+            return
+        for layer, part in coupling.writers:
+            self.writes[layer.weight_name, part.name] = coupling.written(part, kept)
+        if coupling.reader is not None:
+            self.reads[coupling.reader.weight_name] = coupling.read(kept)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
         """Plans the layers that read one input."""
@@ -188,11 +216,19 @@ class _Planner:
         calibrated = not self.recipe.calibration.is_none
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
-        parts = []
+        reads, parts = self.reads.get(layer.weight_name), []
         for part in layer.parts:
+            written = self.writes.get((layer.weight_name, part.name))
             site = self.groups.site((stored, part.name), site_of(block, layer, part))
-            terms = plan_terms(choice, site, readers, copies, calibrated=calibrated)
-            parts.append(PartLayout(name=site.role, terms=terms))
+            own = replace(
+                site,
+                in_features=reads.left if reads else site.in_features,
+                out_features=written.left if written else site.out_features,
+            )
+            terms = plan_terms(
+                _of_dense(choice, site, own), own, readers, copies, calibrated=calibrated
+            )
+            parts.append(PartLayout(name=site.role, terms=terms, channels=written))
         entry = LayerPlan(
             name=name,
             parameter=layer.parameter,
@@ -204,9 +240,10 @@ class _Planner:
             transposed=layer.transposed,
             axes=layer.axes,
             parts=tuple(parts),
+            reads=reads,
         )
         share = kept_share(entry, sharing)
-        if share >= 1:
+        if share > 1 or (share == 1 and not (is_refitted(entry) and calibrated)):
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""
             raise Refusal(reason, f"choose a smaller rank{larger}")
@@ -214,6 +251,19 @@ class _Planner:
             note = choice.method.clipped(planned.terms[0])
             self.clipped |= {stored: note} if note else {}
         return entry
+
+
+def is_refitted(entry: LayerPlan) -> bool:
+    """Whether an entry is a plain matrix, which may make up for what layers before it lost."""
+    return all(isinstance(term, WidthLayout) for part in entry.parts for term in part.terms)
+
+
+def _of_dense(choice: Choice, dense: Site, own: Site) -> Choice:
+    """Fractions of the dense weight as fractions of what width has left of it."""
+    left = own.in_features * own.out_features / (dense.in_features * dense.out_features)
+    if choice.target is None or left == 1 or isinstance(choice.method, WidthSpec):
+        return choice
+    return replace(choice, target=min(choice.target / left, 1.0))
 
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
@@ -282,10 +332,10 @@ def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
 def resized(
     plan: Plan,
     groups: Sequence[Sequence[LayerPlan]],
-    chosen: Mapping[str, tuple[PartLayout, ...] | None],
+    chosen: Mapping[str, Form | None],
     source: SourceModel,
 ) -> Plan:
-    """Gives layers other layouts, by weight name; None leaves one dense, others stay as planned."""
+    """Gives layers other forms, by weight name; None leaves one dense, others stay as planned."""
     layers: list[LayerPlan] = []
     left = [*plan.left]
     for group in groups:
@@ -299,25 +349,27 @@ def resized(
 
 
 def regrouped(
-    group: Sequence[LayerPlan], chosen: Mapping[str, tuple[PartLayout, ...] | None]
+    group: Sequence[LayerPlan], chosen: Mapping[str, Form | None]
 ) -> tuple[list[LayerPlan], list[LayerPlan]]:
     """Gives layers of one input what was chosen: those rewritten, and those that stay dense."""
     if all(entry.key not in chosen for entry in group):
         return [*group], []
     own, left = [], []
     for entry in group:
-        parts = chosen.get(entry.key, entry.parts)
-        if parts is None:
+        form = chosen.get(entry.key, Form(entry.parts, entry.reads))
+        if form is None:
             left.append(entry)
         else:
-            own.append(entry.model_copy(update={"parts": parts, "input_of": None, "readers": 1}))
+            alone = {"input_of": None, "readers": 1}
+            own.append(entry.model_copy(update={**form._asdict(), **alone}))
     while True:
         shared = list(_share_inputs(own))
         readers = {item.name: item.readers for item in shared}
         sharing = {item.key: readers[item.input_of or item.name] for item in shared}
         small: list[LayerPlan] = []
         for item in own:
-            (small if kept_share(item, sharing[item.key]) < 1 else left).append(item)
+            share = kept_share(item, sharing[item.key])
+            (small if share < 1 or is_refitted(item) else left).append(item)
         if len(small) == len(own):
             return shared, left
         own = small

@@ -69,6 +69,9 @@ class Layer:
     # Width of one head of the attention that the layer belongs to, if it is known.
     head: int | None = None
     axes: int = 0  # number of axes that a convolution moves along
+    # Whether scores are plain products of queries and keys, in any basis of a head: there is no
+    # rotation by positions and no norm between.
+    bilinear: bool = False
 
     @property
     def side(self) -> Side:
@@ -171,6 +174,7 @@ class Style:
     # The same paths in checkpoints, where all of them have other names there.
     stored: RoleTable = field(default_factory=dict)
     transposed: bool = False  # whether weights are stored as (in, out)
+    bilinear: bool = False  # see `Layer`
 
 
 def _below(module: str, **names: str) -> RoleTable:
@@ -194,12 +198,15 @@ _MLP_FC = _below("mlp", up="fc1", down="fc2")
 _GATED = _below("mlp", gate="gate_proj", up="up_proj", down="down_proj")
 _EXPERTS = _below("mlp", experts_gate_up="experts", experts_down="experts")
 
-_BERT = Style(_BERT_ATTN | _BERT_OUT | _BERT_CROSS_ATTN | _BERT_CROSS_OUT | _BERT_FFN)
+_BERT = Style(
+    _BERT_ATTN | _BERT_OUT | _BERT_CROSS_ATTN | _BERT_CROSS_OUT | _BERT_FFN, bilinear=True
+)
 _DISTILBERT = Style(
     _below("attention", q="q_lin", k="k_lin", v="v_lin", o="out_lin")
-    | _below("ffn", up="lin1", down="lin2")
+    | _below("ffn", up="lin1", down="lin2"),
+    bilinear=True,
 )
-_MPNET = Style(_below("attention.attn", q="q", k="k", v="v", o="o") | _BERT_FFN)
+_MPNET = Style(_below("attention.attn", q="q", k="k", v="v", o="o") | _BERT_FFN, bilinear=True)
 _DEBERTA_V2 = Style(
     _below("attention.self", q="query_proj", k="key_proj", v="value_proj") | _BERT_OUT | _BERT_FFN
 )
@@ -207,10 +214,12 @@ _MODERNBERT = Style({"qkv": "attn.Wqkv", "o": "attn.Wo", "gate_up": "mlp.Wi", "d
 _GPT2 = Style(
     {"qkv": "attn.c_attn", "o": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"},
     transposed=True,
+    bilinear=True,
 )
 _GPT_NEO = Style(
     _below("attn.attention", q="q_proj", k="k_proj", v="v_proj", o="out_proj")
-    | _below("mlp", up="c_fc", down="c_proj")
+    | _below("mlp", up="c_fc", down="c_proj"),
+    bilinear=True,
 )
 _GPT_NEOX = Style(
     _below("attention", qkv="query_key_value", o="dense")
@@ -224,16 +233,20 @@ _PHI3 = Style(
 _VIT = Style(
     _below("attention", q="q_proj", k="k_proj", v="v_proj", o="o_proj") | _MLP_FC,
     stored=_below("attention.attention", q="query", k="key", v="value") | _BERT_OUT | _BERT_FFN,
+    bilinear=True,
 )
 _VIDEOMAE = Style(
-    _below("attention.attention", k="key", v="value", q="query") | _BERT_OUT | _BERT_FFN
+    _below("attention.attention", k="key", v="value", q="query") | _BERT_OUT | _BERT_FFN,
+    bilinear=True,
 )
-_BART = Style(_SELF_ATTN_OUT | _CROSS_ATTN | _FC)
-_CLIP = Style(_SELF_ATTN_OUT | _MLP_FC)
+_BART = Style(_SELF_ATTN_OUT | _CROSS_ATTN | _FC, bilinear=True)
+_CLIP = Style(_SELF_ATTN_OUT | _MLP_FC, bilinear=True)
 _LLAMA = Style(_SELF_ATTN | _GATED)
 _MOE = Style(_SELF_ATTN | _EXPERTS)
-_T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"))
-_T5_GATED = Style(_T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"))
+_T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"), bilinear=True)
+_T5_GATED = Style(
+    _T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"), bilinear=True
+)
 
 _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
@@ -253,7 +266,7 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("videomae", (_VIDEOMAE,)),
     ("clip clip_text_model clip_vision_model", (_CLIP,)),
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
-    ("tcompress_text", (Style(_SELF_ATTN),)),
+    ("tcompress_text", (Style(_SELF_ATTN, bilinear=True),)),
     ("tcompress_grid", (Style(_SELF_ATTN | _MLP_FC),)),
 )
 FAMILIES: Mapping[str, tuple[Style, ...]] = {

@@ -206,7 +206,8 @@ def _layer(
         group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
     head = head_width(site.block, name, role, site.config)
     fields = {key: value for key, value in shape._asdict().items() if key not in ("role", "halves")}
-    return Layer(path, role, parts=parts, group=group, calls=calls, head=head, **fields)
+    fields |= {"head": head, "bilinear": style is not None and style.bilinear}
+    return Layer(path, role, parts=parts, group=group, calls=calls, **fields)
 
 
 def _embeddings(model: nn.Module) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from tcompress.structures import lowrank as lowrank
 from tcompress.structures import lprod as lprod
 from tcompress.structures import tt as tt
 from tcompress.structures import tucker as tucker
+from tcompress.structures import width as width
 from tcompress.structures.base import Layout as Layout
 from tcompress.structures.base import Refusal as Refusal
 from tcompress.structures.base import Site as Site

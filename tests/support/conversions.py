@@ -21,7 +21,7 @@ from tcompress.linalg.ttfit import fit_tt
 from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.structures.modules.experts import StructuredExperts
-from tcompress.structures.modules.linear import StructuredLinear
+from tcompress.structures.modules.linear import StructuredLinear, widened
 from tests.support.tiny import TINY, build
 
 
@@ -41,6 +41,10 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "tucker": {"method": {"name": "tucker"}, "target": 0.4},
     "tucker-model": {"method": {"name": "tucker", "share": "model"}, "target": 0.4},
     "qtt": {"method": {"name": "qtt", "rank": 6}},
+}
+WIDTHS: Mapping[str, dict[str, Any]] = {
+    "width": {"method": {"name": "width"}, "target": 0.75},
+    "svd-width": {"method": {"name": "svd"}, "target": 0.3, "keep_neurons": 0.75, "head_size": 0.5},
 }
 
 
@@ -70,8 +74,9 @@ class Made:
 
 
 def recipe(option: str = "dct", *, aware: bool = False, **changes: Any) -> Convert:
-    """A recipe with one of `OPTIONS`."""
-    chosen = {"calibration": {"source": "builtin" if aware else "none"}, **OPTIONS[option]}
+    """A recipe with one of `OPTIONS`, or of `WIDTHS`."""
+    given = {**OPTIONS, **WIDTHS}[option]
+    chosen = {"calibration": {"source": "builtin" if aware else "none"}, **given}
     return Convert.model_validate({**chosen, **changes})
 
 
@@ -168,9 +173,11 @@ def densified(model: nn.Module, dense: nn.Module) -> nn.Module:
     dense = copy.deepcopy(dense)
     with torch.no_grad():
         for name, layer in structured(model).items():
-            dense_weight(dense, name).copy_(layer.dense_weight(torch.float32))
+            form = (layer.parts, layer.reads)
+            dense_weight(dense, name).copy_(widened(layer.dense_weight(torch.float32), *form))
             if layer.bias is not None:
-                dense.get_submodule(name.rpartition(".")[0]).bias.copy_(layer.bias)
+                bias = dense.get_submodule(name.rpartition(".")[0]).bias
+                bias.copy_(widened(layer.bias, *form))
     return dense
 
 

@@ -179,6 +179,7 @@ CASES: dict[str, list[Case]] = {
         Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
     ],
     "lprod": _lprod_cases(),
+    "width": [Case("width", "tall", inputs=10, outputs=16, exact=True)],
     "tt": _tt_cases(),
     "tucker": [
         _tucker("tall", rank=3),
@@ -216,6 +217,7 @@ CASES: dict[str, list[Case]] = {
 LADDERS: dict[str, list[list[Case]]] = {
     # Options by growing capacity, each class inside the next.
     "lowrank": [[Case("lowrank", f"{rank}", {"rank": rank}) for rank in (1, 2, 4, 8, 12, 16)]],
+    "width": [],
     "lprod": [
         *(
             [_lprod(f"p{p}-{kind}", kind, p=p, side=side) for p in (8, 4, 2, 1)]
@@ -241,6 +243,7 @@ def _too_small(budget: int, what: str) -> str:
 
 
 REFUSALS: dict[str, list[tuple[Case, str]]] = {
+    "width": [],
     "lowrank": [
         (Case("lowrank", "no-rank"), _NO_RANK),
         (Case("lowrank", "small-budget", budget=39), _too_small(39, "rank 1")),

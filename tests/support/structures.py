@@ -100,6 +100,7 @@ def _outer_sum(u: Tensor, core: Any, v: Tensor) -> Tensor:
 
 REFERENCES: dict[str, Callable[..., Tensor]] = {
     "lowrank": _lowrank, "lprod": _lprod, "tt": _tt, "tucker": _tucker,
+    "width": lambda layout, stored: stored["w"],
 }  # fmt: skip
 
 

@@ -12,7 +12,12 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from tcompress.errors import refuse_replica
-from tcompress.structures.modules.linear import PartLayout, StructuredLinear, empty_guard
+from tcompress.structures.modules.linear import (
+    Channels,
+    PartLayout,
+    StructuredLinear,
+    empty_guard,
+)
 from tcompress.structures.modules.shared import compute_dtype
 
 
@@ -116,11 +121,17 @@ class StructuredExperts(nn.Module):
         return {item.parameter: item for item in children if isinstance(item, ExpertStack)}
 
     def rewrite(
-        self, name: str, parts: Sequence[PartLayout], *, transposed: bool = False, **place: Any
+        self,
+        name: str,
+        parts: Sequence[PartLayout],
+        *,
+        transposed: bool = False,
+        reads: Channels | None = None,
+        **place: Any,
     ) -> StructuredLinear:
         """Puts an empty structured stack in the place of one weight; takes a dtype and a device."""
-        experts = len(getattr(self, name))
-        stack = ExpertStack(parts, name, transposed=transposed, experts=experts, **place)
+        form: dict[str, Any] = {"transposed": transposed, "reads": reads}
+        stack = ExpertStack(parts, name, experts=len(getattr(self, name)), **form, **place)
         self.add_module(child_of(name), stack)
         delattr(self, name)
         self.register_buffer(name, empty_guard(**place))

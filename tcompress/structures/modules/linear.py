@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from tcompress.errors import refuse_replica
 from tcompress.structures.base import (
@@ -86,16 +86,79 @@ class CachedWeight:
         return self._weight
 
 
+class Channels(Frozen):
+    """What is left of the channels between layers: the first `kept` of each of some groups.
+
+    Groups are heads, or all neurons of a feed-forward. Heads are `padded`: an attention sees them
+    as wide as they were, with zeros at the end.
+    """
+
+    groups: int = Field(gt=0)
+    size: int = Field(gt=0)  # of one group in the dense model
+    kept: int = Field(gt=0)
+    padded: bool = False
+
+    @property
+    def dense(self) -> int:
+        """Number of channels of the dense model."""
+        return self.groups * self.size
+
+    @property
+    def left(self) -> int:
+        """Number of channels that stay."""
+        return self.groups * self.kept
+
+    def spread(self, x: Tensor, width: int) -> Tensor:
+        """Gives heads this width.  # (..., left) -> (..., groups * width)."""
+        if not self.padded or self.kept == width:
+            return x
+        wide = x.new_zeros(*x.shape[:-1], self.groups, width)
+        wide[..., : self.kept] = x.unflatten(-1, (self.groups, -1))
+        return wide.flatten(-2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Takes what a layer reads, from heads of any width.  # (..., channels) -> (..., left)."""
+        if x.shape[-1] == self.left:
+            return x
+        return x.unflatten(-1, (self.groups, -1))[..., : self.kept].flatten(-2)
+
+    def widened(self, weight: Tensor, dim: int) -> Tensor:
+        """Puts zeros in a weight where channels are gone, so that it fits the dense model."""
+        wide = weight.movedim(dim, -1).unflatten(-1, (self.groups, -1))
+        return pad(wide, (0, self.size - self.kept)).flatten(-2).movedim(-1, dim)
+
+
 class PartLayout(Frozen):
     """One run of output features: a sum of terms of the same widths."""
 
     name: str  # its role, such as `q` in a fused projection
     terms: tuple[AnyLayout, ...] = Field(min_length=1)
+    channels: Channels | None = None  # what is left of its output features, if not all
 
     @property
     def out_features(self) -> int:
-        """Width of the part."""
+        """Width of the part, without channels that are gone."""
         return self.terms[0].out_features
+
+    @property
+    def dense_features(self) -> int:
+        """Its width in the dense model."""
+        return self.channels.dense if self.channels else self.out_features
+
+
+def widened(tensor: Tensor, parts: Sequence[PartLayout], reads: Channels | None) -> Tensor:
+    """Gives a weight (..., out, in), or a bias (out,), its dense shape, with zeros."""
+    rows = -1 if tensor.ndim == 1 else -2
+    if reads and tensor.ndim > 1:
+        tensor = reads.widened(tensor, -1)
+    pairs = zip(parts, tensor.split([part.out_features for part in parts], rows), strict=True)
+    return torch.cat([p.channels.widened(t, rows) if p.channels else t for p, t in pairs], rows)
+
+
+def _seen_features(part: PartLayout) -> int:
+    """Width of a part as others read it."""
+    padded = part.channels is not None and part.channels.padded
+    return part.dense_features if padded else part.out_features
 
 
 def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
@@ -166,11 +229,14 @@ class StructuredLinear(nn.Module):
 
     `input_of` is the layer whose input transforms this one shares, if not its own, which `readers`
     layers share. `factors` belong to other layers; all else its terms need is its own. Weights of
-    `experts` are stacked along a leading dimension.
+    `experts` are stacked along a leading dimension. `reads` says which channels of its input are
+    left, `channels` of a part which of its output.
     """
 
     weight: Tensor
     bias: nn.Parameter | None
+    head_width: int | None = None
+    """Width of heads that the attention around it expects, if not that of the dense model."""
     _kept: CachedWeight | None = None
 
     _replicate_for_data_parallel = refuse_replica
@@ -184,18 +250,23 @@ class StructuredLinear(nn.Module):
         readers: int = 1,
         factors: Mapping[str, FactorsModule] = NO_FACTORS,
         experts: int | None = None,
+        reads: Channels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.parts = tuple(parts)
-        self.in_features = parts[0].terms[0].in_features
-        self.out_features = sum(part.out_features for part in parts)
+        self.reads = reads
+        padded = reads is not None and reads.padded
+        self.in_features = reads.dense if reads and padded else parts[0].terms[0].in_features
+        self.out_features = sum(map(_seen_features, parts))
+        self._spreads = any(part.channels and part.channels.padded for part in parts)
+        self._is_matrix = [term.structure for p in parts for term in p.terms] == ["width"]
         self.experts = experts
         for name, shape in own_shapes(self.parts, experts).items():
             empty = torch.empty(shape, dtype=dtype, device=device)
             self.register_parameter(name, nn.Parameter(empty))
-        empty = torch.empty(self.out_features, dtype=dtype, device=device)
+        empty = torch.empty(sum(p.out_features for p in parts), dtype=dtype, device=device)
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
@@ -237,7 +308,7 @@ class StructuredLinear(nn.Module):
             module = self._input_transform(term)
             if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
-                found.append(encoded(layout, rows.reshape(-1, self.in_features)))
+                found.append(encoded(layout, rows.reshape(-1, layout.in_features)))
             else:
                 found.append(module(x, id(self)))
         return found
@@ -326,16 +397,35 @@ class StructuredLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.  # (..., in_features) -> (..., out_features)."""
         weight = None if self._kept is None else self.cached_weight()
+        dtype = self.stored_dtype if weight is None else weight.dtype
+        x = x if x.dtype == dtype else x.to(compute_dtype(x.device, dtype))
+        rows = x if self.reads is None else self.reads.gather(x)
+        if weight is None and self._is_matrix and rows.dtype == dtype:
+            weight = self.get_parameter(tensor_prefix(self.parts, 0, 0) + "w")
         if weight is not None:
-            x = x if x.dtype == weight.dtype else x.to(compute_dtype(x.device, weight.dtype))
-            return linear(x, weight, self.bias)
-        x = x if x.dtype == self.stored_dtype else x.to(compute_dtype(x.device, self.stored_dtype))
-        y = self.decode(self.core(self.encode(x)))
+            return self._spread(linear(rows, weight, self.bias))
+        y = self.decode(self.core(self.encode(rows)))
         if self.bias is not None:
             bias = self.bias.to(y.dtype)
             # Autograd refuses changes in place of what a custom function returned as a view.
             y = y + bias if y.requires_grad else y.add_(bias)
-        return y.view(*x.shape[:-1], self.out_features)
+        y = self._spread(y)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def _spread(self, y: Tensor) -> Tensor:
+        """Gives heads the width that an attention expects."""
+        if not self._spreads:
+            return y
+        pairs = zip(
+            self.parts, y.split([part.out_features for part in self.parts], -1), strict=True
+        )
+        wide = [
+            part.channels.spread(own, self.head_width or part.channels.size)
+            if part.channels
+            else own
+            for part, own in pairs
+        ]
+        return wide[0] if len(wide) == 1 else torch.cat(wide, -1)
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""

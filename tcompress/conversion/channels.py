@@ -1,0 +1,386 @@
+"""Which channels between layers stay: chosen from moments, and applied to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from tcompress.conversion.candidates import LayerStatistics
+from tcompress.conversion.fit import CURVATURE_DAMPING, EvaluationMoments
+from tcompress.linalg.channels import HeadBases, head_bases, order_neurons
+from tcompress.linalg.fits import curved_constant, damped_curvature
+from tcompress.linalg.moments import safe_cholesky
+from tcompress.planning.channels import Coupling, couplings
+from tcompress.planning.entries import Form, LayerPlan
+from tcompress.planning.knapsack import Option
+from tcompress.roles import Block, Layer
+from tcompress.structures.modules.linear import Channels, PartLayout
+from tcompress.structures.width import WidthLayout
+
+# An order of channels holds for all sizes: with n of them the first n stay. For neurons it is an
+# order of rows; for heads it is a basis of every head, the most useful directions first.
+
+READ = ""  # stands for a part where a layer reads channels
+DAMPING = 1e-4  # of moments that were guessed, in units of their mean diagonal
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How channels of one layer become fewer."""
+
+    reduce: Tensor  # order of neurons ([experts,] f), or bases of heads (heads, size, size)
+    lift: Tensor | None = None  # takes the coordinates of heads back; None for neurons
+
+    def narrow(self, tensor: Tensor, left: Channels) -> Tensor:
+        """Gives the rows of a weight, or of a bias, that stay.  # (..., channels, in)."""
+        if self.lift is None:
+            order = self.reduce[..., : left.kept].long()
+            if order.ndim == 1:
+                return tensor[order]
+            return tensor.gather(1, order[..., None].expand(-1, -1, tensor.shape[-1]))
+        flat = tensor.unflatten(0, (left.groups, left.size))
+        bases = self.reduce[:, : left.kept].to(tensor.dtype)
+        return torch.einsum("hrs,hs...->hr...", bases, flat).flatten(0, 1)
+
+    def lifted(self, tensor: Tensor, left: Channels) -> Tensor:
+        """Gives columns for the channels that stay, if others are left out.  # (..., channels)."""
+        if self.lift is None:
+            order = self.reduce[..., : left.kept].long()
+            if order.ndim == 1:
+                return tensor[..., order]
+            return tensor.gather(2, order[:, None].expand(-1, tensor.shape[1], -1))
+        flat = tensor.unflatten(-1, (left.groups, left.size))
+        bases = self.lift[..., : left.kept].to(tensor.dtype)
+        return torch.einsum("...hs,hsr->...hr", flat, bases).flatten(-2)
+
+
+Reductions = Mapping[tuple[str, str], Reduction]
+"""By name of the weight in the checkpoint, and of its part, or `READ`."""
+
+
+def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor:
+    """Gives a dense weight ([experts,] out, in), or a bias, without outputs that are gone."""
+    if not any(part.channels for part in entry.parts):
+        return tensor
+    dim = 1 if entry.experts else 0
+    rows = tensor.split([part.dense_features for part in entry.parts], dim)
+    pairs = zip(entry.parts, rows, strict=True)
+    return torch.cat([_of_part(entry, part, own, known) for part, own in pairs], dim)
+
+
+def _of_part(entry: LayerPlan, part: PartLayout, rows: Tensor, known: Reductions) -> Tensor:
+    return known[entry.key, part.name].narrow(rows, part.channels) if part.channels else rows
+
+
+def lift_of(entry: LayerPlan, known: Reductions) -> Tensor:
+    """Gives the matrix from inputs that are left to all of them.  # ([experts,] in, left)."""
+    assert entry.reads is not None
+    eye = torch.eye(entry.in_features, dtype=torch.float64)
+    eye = eye.expand(entry.experts, -1, -1) if entry.experts else eye
+    return known[entry.key, READ].lifted(eye, entry.reads)
+
+
+def narrowed_curvature(entry: LayerPlan, curvature: Tensor, known: Reductions) -> Tensor:
+    """Gives moments of gradients at the outputs that are left.  # (out, out)."""
+    start = 0
+    blocks: list[Tensor] = []
+    for part in entry.parts:
+        own = curvature[:, start : start + part.dense_features]
+        start += part.dense_features
+        blocks.append(
+            known[entry.key, part.name].lifted(own, part.channels) if part.channels else own
+        )
+    wide = torch.cat(blocks, 1)
+    if wide.shape == curvature.shape and not any(part.channels for part in entry.parts):
+        return curvature
+    start, rows = 0, []
+    for part in entry.parts:
+        own = wide[start : start + part.dense_features].mT
+        start += part.dense_features
+        rows.append(
+            known[entry.key, part.name].lifted(own, part.channels) if part.channels else own
+        )
+    return torch.cat([row.mT for row in rows], 0)
+
+
+def stored_reductions(found: Reductions) -> dict[str, Tensor]:
+    """Names the tensors of reductions for the working folder."""
+    named: dict[str, Tensor] = {}
+    for (key, part), own in found.items():
+        named[f"{key}/{part}/reduce"] = own.reduce
+        if own.lift is not None:
+            named[f"{key}/{part}/lift"] = own.lift
+    return named
+
+
+def read_reductions(named: Mapping[str, Tensor]) -> dict[tuple[str, str], Reduction]:
+    """Reads them back."""
+    found = {}
+    for name, tensor in named.items():
+        key, part, what = name.rsplit("/", 2)
+        if what == "reduce":
+            found[key, part] = Reduction(tensor, named.get(f"{key}/{part}/lift"))
+    return found
+
+
+def completed(
+    known: Reductions,
+    block: Block,
+    entries: Mapping[str, LayerPlan],
+    weight_of: Callable[[Layer], Tensor],
+) -> Reductions:
+    """Adds reductions of narrow layers that no data has told; arguments as below."""
+    found = dict(known)
+    for coupling in couplings(block):
+        members = [entries.get(layer.weight_name) for layer in coupling.layers]
+        if any(entry is None for entry in members):
+            continue
+        written = ((entries[own.weight_name].key, part.name) for own, part in coupling.writers)
+        if any(entry.is_narrow for entry in members if entry) and any(
+            k not in found for k in written
+        ):
+            found |= widths_by_weights(coupling, entries, weight_of).reductions
+    return found
+
+
+# Choosing channels, and what is lost with fewer of them.
+
+
+@dataclass
+class Widths:
+    """The channels of one coupling in order, and what is lost with some of them."""
+
+    coupling: Coupling
+    losses: Tensor  # with 0, 1, ... channels of every group, in the unit of losses
+    reductions: dict[tuple[str, str], Reduction] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers that may stay, the whole last."""
+        step, size = self.coupling.step, self.coupling.size
+        return [*range(step, size, step), size]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is known of one layer."""
+
+    entry: LayerPlan
+    statistics: LayerStatistics
+    bias: Tensor | None  # (out,)
+
+
+def widths_of(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    """Orders the channels of a coupling by what is known of its layers, by weight name."""
+    if coupling.kind == "neurons":
+        return _neurons(coupling, seen, damping)
+    return (_values if coupling.kind == "values" else _scores)(coupling, seen, damping)
+
+
+def widths_by_weights(
+    coupling: Coupling, entries: Mapping[str, LayerPlan], weight_of: Callable[[Layer], Tensor]
+) -> Widths:
+    """Orders channels without data: inputs count as independent and alike.
+
+    Entries are by weight name in the model; weights are matrices ([experts,] out, in).
+    """
+    stacks = {layer: weight_of(layer).double() for layer in coupling.layers}
+    experts = entries[coupling.layers[0].weight_name].experts
+    found = []
+    for expert in range(experts or 1):
+        weights = {layer: own[expert] if experts else own for layer, own in stacks.items()}
+        gram = _guessed_gram(coupling, weights)
+        seen = {}
+        for layer, weight in weights.items():
+            own = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
+            moments = EvaluationMoments(own, None)
+            zero = weight.new_zeros(len(own))
+            facts = LayerStatistics(weight, moments, (moments, moments), zero)
+            seen[layer.weight_name] = Seen(entries[layer.weight_name], facts, None)
+        found.append(widths_of(coupling, seen, DAMPING / len(gram)))
+    if not experts:
+        return found[0]
+    orders = torch.stack([next(iter(own.reductions.values())).reduce for own in found])
+    losses = torch.stack([own.losses for own in found]).sum(0)
+    return Widths(coupling, losses, dict.fromkeys(found[0].reductions, Reduction(orders)))
+
+
+def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor:
+    """Moments of channels whose inputs are independent; gates multiply what they let through."""
+    gram: Tensor | None = None
+    for layer, part in coupling.writers:
+        start = _offset(layer.parts, part)
+        rows = weights[layer][start : start + part.size]
+        own = rows @ rows.mT
+        gram = own if gram is None or coupling.kind == "scores" else gram * own
+    assert gram is not None
+    if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
+        many = coupling.reader.in_features // len(gram)
+        size, owned = coupling.size, len(gram) // coupling.size
+        cut = gram.unflatten(0, (owned, size)).unflatten(2, (owned, size))
+        wide = cut.repeat_interleave(many, 0).repeat_interleave(many, 2)
+        gram = wide.flatten(2).flatten(0, 1)
+    return gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+
+
+def _metrics(own: Seen, damping: float) -> tuple[Tensor, Tensor]:
+    """Damped moments of a layer's inputs, and of the gradients at its outputs."""
+    whole = own.statistics.whole
+    features = len(whole.gram)
+    gram = damped_curvature(whole.gram, damping * features / whole.rows)
+    if whole.curvature is None:  # every layer counts alike
+        energy = float(own.statistics.weight.double().square().sum()) or 1.0
+        return gram, torch.eye(own.entry.out_features).to(gram) / energy
+    return gram, damped_curvature(whole.curvature, CURVATURE_DAMPING)
+
+
+def _neurons(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    assert coupling.reader is not None
+    own = seen[coupling.reader.weight_name]
+    weight = own.statistics.weight.double()
+    gram, curvature = _metrics(own, damping)
+    root = safe_cholesky(curvature)
+    constant = float(curved_constant(weight, gram, curvature))
+    found = order_neurons(gram, root.mT @ weight @ gram, constant)
+    reduction = Reduction(found.order)
+    names = [(seen[layer.weight_name].entry.key, part.name) for layer, part in coupling.writers]
+    losses = found.losses * own.statistics.whole.rows
+    return Widths(coupling, losses, dict.fromkeys([*names, (own.entry.key, READ)], reduction))
+
+
+def _values(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    assert coupling.reader is not None
+    [(writer, part)] = coupling.writers
+    own, size = seen[coupling.reader.weight_name], coupling.size
+    gram, curvature = _metrics(own, damping)
+    heads, owned = len(gram) // size, part.size // size
+    weight = own.statistics.weight.double().unflatten(1, (heads, size))  # (out, heads, size)
+    moments = gram.unflatten(0, (heads, size)).unflatten(2, (heads, size))
+    moments = moments.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (heads, size, size)
+    worth = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
+    bases = _shared_bases(moments, worth, owned)
+    losses = bases.losses * own.statistics.whole.rows
+    many = heads // owned  # query heads that see the same values
+    lift = bases.lift.repeat_interleave(many, 0)
+    reduce = bases.reduce.repeat_interleave(many, 0)
+    found = {
+        (seen[writer.weight_name].entry.key, part.name): Reduction(bases.reduce, bases.lift),
+        (own.entry.key, READ): Reduction(reduce, lift),
+    }
+    return Widths(coupling, losses, found)
+
+
+def _scores(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    (first, queries), (second, keys) = sorted(
+        coupling.writers, key=lambda pair: pair[1].name.endswith("k")
+    )
+    own, size = seen[first.weight_name], coupling.size
+    heads, owned = queries.size // size, keys.size // size
+    start = _offset(first.parts, queries)
+    rows = slice(start, start + queries.size)
+    gram, curvature = _metrics(own, damping)
+    weight = own.statistics.weight[rows].double()
+    computed = weight @ gram @ weight.mT
+    mean = weight @ own.statistics.mean
+    mean = mean if own.bias is None else mean + own.bias[rows].double()
+    if own.entry.bias:  # else the moments hold the mean already
+        computed = computed + torch.outer(mean, mean)
+
+    def by_head(matrix: Tensor) -> Tensor:
+        cut = matrix.unflatten(0, (heads, size)).unflatten(2, (heads, size))
+        return cut.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+    many = heads // owned
+    worth = by_head(curvature[rows, rows])
+    if own.statistics.whole.curvature is None:  # scores of independent inputs
+        start = _offset(second.parts, keys)
+        other = seen[second.weight_name].statistics.weight[start : start + keys.size].double()
+        cut = other.unflatten(0, (owned, size))
+        worth = (cut @ cut.mT).repeat_interleave(many, 0) / other.square().sum()
+    bases = _shared_bases(by_head(computed), worth, owned)
+    asked = Reduction(
+        bases.reduce.repeat_interleave(many, 0), bases.lift.repeat_interleave(many, 0)
+    )
+    found = {
+        (own.entry.key, queries.name): asked,
+        # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
+        (seen[second.weight_name].entry.key, keys.name): Reduction(bases.lift.mT, bases.reduce.mT),
+    }
+    return Widths(coupling, bases.losses * own.statistics.whole.rows, found)
+
+
+def _offset(parts: Sequence[object], part: object) -> int:
+    sizes = [own.size for own in parts[: parts.index(part)]]  # type: ignore[attr-defined]
+    return sum(sizes)
+
+
+def _shared_bases(moments: Tensor, worth: Tensor, owned: int) -> HeadBases:
+    """Bases of heads, of which several may share one; then means over them count."""
+    many = len(moments) // owned
+    found = head_bases(
+        moments.unflatten(0, (owned, many)).mean(1), worth.unflatten(0, (owned, many)).mean(1)
+    )
+    return HeadBases(found.reduce, found.lift, found.losses * many)
+
+
+# Sizes as options of a budget, for all layers that have channels in common.
+
+
+Forms = tuple[tuple[str, Form | None], ...]
+"""What layers become, by name of the weight; None for those that stay dense."""
+
+
+def width_options(
+    found: Sequence[Widths], entries: Mapping[str, LayerPlan], units: Mapping[str, int]
+) -> list[Option]:
+    """Lists what the layers of some couplings may become together.
+
+    Entries are by weight name in the model. A parameter of a layer costs its unit, by weight name;
+    layers without one are not sized, and nothing is offered.
+    """
+    layers = {layer for own in found for layer in own.coupling.layers}
+    if not {entries[layer.weight_name].key for layer in layers} <= units.keys():
+        return []
+    options = []
+    for sizes in product(*(own.sizes for own in found)):
+        chosen = dict(zip((own.coupling for own in found), sizes, strict=True))
+        forms = tuple(forms_of(chosen, entries))
+        cost = sum(_parameters(form) * units[key] for key, form in forms)
+        loss = sum(float(own.losses[size]) for own, size in zip(found, sizes, strict=True))
+        options.append(Option(cost, loss, forms))
+    return options
+
+
+def _parameters(form: Form) -> int:
+    return sum(part.terms[0].in_features * part.out_features for part in form.parts)
+
+
+def forms_of(
+    chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
+) -> Iterator[tuple[str, Form]]:
+    """Gives plain matrices of these sizes to all layers of some couplings, by weight name."""
+    layers = dict.fromkeys(layer for coupling in chosen for layer in coupling.layers)
+    for layer in layers:
+        reads: Channels | None = None
+        written: dict[str, Channels] = {}
+        for coupling, kept in chosen.items():
+            if kept == coupling.size:
+                continue
+            if coupling.reader == layer:
+                reads = coupling.read(kept)
+            written |= {
+                p.name: coupling.written(p, kept) for w, p in coupling.writers if w == layer
+            }
+        parts = []
+        for part in layer.parts:
+            channels = written.get(part.name)
+            term = WidthLayout(
+                in_features=reads.left if reads else layer.in_features,
+                out_features=channels.left if channels else part.size,
+            )
+            parts.append(PartLayout(name=part.name, terms=(term,), channels=channels))
+        yield entries[layer.weight_name].key, Form(tuple(parts), reads)

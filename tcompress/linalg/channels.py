@@ -1,0 +1,115 @@
+"""Which channels between two layers matter most: neurons in order, directions within heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tcompress.linalg.moments import safe_cholesky
+
+_GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
+_FLOOR = 1e-9  # of a neuron's own variance: what is left below it tells nothing
+
+
+@dataclass(frozen=True)
+class NeuronOrder:
+    """Neurons, the most useful first, and what is lost with none, one, two, ... of them."""
+
+    order: Tensor  # (f,)
+    losses: Tensor  # (f + 1,)
+
+
+def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
+    """Orders neurons by orthogonal matching pursuit against what reads them.
+
+    The next neuron is the one that, by least squares with all before it, explains most of what
+    is still missing of the target. Neurons are taken in groups: within one, the best are found
+    exactly among those that promised most before it.
+
+    Args:
+        gram: Damped moments G of the neurons.  # (f, f)
+        target: Correlation of what they should yield, in coordinates where errors are plain sums of
+            squares, with each neuron.  # (m, f)
+        constant: What is lost without any neuron.
+
+    Reference: orthogonal matching pursuit (Pati et al. 1993) as a pivoted Cholesky factorisation.
+    """
+    gram, target = gram.clone(), target.clone()
+    count = len(gram)
+    least = _FLOOR * gram.diagonal().clamp_min(0)
+    left = torch.ones(count, dtype=torch.bool, device=gram.device)
+    order: list[Tensor] = []
+    gains: list[Tensor] = []
+    while bool(left.any()):
+        variance = gram.diagonal()
+        gain = target.square().sum(0) / variance.clamp_min(torch.finfo(gram.dtype).tiny)
+        gain = torch.where(left & (variance > least), gain, torch.where(left, -1.0, -2.0))
+        size = min(_GROUP, int(left.sum()))
+        pool = gain.topk(min(_POOL * size, int(left.sum()))).indices
+        chosen, found = _pivots(gram[pool][:, pool], target[:, pool], least[pool], size)
+        taken = pool[chosen]
+        order.append(taken)
+        gains.append(found)
+        left[taken] = False
+        root = safe_cholesky(gram[taken][:, taken])
+        columns = torch.linalg.solve_triangular(root, gram[taken], upper=False)  # (g, f)
+        yields = torch.linalg.solve_triangular(root, target[:, taken].mT, upper=False)  # (g, m)
+        gram -= columns.mT @ columns
+        target -= yields.mT @ columns
+    losses = constant - torch.cat([gains[0].new_zeros(1), *gains]).cumsum(0)
+    return NeuronOrder(torch.cat(order), losses.clamp_min(0).cummin(0).values)
+
+
+def _pivots(gram: Tensor, target: Tensor, least: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Picks the best of a pool one after another: places, and what each explains."""
+    gram, products = gram.clone(), target.mT @ target
+    taken = torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+    places, gains = [], []
+    for _ in range(size):
+        variance, promise = gram.diagonal(), products.diagonal()
+        useful = torch.where(variance > least, promise / variance, 0.0)
+        place = torch.where(taken, -1.0, useful).argmax()
+        places.append(place)
+        gains.append(useful[place].clamp_min(0))
+        taken[place] = True
+        if not bool(gains[-1] > 0):
+            continue
+        column = gram[:, place] / variance[place]
+        mixed = torch.outer(products[:, place], column)
+        products = products - mixed - mixed.mT + promise[place] * torch.outer(column, column)
+        gram = gram - variance[place] * torch.outer(column, column)
+    return torch.stack(places), torch.stack(gains)
+
+
+@dataclass(frozen=True)
+class HeadBases:
+    """Directions within heads, the most useful first.
+
+    `lift @ reduce` is the identity, and with the first r directions the best map of rank r.
+    """
+
+    reduce: Tensor  # (heads, r, size)
+    lift: Tensor  # (heads, size, r)
+    losses: Tensor  # with 0, 1, 2, ... directions left in every head  # (size + 1,)
+
+
+def head_bases(moments: Tensor, curvature: Tensor) -> HeadBases:
+    """Finds the directions of heads by a truncated SVD in two metrics.
+
+    Args:
+        moments: Damped second moments of what every head computes.  # (heads, size, size)
+        curvature: What errors of it cost, damped.  # (heads, size, size)
+    """
+    inputs, outputs = safe_cholesky(moments), safe_cholesky(curvature)
+    _, values, right = torch.linalg.svd(outputs.mT @ inputs)
+    lift = inputs @ right.mT
+    reduce = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
+    scale = (reduce.norm(dim=-1) / lift.norm(dim=-2)).sqrt()
+    lost = values.square().flip(-1).cumsum(-1).flip(-1).sum(0)
+    return HeadBases(
+        reduce / scale[..., None],
+        lift * scale[..., None, :],
+        torch.cat([lost, lost.new_zeros(1)]),
+    )

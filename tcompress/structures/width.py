@@ -1,0 +1,78 @@
+"""Width: an ordinary matrix between fewer channels (method ``width``).
+
+Neurons of feed-forwards and dimensions of heads lie between layers. Which of them stay is chosen
+for the layers on both sides together (`planning.channels`); what is stored is a smaller matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from tcompress import linalg
+from tcompress.structures.base import (
+    Layout,
+    Shapes,
+    Site,
+    Spec,
+    Structure,
+    Target,
+    Tensors,
+    random_tensors,
+    register,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+class WidthSpec(Spec):
+    """Options of `width`: sizes are those of `keep_neurons` and `head_size`, or a budget's."""
+
+    name: Literal["width"] = "width"
+
+    @property
+    def has_size(self) -> bool:
+        return False
+
+    @property
+    def fills(self) -> bool:
+        return True
+
+
+class WidthLayout(Layout):
+    """A plain matrix (out, in) of the channels that stay."""
+
+    structure: Literal["width"] = "width"
+
+
+class Width(Structure[WidthSpec, WidthLayout]):
+    """Fewer channels; what reads them is refitted by least squares."""
+
+    name = "width"
+    summary = "fewer neurons and smaller heads: plain smaller matrices, refitted on the data"
+    reference = "He et al. 2017 (arXiv:1707.06168); order by orthogonal matching pursuit"
+    spec = WidthSpec
+    layout_type = WidthLayout
+    exact_losses = True
+
+    def layout(self, spec: WidthSpec, site: Site, budget: int | None = None) -> WidthLayout:
+        return WidthLayout(**site.widths)
+
+    def tensors(self, layout: WidthLayout) -> Shapes:
+        return {"w": (layout.out_features, layout.in_features)}
+
+    def apply(self, x: Tensor, tensors: Tensors, layout: WidthLayout) -> Tensor:
+        return x @ tensors["w"].mT
+
+    def dense(self, tensors: Tensors, layout: WidthLayout) -> Tensor:
+        return tensors["w"]
+
+    def fit(self, target: Target, layout: WidthLayout) -> dict[str, Tensor]:
+        return {"w": linalg.fit_slices(target.product, target.gram, 1)[0]}
+
+    def start(self, layout: WidthLayout, generator: torch.Generator) -> dict[str, Tensor]:
+        return random_tensors(self.tensors(layout), generator, {"w": layout.in_features})
+
+
+register(Width())

@@ -1,0 +1,246 @@
+"""Fewer channels between layers: neurons, values and scores of heads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from tcompress.errors import PlanError, RecipeError
+from tcompress.exports import export_dense
+from tcompress.hf import build as installing
+from tcompress.linalg.channels import head_bases, order_neurons
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.options.choose import conversion
+from tcompress.planning.channels import couplings
+from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.knapsack import BudgetSite, Option, joint
+from tcompress.planning.sites import roles_of
+from tests.support.conversions import calibration, distance, make, outputs
+from tests.support.numerics import randn
+from tests.support.tiny import build
+
+quick = settings(deadline=None, derandomize=True, max_examples=20)
+
+
+def _moments(features: int, seed: int, heads: int = 1) -> Tensor:
+    rows = randn(heads, 3 * features, features, seed=seed)
+    return rows.mT @ rows
+
+
+def _missed(gram: Tensor, target: Tensor, constant: float, chosen: Tensor) -> float:
+    """What least squares on some neurons leave, from the normal equations."""
+    own = target[:, chosen]
+    return constant - float((own @ torch.linalg.inv(gram[chosen][:, chosen]) * own).sum())
+
+
+# ---------------------------------------------------------------- the order of channels
+@quick
+@given(count=st.integers(1, 90), seed=st.integers(0, 99))
+def test_neurons_are_ordered_once_each_and_losses_are_those_of_least_squares(
+    count: int, seed: int
+) -> None:
+    [gram], weight = _moments(count, seed), randn(5, count, seed=seed + 1)
+    constant = float((weight @ gram * weight).sum())
+    found = order_neurons(gram, weight @ gram, constant)
+    assert sorted(found.order.tolist()) == list(range(count))
+    assert bool((found.losses.diff() <= 0).all())
+    for kept in {1, count // 2, count} - {0}:
+        missed = _missed(gram, weight @ gram, constant, found.order[:kept])
+        assert float(found.losses[kept]) == pytest.approx(missed, abs=1e-9 * constant)
+
+
+def test_the_first_neuron_explains_most_and_copies_come_last() -> None:
+    [gram], weight = _moments(12, 3), randn(4, 12, seed=4)
+    twice = torch.cat([gram, gram], 0)
+    twice = torch.cat([twice, twice], 1)  # every neuron has a copy
+    target = torch.cat([weight @ gram] * 2, 1)
+    found = order_neurons(twice, target, float((weight @ gram * weight).sum()))
+    assert sorted((found.order[:12] % 12).tolist()) == list(range(12))
+    assert float(found.losses[12]) <= 1e-9 * float(found.losses[0])
+    explained = (weight @ gram).square().sum(0) / gram.diagonal()
+    assert int(found.order[0]) % 12 == int(explained.argmax())
+
+
+@quick
+@given(size=st.integers(1, 8), seed=st.integers(0, 99))
+def test_bases_of_heads_lose_what_they_say(size: int, seed: int) -> None:
+    moments, worth = _moments(size, seed, 3), _moments(size, seed + 1, 3)
+    bases = head_bases(moments, worth)
+    assert_close(bases.lift @ bases.reduce, torch.eye(size).double().expand(3, -1, -1))
+    for rank in range(size + 1):
+        missed = torch.eye(size) - bases.lift[..., :rank] @ bases.reduce[:, :rank]
+        lost = (missed.mT @ worth @ missed @ moments).diagonal(dim1=-2, dim2=-1).sum()
+        assert_close(bases.losses[rank], lost, atol=1e-8 * float(bases.losses[0]), rtol=1e-8)
+
+
+def test_sites_that_are_joint_offer_the_best_of_all() -> None:
+    sites = [
+        BudgetSite("a", [Option(cost, (10 - cost) ** 2, f"a{cost}") for cost in range(1, 10)], 10),
+        BudgetSite("b", [Option(cost, (10 - cost) ** 2 / 2, f"b{cost}") for cost in (2, 6)], 10),
+    ]
+    found = joint(sites)
+    assert found[0].label == ("a1", "b2")
+    assert found[-1].label == ("dense", "dense")
+    assert [own.cost for own in found] == sorted(own.cost for own in found)
+    for own in found:
+        every = [
+            one.loss + two.loss
+            for one in [*sites[0].options, Option(10, 0.0)]
+            for two in [*sites[1].options, Option(10, 0.0)]
+            if one.cost + two.cost <= own.cost
+        ]
+        assert own.loss == pytest.approx(min(every))
+
+
+# ---------------------------------------------------------------- what may become narrower
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("bert", {"scores", "values", "neurons"}),
+        ("gpt2", {"scores", "values", "neurons"}),
+        ("t5", {"scores", "values", "neurons"}),
+        ("vit", {"scores", "values", "neurons"}),
+        ("llama", {"values", "neurons"}),  # positions turn queries and keys
+        ("deberta-v2", {"values", "neurons"}),  # which tables of positions read too
+        ("gpt_neox", {"neurons"}),  # its projection has no parts
+        ("mixtral", {"values", "neurons"}),
+    ],
+)
+def test_what_layers_have_in_common(family: str, wanted: set[str], tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path / "dense")
+    roles = roles_of(SourceModel.open(str(tmp_path / "dense")))
+    assert {own.kind for block in roles.blocks for own in couplings(block)} == wanted
+
+
+def _narrow(family: str, folder: Path, *, aware: bool = False, **changes: Any) -> Any:
+    method = {"method": {"name": "width"}}
+    return make(family, folder, "dct", aware=aware, **{**method, **changes})
+
+
+def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of the first block's layers that are left."""
+    block = plan.layers[0].block
+    return {e.role: (e.inputs_left, e.outputs_left) for e in plan.layers if e.block == block}
+
+
+def test_numbers_and_fractions_of_channels(tmp_path: Path) -> None:
+    made = _narrow("bert", tmp_path, keep_neurons=48, head_size=0.5)
+    assert _sizes(made.plan) == {
+        "q": (32, 16), "k": (32, 16), "v": (32, 16), "o": (16, 32), "up": (32, 48), "down": (48, 32)
+    }  # fmt: skip
+    assert made.plan.saved == made.plan.parameters - sum(
+        parameter.numel() for parameter in made.load().parameters()
+    )
+
+
+def test_layers_around_channels_change_together_or_not_at_all(tmp_path: Path) -> None:
+    made = _narrow("bert", tmp_path, keep_neurons=0.5, head_size=0.5, keep=["down"])
+    assert "up" not in _sizes(made.plan)
+    assert _sizes(made.plan)["o"] == (16, 32)
+
+
+def test_all_channels_change_nothing(tmp_path: Path) -> None:
+    made = _narrow("bert", tmp_path, aware=True, keep_neurons=64, head_size=8)
+    found, wanted = (outputs(model, made.inputs()) for model in (made.load(), made.dense))
+    assert distance(found, wanted) <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "t5", "vit"])
+def test_refitting_is_no_worse_than_leaving_channels_out(family: str, tmp_path: Path) -> None:
+    """On the rows that the fit saw, and summed over the layers that read channels."""
+    errors = {}
+    for aware in (True, False):
+        made = _narrow(family, tmp_path / str(aware), aware=aware, keep_neurons=0.5, head_size=0.5)
+        small, rows = made.load(), calibration(family).batches[:2]
+        errors[aware] = sum(
+            float((one - two).square().sum())
+            for batch in rows
+            for one, two in zip(outputs(small, batch), outputs(made.dense, batch), strict=True)
+        )
+    assert errors[True] < errors[False]
+
+
+def test_narrow_heads_compute_what_zeros_in_their_place_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _narrow("bert", tmp_path, keep_neurons=0.5, head_size=0.5)
+    narrow = made.load()
+    assert {layer.head_width for layer in _structured(narrow) if layer.head_width} == {4}
+    monkeypatch.setattr(installing, "narrow_heads", lambda *_: None)
+    padded = made.load()
+    assert not any(layer.head_width for layer in _structured(padded))
+    inputs = made.inputs()
+    assert distance(outputs(narrow, inputs), outputs(padded, inputs)) <= 1e-6
+
+
+def _structured(model: Any) -> list[Any]:
+    return [item for item in model.modules() if hasattr(item, "head_width")]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral"])
+def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
+    made = _narrow(family, tmp_path, keep_neurons=0.5, head_size=0.5)
+    export_dense(str(made.folder), tmp_path / "whole")
+    plain = made.load(tmp_path / "whole")
+    inputs = made.inputs()
+    assert distance(outputs(plain, inputs), outputs(made.load(), inputs)) <= 1e-5
+
+
+# ---------------------------------------------------------------- budgets
+def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
+    made = make("bert", tmp_path, aware=True, method={"name": "width"}, target=0.6)
+    plan = made.plan
+    assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
+    assert plan.structured_rewritten > 0.5 * plan.dense_rewritten
+    assert plan.budget is not None
+    assert plan.budget.error is not None
+    assert plan.budget.uniform_error is not None
+    assert plan.budget.error <= plan.budget.uniform_error
+    _check_fits(plan)
+
+
+def _check_fits(plan: Plan) -> None:
+    """What one layer writes the next one reads."""
+    by_place: dict[tuple[str, str], LayerPlan] = {(e.block, e.role): e for e in plan.layers}
+    for (block, role), entry in by_place.items():
+        if role == "up":
+            assert entry.outputs_left == by_place[block, "down"].inputs_left
+        elif role == "v":
+            assert entry.outputs_left == by_place[block, "o"].inputs_left
+        elif role == "q":
+            assert entry.outputs_left == by_place[block, "k"].outputs_left
+
+
+def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="allow at least"):
+        make("gpt_neox", tmp_path, aware=True, method={"name": "width"}, target=0.2)
+
+
+# ---------------------------------------------------------------- words
+def test_sizes_alone_are_the_method() -> None:
+    found = conversion({"keep_neurons": 0.5})
+    assert found.method is not None
+    assert found.method.name == "width"
+
+
+def test_a_method_without_a_size_is_refused() -> None:
+    with pytest.raises(RecipeError, match="needs a size"):
+        conversion({"method": {"name": "width"}})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init": "random", "keep_neurons": 8, "calibration": {"source": "none"}}, "configuration"),
+        ({"method": {"name": "tucker", "share": "model", "rank": 4}, "head_size": 4}, "share"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Convert.model_validate({"method": {"name": "width"}, **changes})

@@ -116,7 +116,7 @@ def _conversions(recipe: Recipe, source: SourceModel) -> Iterator[Convert]:
             spec: Any = method
             if isinstance(method, str):
                 spec = _suited(recipe.convert, method, target, source)
-            yield recipe.convert.at(target, spec)
+            yield recipe.convert.with_target(target, spec)
 
 
 def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> Any:
@@ -128,7 +128,7 @@ def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> 
 
     def dense_layers(item: Any) -> float:
         try:
-            return len(make_plan(convert.at(target, item), source).left)
+            return len(make_plan(convert.with_target(target, item), source).left)
         except PlanError:
             return inf
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tcompress.conversion import decision
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.decision import STOP, alone_on, try_out
 from tcompress.conversion.output_sampler import sampler_of
@@ -20,6 +22,13 @@ from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn
 from tests.support.interrupted import Interrupt, contents
+
+
+@pytest.fixture(autouse=True)
+def all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions for weights drawn at random are far apart."""
+    monkeypatch.setattr(decision, "FAR", inf)
+
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
 LLAMA = deep("llama", 3)

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
         "own_models",
     },
-    "conversion": APPLICATION - {"conversion"},
+    "conversion": APPLICATION - {"conversion"} | {"latency"},
     "training": FOUNDATION | {"planning", "data", "artifact", "hf"},
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},

@@ -44,23 +44,29 @@ class LayerCandidates:
     dense: int  # its parameters
     left_out: float  # predicted loss of leaving it out
     unit: int = 1  # what one parameter costs: 1, or its bytes
+    time: int = 0  # nanoseconds that it takes as it is, where time counts
     offers: dict[str, list[Option]] = field(default_factory=dict)
     quick: dict[str, list[Option]] = field(default_factory=dict)
     """Offers before calibration fits corrected the losses."""
     alone: dict[str, list[Option]] = field(default_factory=dict)
     """What a method offers where all layers take it."""
 
-    def site(self, methods: Sequence[str], *, may_stay: bool) -> BudgetSite:
+    def site(self, methods: Sequence[str], *, may_stay: bool, timed: bool = False) -> BudgetSite:
         """Returns what a budget may choose from; where no method can, a layer stays dense.
 
-        Labels say what becomes of the layer, by its key.
+        Labels say what becomes of the layer, by its key; where `timed`, time is what it costs.
         """
         options = [option for name in methods for option in self.offers.get(name, ())]
         priced = [
-            Option(own.cost * self.unit, own.loss, ((self.key, Form(own.label)),))  # type: ignore[arg-type]
+            replace(
+                own,
+                cost=own.time if timed else own.cost * self.unit,
+                label=((self.key, Form(own.label)),),  # type: ignore[arg-type]
+            )
             for own in options
         ]
-        return BudgetSite(self.key, priced, self.dense * self.unit, may_stay or not priced)
+        dense = self.time if timed else self.dense * self.unit
+        return BudgetSite(self.key, priced, dense, may_stay or not priced, self.time)
 
 
 FitTarget = tuple[Target, float]

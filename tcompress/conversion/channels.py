@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -334,9 +335,24 @@ Forms = tuple[tuple[str, Form | None], ...]
 """What layers become, by name of the weight; None for those that stay dense."""
 
 
-def width_options(
+@dataclass
+class WidthSite:
+    """Layers that have channels in common, and what they may become together."""
+
+    couplings: list[Coupling]
+    sizes: list[tuple[int, ...]]  # of each option, by coupling; the last one is whole
+    options: list[Option]  # labelled with `Forms`
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the layers' weights in the checkpoint."""
+        label: Any = self.options[-1].label
+        return tuple(key for key, _ in label)
+
+
+def width_site(
     found: Sequence[Widths], entries: Mapping[str, LayerPlan], units: Mapping[str, int]
-) -> list[Option]:
+) -> WidthSite | None:
     """Lists what the layers of some couplings may become together.
 
     Entries are by weight name in the model. A parameter of a layer costs its unit, by weight name;
@@ -344,15 +360,16 @@ def width_options(
     """
     layers = {layer for own in found for layer in own.coupling.layers}
     if not {entries[layer.weight_name].key for layer in layers} <= units.keys():
-        return []
+        return None
+    couplings = [own.coupling for own in found]
+    sizes = list(product(*(own.sizes for own in found)))
     options = []
-    for sizes in product(*(own.sizes for own in found)):
-        chosen = dict(zip((own.coupling for own in found), sizes, strict=True))
-        forms = tuple(forms_of(chosen, entries))
+    for chosen in sizes:
+        forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
         cost = sum(_parameters(form) * units[key] for key, form in forms)
-        loss = sum(float(own.losses[size]) for own, size in zip(found, sizes, strict=True))
+        loss = sum(float(own.losses[size]) for own, size in zip(found, chosen, strict=True))
         options.append(Option(cost, loss, forms))
-    return options
+    return WidthSite(couplings, sizes, options)
 
 
 def _parameters(form: Form) -> int:

@@ -47,9 +47,12 @@ from tcompress.data.calibration import CalibrationData, load_batches
 from tcompress.errors import InputError
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
+from tcompress.latency.benchmark import bench
+from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
+from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.fewer_layers import fixed_blocks
-from tcompress.options import Convert
+from tcompress.options import Bench, Convert
 from tcompress.options.steps import PaperRow
 from tcompress.planning.costs import path_of
 from tcompress.planning.depth import cut_to, with_depth, within
@@ -151,7 +154,20 @@ def convert(
         write_rest(place.model, job.source, manifest, recipe.dtype)
         check_written(place.model, job.outputs, job.plan, job.fitted, job.factors)
         place.publish(force=force)
+    if recipe.time_budget is not None:
+        manifest = _timed(source, output, recipe) or manifest
     return Converted(output, manifest, place.resumed)
+
+
+def _timed(source: SourceModel, output: Path, recipe: Convert) -> Manifest | None:
+    """Measures the pass that was asked for, and records it beside what was predicted."""
+    work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
+    if not work.decodes:
+        length = inputs.fitting([work.length]) if inputs.has_length else ()
+        options = {"batch": (work.batch,), "length": length, "repeats": REPEATS}
+        own = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
+        bench([str(output)], settings=Bench.model_validate({**options, **own}))
+    return read_manifest(output)
 
 
 @dataclass

@@ -8,16 +8,16 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
-from math import fsum, inf
-from typing import Any
+from math import inf
 
 import torch
 from torch import Tensor
 
+from tcompress.conversion.budget import WIDTH, BudgetProblem
 from tcompress.conversion.candidates import (
     FRACTIONS,
     CalibrationFits,
@@ -32,323 +32,44 @@ from tcompress.conversion.channels import (
     Reduction,
     Seen,
     Widths,
+    WidthSite,
     stored_reductions,
-    width_options,
+    width_site,
     widths_of,
 )
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
+from tcompress.conversion.prices import Prices, TimeGoal
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
+from tcompress.latency.paired_timing import threads
+from tcompress.latency.predicted import USUAL_PASS, LayerTimes, ModelClock, Workload
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
-from tcompress.options.convert_options import Budget
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.channels import couplings
-from tcompress.planning.costs import Choice, out_of_reach, plan_terms, size_of, weight_bytes
+from tcompress.planning.costs import Choice, plan_terms, weight_bytes
 from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.planning.knapsack import (
-    DENSE,
-    Allocation,
-    BudgetSite,
-    Option,
-    allocate,
-    allocate_for_loss,
-    joint,
-)
-from tcompress.planning.knapsack import uniform as allocate_alike
-from tcompress.planning.planner import covered, follows_rules, grouped, regrouped, resized, site_of
+from tcompress.planning.knapsack import Option
+from tcompress.planning.planner import follows_rules, grouped, regrouped, site_of
 from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer, Roles
 from tcompress.structures import Refusal, Spec
-from tcompress.structures.width import WidthSpec
 
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""
 
-WIDTH = WidthSpec().name
-
-MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
-ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
-UNSPENT = 0.001  # of a budget, not worth another attempt
+FAR = 3.0
+"""Answers predicted to lose so many times as much as the best are not tried."""
 
 TIE = 0.02
 """Answers so close to the best one are as good."""
 
 STOP = 0.1
 """With fewer blocks, an answer worse than the best by more than this share ends the search."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    plan: Plan
-    loss: float
-    size: int  # what a smallest answer is judged by
-
-
-@dataclass(frozen=True)
-class BudgetProblem:
-    """One budget, and the layers that it is spent on; `plan` has equal sizes."""
-
-    recipe: Convert
-    source: SourceModel
-    plan: Plan
-    groups: Sequence[Sequence[LayerPlan]]  # those together that read one input
-    layers: Sequence[LayerCandidates]
-    fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
-    widths: Sequence[Sequence[Option]] = ()
-    """What layers that have channels in common may become, with fewer of them."""
-
-    def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
-        """Returns the plan that is predicted to lose least, or for an error to be smallest.
-
-        A mixture of the `methods` has to be clearly better than the best of the `singles`, those
-        that can take all layers: predictions compare sizes of one structure more reliably.
-        """
-        answers: dict[str, _Answer] = {}
-        refused: list[PlanError] = []
-        for name in ("", *singles) if len(methods) > 1 else singles:
-            try:
-                answers[name] = self.solve([name] if name else methods)
-            except PlanError as error:
-                refused.append(error)
-        if not answers:
-            raise refused[0]
-        mixed = answers.pop("", None)
-        name = min(answers, key=lambda name: self._rank(answers[name]), default="")
-        if mixed is not None and (
-            not name or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(answers[name])[0]
-        ):
-            return self._with_facts(mixed.plan, mixed.loss, singles, answers)
-        plan = answers[name].plan
-        if len(methods) > 1 and all(item.quick for item in self.layers):
-            with suppress(PlanError):  # sized as it would be without others on offer
-                layers = [replace(item, offers=item.quick) for item in self.layers]
-                plan = replace(self, layers=layers).solve([name]).plan
-        single = answers if len(methods) > 1 else {}
-        return self._with_facts(plan, answers[name].loss, singles, single)
-
-    def alone(self, name: str) -> Plan:
-        """Returns the plan of one method in all layers, with nothing else on offer."""
-        layers = [replace(item, offers=item.alone) for item in self.layers]
-        return replace(self, layers=layers).best([name], [name])
-
-    def solve(self, methods: Sequence[str]) -> _Answer:
-        """Spends the budget on candidates of these methods."""
-        if not self._limits_error:
-            return self._within(methods)
-        limit = self._budget.limit
-        sites = self.sites(methods, may_stay=True)
-        if self._budget.limits_each:
-            left_out = {item.key: item.left_out for item in self.layers}
-            most = [limit * fsum(left_out[key] for key in keys) for keys in sites]
-            found = within_tolerance([*sites.values()], most)
-        else:
-            spend = _alike_for_loss if self._alike else allocate_for_loss
-            found = spend([*sites.values()], limit * fsum(item.left_out for item in self.layers))
-        plan = self._plan(found, sites)
-        return _Answer(plan, found.loss, plan.structured_rewritten + self._dense_left(plan))
-
-    def _within(self, methods: Sequence[str]) -> _Answer:
-        """Allocates less where layers end up not sharing what was counted once, but not too little.
-
-        Where a layer would then not even shrink, it has to do without that method.
-        """
-        limit, spent = self._limits()
-        room, barred = spent, set[tuple[str, str]]()
-        fits, exceeds, best = 0, spent, None
-        for _ in range(ATTEMPTS):
-            # A rewritten layer makes up for what those before it lost; a dense one does not.
-            sites = self.sites(methods, may_stay=False, barred=barred)
-            found = self._allocated([*sites.values()], room)
-            plan = self._plan(found, sites)
-            over = self._measured(plan) - limit
-            lost = self._refused(found, plan) if len(methods) > 1 else set()
-            if lost:
-                barred |= lost
-            elif over > 0:
-                exceeds = room
-                room = room - over if best is None else (fits + room) // 2
-            else:
-                if best is None or found.loss < best.loss:
-                    best = _Answer(plan, found.loss, limit + over)
-                if room == spent or -over <= UNSPENT * spent:
-                    break
-                fits, room = room, (room + exceeds) // 2
-        if best is not None:
-            return best
-        raise PlanError(
-            f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
-            "allow more, or name one method that may be used everywhere, such as `svd`",
-        )
-
-    def _refused(self, found: Allocation, plan: Plan) -> set[tuple[str, str]]:
-        """Layers, each with its method, that were to be rewritten and then stayed dense."""
-        planned = {entry.key for entry in plan.layers}
-        chosen: dict[str, Form] = {}
-        for choice in found.choices:
-            chosen |= () if choice.label == DENSE else choice.label  # type: ignore[call-overload]
-        return {
-            (item.key, name)
-            for item in self.layers
-            if chosen.get(item.key) is not None and item.key not in planned
-            for name, options in item.offers.items()
-            if any(option.label == chosen[item.key].parts for option in options)
-        }
-
-    def sites(
-        self,
-        methods: Sequence[str],
-        *,
-        may_stay: bool,
-        barred: Collection[tuple[str, str]] = (),
-    ) -> dict[tuple[str, ...], BudgetSite]:
-        """Lists what a budget chooses from, by the keys of the layers that it is chosen for."""
-        own = {
-            item.key: item.site(
-                [m for m in methods if (item.key, m) not in barred],
-                may_stay=may_stay,
-            )
-            for item in self.layers
-        }
-        found: dict[tuple[str, ...], BudgetSite] = {}
-        for options in self.widths if WIDTH in methods else ():
-            keys = tuple(key for key, _ in options[-1].label)  # type: ignore[attr-defined]
-            members = [own.pop(key) for key in keys]
-            offered = [*options]
-            if any(member.options for member in members):
-                offered += [_flattened(option, keys) for option in joint(members)]
-            dense = sum(member.dense for member in members)
-            found[keys] = BudgetSite(keys[0], offered, dense, may_stay)
-        return {**{(key,): site for key, site in own.items()}, **found}
-
-    def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
-        if self._alike:
-            return allocate_alike(sites, room / sum(site.dense for site in sites))
-        budget = self.recipe.budget
-        try:
-            return allocate(sites, room)
-        except PlanError as error:
-            if budget is None or budget.is_fraction:
-                raise
-            costs = [[option.cost for option in site.options] for site in sites]
-            least = sum(
-                min(own + [site.dense] * site.may_stay)
-                for own, site in zip(costs, sites, strict=True)
-            )
-            limit, spent = self._limits()
-            raise out_of_reach(budget, limit - spent + least) from error
-
-    def _plan(self, found: Allocation, sites: Iterable[tuple[str, ...]]) -> Plan:
-        forms: dict[str, Form | None] = {}
-        for keys, choice in zip(sites, found.choices, strict=True):
-            forms |= dict.fromkeys(keys) if choice.label == DENSE else dict(choice.label)  # type: ignore[call-overload]
-        if forms and not any(forms.values()):
-            raise PlanError(
-                f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
-                "allow a larger error",
-            )
-        chosen: dict[str, Form | None] = {}
-        if self._limits_error:  # of experts no error is known
-            chosen = dict.fromkeys({entry.key for entry in self.plan.layers} - self.fixed)
-        chosen |= forms
-        return resized(self.plan, self.groups, chosen, self.source)
-
-    @property
-    def _budget(self) -> Budget:
-        assert self.plan.budget is not None
-        return self.plan.budget.asked
-
-    @property
-    def _limits_error(self) -> bool:
-        return not self._budget.is_size
-
-    @property
-    def _alike(self) -> bool:
-        """Whether all layers keep the same fraction: asked for, or since no data tells better."""
-        if self.recipe.allocation == "uniform":
-            return True
-        return self.recipe.calibration.is_none and not self._limits_error
-
-    def _rank(self, item: _Answer) -> tuple[float, float]:
-        return (float(item.size), item.loss) if self._limits_error else (item.loss, 0.0)
-
-    def _limits(self) -> tuple[int, int]:
-        """What a plan may measure, and what of it is for the layers that are sized."""
-        if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(item.dense * item.unit for item in self.layers))
-            return whole, whole
-        planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        taken = sum(planned.get(item.key, item.dense) * item.unit for item in self.layers)
-        limit = int(self._budget.limit)
-        return limit, taken + limit - self._measured(self.plan)
-
-    def _measured(self, plan: Plan) -> int:
-        if not self._budget.is_fraction:
-            return size_of(plan, self.source, self.recipe)
-        own = {item.key for item in self.layers}
-        kept = sum(entry.parameters for entry in plan.layers if entry.key in own)
-        return kept + self._dense_left(plan)
-
-    def _dense_left(self, plan: Plan) -> int:
-        planned = {entry.key for entry in plan.layers}
-        return sum(item.dense for item in self.layers if item.key not in planned)
-
-    def _with_facts(
-        self, plan: Plan, loss: float, singles: Sequence[str], alone: Mapping[str, _Answer]
-    ) -> Plan:
-        """Adds to a plan what was predicted: its loss, that of equal shares and of each method."""
-        everything = fsum(item.left_out for item in self.layers) or 1.0
-        alike = []
-        for name in () if self._limits_error else singles:
-            sites = [*self.sites([name], may_stay=False).values()]
-            share = self._limits()[1] / sum(site.dense for site in sites)
-            with suppress(PlanError):
-                alike.append(allocate_alike(sites, share).loss)
-        assert self.plan.budget is not None
-        facts = self.plan.budget.model_copy(
-            update={
-                "chosen": "uniform" if self._alike else "loss",
-                "error": loss / everything,
-                "uniform_error": min(alike) / everything if alike else None,
-                "single_errors": {name: item.loss / everything for name, item in alone.items()},
-            }
-        )
-        return covered(plan.model_copy(update={"budget": facts}), self.source)
-
-
-def _flattened(option: Option, keys: Sequence[str]) -> Option:
-    """Gives an option of several layers their forms as its label."""
-    labels: Any = option.label
-    forms = [((key, None),) if own == DENSE else own for key, own in zip(keys, labels, strict=True)]
-    return replace(option, label=tuple(chain.from_iterable(forms)))
-
-
-def within_tolerance(sites: Sequence[BudgetSite], most: Sequence[float]) -> Allocation:
-    """Chooses for every site the cheapest option that loses no more than its own limit."""
-    chosen = []
-    for site, limit in zip(sites, most, strict=True):
-        fine = [option for option in site.options if option.loss <= limit]
-        dense = Option(site.dense, 0.0, DENSE)
-        chosen.append(min(fine, key=lambda item: item.cost, default=dense))
-    return Allocation(tuple(chosen), sum(c.cost for c in chosen), fsum(c.loss for c in chosen))
-
-
-def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
-    """The smallest fraction, the same for all sites, whose options lose no more than allowed."""
-    shares = sorted({option.cost / site.dense for site in sites for option in site.options} | {1.0})
-    low, high = 0, len(shares) - 1
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            fits = allocate_alike(sites, shares[middle]).loss <= most
-        except PlanError:
-            fits = False
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return allocate_alike(sites, shares[low])
 
 
 # Moments that fits will need are kept in the working folder. Without data the weights' own energy
@@ -402,11 +123,17 @@ class Decision:
         problem = BudgetProblem(
             self.recipe, self.source, self.plan, groups, self._layers, fixed, self._widths
         )
+        goal = self._time_goal(problem, progress)
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []
+
+        def answer(name: str, room: int | None = None) -> Plan:
+            own = replace(problem, room=room)
+            return own.best(names, whole) if name == label else own.alone(name)
+
         for name in (label, *self._alone):
             try:
-                plan = problem.best(names, whole) if name == label else problem.alone(name)
+                plan = answer(name) if goal is None else self._in_time(goal, partial(answer, name))
             except PlanError as error:
                 refused.append(error)
                 continue
@@ -414,17 +141,42 @@ class Decision:
                 answers[name] = plan
         if not answers:
             raise refused[0]
-        return answers
+        return dict(_in_question(answers))
+
+    def _time_goal(self, problem: BudgetProblem, progress: Progress) -> TimeGoal | None:
+        """Times what candidates take, where time is limited."""
+        budget = self.recipe.time_budget
+        if budget is None:
+            return None
+        progress.stage("timing layers", 1, "")
+        with threads(self.recipe.threads):
+            dtype = getattr(torch, self.recipe.dtype or "float32")
+            work = Workload.read(self.recipe.at or USUAL_PASS)
+            named = self.recipe.at is not None
+            clock = ModelClock(self.source, work, self.device, dtype, named)
+            entries = {item.key: item for item in self._entries.values()}
+            prices = Prices(clock, LayerTimes(clock.rows, self.device, dtype), entries)
+            prices.price(problem.layers, problem.widths)
+        self._rest = prices.rest(problem.layers)
+        progress.advance(1, str(work))
+        return TimeGoal(budget, clock)
+
+    def _in_time(self, goal: TimeGoal, answer: Callable[[int], Plan]) -> Plan:
+        with threads(self.recipe.threads):
+            plan, speed = goal.reach(answer, self._rest)
+        assert plan.budget is not None
+        facts = {"speedup": speed, "at": str(goal.clock.work), "seconds": goal.clock.seconds}
+        return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
     def _measure(self, progress: Progress, *, several: bool) -> None:
         """Lists the candidates of all layers, from one pass over the calibration data."""
         self._layers: list[LayerCandidates] = []
-        self._widths: list[list[Option]] = []
+        self._widths: list[WidthSite] = []
         self._fixed: set[str] = set()
         budget = self.recipe.budget
         by_size = self.plan.budget is not None and budget is not None and budget.is_size
         fraction = self.plan.budget.fraction if by_size and self.plan.budget else USUAL
-        method = self.recipe.at(None).method  # a tolerance is no option of any layer
+        method = self.recipe.with_target(None).method  # a tolerance is no option of any layer
         self._offers: dict[str, tuple[Spec, ...]] = {}  # options in the order of preference
         if isinstance(method, AutoSpec):
             self._offers = offered_by(method, fraction)
@@ -563,9 +315,9 @@ class Decision:
         units = {item.key: item.unit for item in self._layers}
         entries = {f"{path}.{entry.parameter}": entry for path, entry in self._entries.items()}
         for own in found if WIDTH in self._offers else ():
-            options = width_options(own, entries, units)
-            if options:
-                self._widths.append(options)
+            site = width_site(own, entries, units)
+            if site is not None:
+                self._widths.append(site)
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, seen: LayerStatistics
@@ -634,6 +386,23 @@ class Decision:
             members, _ = regrouped(own, chosen)
             if members:
                 self._fits.fit(name, members, found, seen, damping)
+
+
+def _in_question(answers: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
+    """Leaves out answers predicted to lose far more than the first, or of the same structure."""
+    first = next(iter(answers.values()))
+    kinds = _structures(first)
+    for name, plan in answers.items():
+        known = first.budget, plan.budget
+        errors = [own.error for own in known if own is not None and own.error is not None]
+        hopeless = len(errors) == 2 and errors[1] > FAR * errors[0]
+        if plan is first or not (hopeless or (len(kinds) == 1 and _structures(plan) == kinds)):
+            yield name, plan
+
+
+def _structures(plan: Plan) -> set[str]:
+    parts = (part for entry in plan.layers for part in entry.parts)
+    return {term.structure for part in parts for term in part.terms}
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:

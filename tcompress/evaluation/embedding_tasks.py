@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +14,13 @@ from transformers import PreTrainedModel
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
+from tcompress.evaluation.statistics import (
+    AGREEMENT,
+    Statistic,
+    pearson,
+    rank_statistics,
+    spearman,
+)
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
 
 
@@ -88,7 +95,11 @@ class Similarity(_PairTask):
             one, two = self.embeddings(runner)
             found = (one.double() * two[self._two]).sum(-1)
         scores = np.asarray(self.examples.targets, dtype=float)
-        return [spearman(found.numpy(), scores), pearson(found.numpy(), scores)]
+        self.predictions = found.numpy()
+        made = [spearman(self.predictions, scores), pearson(self.predictions, scores)]
+        if self.reference is not None:
+            made.append(replace(spearman(self.predictions, self.reference), name=AGREEMENT))
+        return made
 
 
 _CHUNK = 1024  # queries that are compared at a time

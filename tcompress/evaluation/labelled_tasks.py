@@ -18,7 +18,14 @@ from tcompress.data.examples import Examples, Needs, by_name, doubts, few, label
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Array, Statistic, auc, class_statistics, ratio
+from tcompress.evaluation.statistics import (
+    Array,
+    Statistic,
+    agreement,
+    auc,
+    class_statistics,
+    ratio,
+)
 from tcompress.evaluation.task_base import Runner, Task, checked, signature
 from tcompress.models import SourceModel
 
@@ -56,7 +63,10 @@ class _ClassTask(Task):
         class_of[of_class] = np.arange(len(classes))
         scores, truth = self.logits(runner).numpy(), np.asarray(self.examples.targets)
         accuracy, *others = class_statistics(class_of[scores.argmax(-1)], truth, len(classes))
-        return [accuracy, *self.of_scores(scores, of_class, truth), *others]
+        made = [accuracy, *self.of_scores(scores, of_class, truth), *others]
+        self.predictions = scores
+        same = self.reference is not None and self.reference.shape == scores.shape
+        return [*made, *agreement(scores, self.reference)] if same else made
 
     @abstractmethod
     def logits(self, runner: Runner) -> Tensor:

@@ -13,10 +13,54 @@ from torch.nn.functional import cross_entropy
 
 from tcompress.data.examples import Needs
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Statistic, ratio
+from tcompress.evaluation.statistics import AGREEMENT, DIVERGENCE, Statistic, ratio
 from tcompress.evaluation.task_base import Row, Runner, Task, checked, signature
 
 _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}
+
+
+_LIKELIEST = 32  # tokens of the baseline that are kept at each place; the others count as one
+
+
+class _Compared:
+    """What a model says at every place beside what its baseline said there.
+
+    Kept are the likeliest tokens. The divergence is that of distributions over these of the
+    baseline, with all others as one: never more than over the whole vocabulary.
+    """
+
+    def __init__(self, units: int, reference: Any) -> None:
+        self.kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
+        self._reference = reference
+        self._same, self._apart = np.zeros(units), np.zeros(units)
+
+    def add(self, index: int, scores: Tensor) -> None:
+        """Adds the logits of one unit.  # (places, vocabulary)."""
+        own = scores.float().log_softmax(-1)
+        best = own.topk(min(_LIKELIEST, own.shape[-1]))
+        self.kept[index] = best.indices.int().cpu(), best.values.cpu()
+        if self._reference is None or not len(own):
+            return
+        tokens, wanted = (part.to(own.device) for part in self._reference[index])
+        found = own.gather(-1, tokens.long())
+        self._same[index] = int((best.indices[:, 0] == tokens[:, 0]).sum())
+        one, two = wanted.double(), found.double()
+        rest, other = (torch.log1p(-x.exp().sum(-1).clamp_max(1 - _TINY)) for x in (one, two))
+        apart = (one.exp() * (one - two)).sum(-1) + rest.exp() * (rest - other)
+        self._apart[index] = float(apart.sum())
+
+    def statistics(self, counts: Any) -> list[Statistic]:
+        """How often both choose the same token, and KL(baseline || model) in nats per token."""
+        if self._reference is None:
+            return []
+        tokens: Any = {"per_token": True}
+        return [
+            ratio(AGREEMENT, self._same, counts, **tokens),
+            ratio(DIVERGENCE, self._apart, counts, higher_is_better=False, **tokens),
+        ]
+
+
+_TINY = 1e-12
 
 
 class Perplexity(Task):
@@ -68,25 +112,29 @@ class Perplexity(Task):
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         losses = np.empty(self.units)
+        compared = _Compared(self.units, self.reference)
         config = runner.model.config
         options: Any = {"use_cache": False} if hasattr(config, "use_cache") else {}
         for chosen, batch in runner.batches(self._rows, self.reader.pad):
             logits = runner.model(**batch, **options).logits
             for index, scores, ids in zip(chosen, logits, batch["input_ids"], strict=True):
-                losses[index] = self._loss(scores, ids, self._lengths[index])
+                first = self._context
+                rows = slice(first - 1, first - 1 + self._lengths[index])
+                losses[index] = self._loss(scores[rows], ids[first:][: self._lengths[index]])
+                compared.add(index, scores[rows])
         # Windows have about as many bytes as their share of the tokens says.
         sizes = self._lengths * (self._bytes / self._lengths.sum())
         tokens: Any = {"higher_is_better": False, "per_token": True}
+        self.predictions = compared.kept
         return [
             ratio("perplexity", losses, self._lengths, finish=np.exp, **tokens),
             ratio("bits_per_byte", losses, sizes * math.log(2), higher_is_better=False),
             ratio("nats_per_token", losses, self._lengths, **tokens),
+            *compared.statistics(self._lengths),
         ]
 
-    def _loss(self, logits: Tensor, ids: Tensor, length: int) -> float:
+    def _loss(self, scores: Tensor, truth: Tensor) -> float:
         """One window at a time, since the logits of a large vocabulary take much memory."""
-        first = self._context
-        scores, truth = logits[first - 1 : first - 1 + length], ids[first : first + length]
         losses = cross_entropy(scores.float(), truth, reduction="none")
         return float(checked(losses).sum(dtype=torch.float64))
 
@@ -174,6 +222,7 @@ class MaskedLM(Task):
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         hits, losses = np.zeros(self.units), np.zeros(self.units)
+        compared = _Compared(self.units, self.reference)
         for chosen, batch in runner.batches(self._rows, self.reader.pad):
             logits = runner.model(**batch).logits
             for index, scores in zip(chosen, logits, strict=True):
@@ -181,9 +230,12 @@ class MaskedLM(Task):
                 found = checked(scores[at].float())
                 hits[index] = int((found.argmax(-1) == truth).sum())
                 losses[index] = float(cross_entropy(found, truth, reduction="sum"))
+                compared.add(index, found)
+        self.predictions = compared.kept
         return [
             ratio("accuracy", hits, self._counts, per_token=True),
             ratio("cross_entropy", losses, self._counts, higher_is_better=False, per_token=True),
+            *compared.statistics(self._counts),
         ]
 
 

@@ -67,6 +67,8 @@ class _Measurement:
         wanted = self.wanted
         with _about(source):
             task = self.task(source, self.examples, self.max_length, wanted)
+            if baseline is not None and baseline.signature == task.signature:
+                task.reference = baseline.predictions
             model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
             self.progress.stage(Path(name).name, task.work(model), "inputs")
             size, start = wanted.batch_size or task.batch_size, time.perf_counter()
@@ -78,7 +80,8 @@ class _Measurement:
                     f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
                 ) from error
             seconds = time.perf_counter() - start
-        own = Baseline.of(name, statistics, task.signature, wanted.bootstrap, wanted.seed)
+        options = (task.signature, wanted.bootstrap, wanted.seed, task.predictions)
+        own = Baseline.of(name, statistics, *options)
         metrics = metrics_of(statistics, own, baseline, self._protocol(task, model))
         notes = list(task.notes)
         if baseline is not None and own.signature != baseline.signature:

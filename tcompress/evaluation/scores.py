@@ -23,10 +23,18 @@ class Baseline:
     draws: Sequence[Array]  # their values on resamples: (resamples,) each
     units: Sequence[int]  # numbers of examples
     signature: str  # equal for models that read the same tokens
+    predictions: Any = field(default=None, repr=False)
+    """What it said of every example, for agreement with it; of language models not on disk."""
 
     @classmethod
     def of(
-        cls, name: str, statistics: Sequence[Statistic], signature: str, times: int, seed: int
+        cls,
+        name: str,
+        statistics: Sequence[Statistic],
+        signature: str,
+        times: int,
+        seed: int,
+        predictions: Any = None,
     ) -> Baseline:
         """Computes numbers and resamples; fails where a number is not defined for this model."""
         values = [statistic.value() for statistic in statistics]
@@ -39,16 +47,22 @@ class Baseline:
         units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from.
         draws = resampled(statistics, times if units[0] > 1 else 0, seed)
-        return cls(name, values, draws, units, signature)
+        return cls(name, values, draws, units, signature, predictions)
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        return {**vars(self), "draws": [draws.tolist() for draws in self.draws]}
+        small = isinstance(self.predictions, np.ndarray)
+        found = self.predictions.tolist() if small else None
+        return {**vars(self), "draws": [d.tolist() for d in self.draws], "predictions": found}
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Baseline:
         """Reads what `to_json` returns."""
-        return cls(**{**data, "draws": [np.asarray(draws, float) for draws in data["draws"]]})
+        draws, found = data["draws"], data.get("predictions")
+        arrays = {"draws": [np.asarray(own, float) for own in draws]}
+        return cls(
+            **{**data, **arrays, "predictions": None if found is None else np.asarray(found)}
+        )
 
 
 def metrics_of(
@@ -57,13 +71,18 @@ def metrics_of(
     baseline: Baseline | None,
     protocol: Mapping[str, Any],
 ) -> list[Metric]:
-    """Makes metrics of a model's own numbers, compared with a baseline if there is one."""
+    """Makes metrics of a model's own numbers, compared with a baseline if there is one.
+
+    Numbers that only a model beside a baseline has, such as agreement, come last.
+    """
     made = []
     for index, statistic in enumerate(statistics):
         facts, difference = dict(protocol), None
-        if baseline is not None and statistic.per_token and own.signature != baseline.signature:
+        if baseline is None or index >= len(baseline.values):
+            pass
+        elif statistic.per_token and own.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
-        elif baseline is not None:
+        else:
             one, two = own.draws[index], baseline.draws[index]
             # Texts cut into other windows make no pairs.
             paired = own.units[index] == baseline.units[index] and len(one) == len(two)

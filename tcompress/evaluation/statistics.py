@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
+from scipy.special import log_softmax
 from scipy.stats import rankdata
 
 from tcompress.artifact.manifest import Interval
 
 # A resample is told by how often it drew each example. Nearly all numbers are functions of sums
 # over examples, so that one matrix product gives them for many resamples.
+
+AGREEMENT, DIVERGENCE = "agreement", "kl"
+"""Numbers that compare a model with its baseline, labels unread."""
 
 Array = NDArray[np.float64]
 Finish = Callable[[Array], Array]
@@ -127,6 +131,17 @@ def class_statistics(predicted: ArrayLike, true: ArrayLike, classes: int) -> lis
     )
     made = [ratio("accuracy", hits), of_sums("macro_f1", columns, _macro_f1)]
     return [*made, of_sums("matthews", columns, _matthews)] if classes == 2 else made
+
+
+def agreement(logits: ArrayLike, reference: ArrayLike) -> list[Statistic]:
+    """Makes how often two models choose the same class, and KL(reference || model) in nats.
+
+    # (units, labels) each
+    """
+    own, other = (log_softmax(np.asarray(found, float), axis=-1) for found in (logits, reference))
+    apart = (np.exp(other) * (other - own)).sum(axis=-1)
+    same = own.argmax(-1) == other.argmax(-1)
+    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, apart, higher_is_better=False)]
 
 
 def _marked(labels: NDArray[Any], classes: int) -> Any:

@@ -147,6 +147,8 @@ class Task(ABC):
         self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
         self.notes: list[str] = []  # what the user should know, likewise
         self.signature = ""  # equal for models that read the same tokens
+        self.predictions: Any = None  # of the model that ran, of every example
+        self.reference: Any = None  # those of the baseline, if it read the same
         if self.max_length is not None:
             self.reader = TextReader(source, max_length or self.max_length)
         self.prepare()

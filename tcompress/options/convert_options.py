@@ -36,7 +36,9 @@ Norm = Literal["host", "tensor"]
 
 # How large a conversion may come out, or how much it may lose: one of several ways to say it.
 
-BudgetKind = Literal["target", "target_params", "target_bytes", "max_error", "tol"]
+BudgetKind = Literal[
+    "target", "target_params", "target_bytes", "speedup", "latency", "max_error", "tol"
+]
 
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = {
@@ -65,8 +67,18 @@ class Budget:
 
     @property
     def is_size(self) -> bool:
-        """Whether it limits a size, which shapes alone tell; else it limits an error."""
-        return self.kind not in ("max_error", "tol")
+        """Whether it limits a size, which shapes alone tell."""
+        return self.kind in ("target", "target_params", "target_bytes")
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it limits the time of a pass, which has to be measured."""
+        return self.kind in ("speedup", "latency")
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it limits an error."""
+        return self.kind in ("max_error", "tol")
 
     @property
     def is_fraction(self) -> bool:
@@ -87,6 +99,7 @@ class Budget:
         """Writes it as an option, such as `--target-params 30,000,000`."""
         counts = self.is_size and not self.is_fraction
         number = f"{self.limit:,.0f}" if counts else f"{self.limit:g}"
+        number += "ms" if self.kind == "latency" else ""
         return f"--{self.kind.replace('_', '-')} {number}"
 
 
@@ -98,6 +111,11 @@ def parameters_of(text: int | str) -> int:
 def bytes_of(text: int | str) -> int:
     """Reads a number of bytes such as `60MB` or `60MiB`."""
     return _count(text, _BYTES)
+
+
+def milliseconds_of(text: str) -> float:
+    """Reads a time such as `5ms` or `0.2s`."""
+    return float(text[:-2]) if text.endswith("ms") else 1e3 * float(text[:-1])
 
 
 def _count(text: int | str, units: Mapping[str, int]) -> int:
@@ -245,8 +263,10 @@ DEPTH = ("keep_layers", "drop_layers", "append_layers")
 WIDTHS = ("keep_neurons", "head_size")
 """Fields that say how many channels stay."""
 
-BUDGETS = ("target", "target_params", "target_bytes", "max_error")
-"""Fields of which a conversion takes one."""
+TIMES = ("speedup", "latency")
+SIZES = ("target", "target_params", "target_bytes")
+BUDGETS = (*SIZES, *TIMES, "max_error")
+"""Fields that say how large or slow a model may be, or what it may lose."""
 
 TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed is one of them"
 
@@ -342,6 +362,36 @@ class Convert(Section):
         "files, some kilobytes, come on top",
         panel=GOAL,
         metavar="60MB",
+    )
+    speedup: float | None = option(
+        None,
+        "how many times as fast as the dense model a pass is to be; what layers take is measured "
+        "on this machine, and the model as a whole before anything is fitted; beside it a size may "
+        "be given, and both hold",
+        panel=GOAL,
+        gt=1,
+        le=1000,
+        metavar="FACTOR",
+    )
+    latency: str | None = option(
+        None,
+        "most time of a pass, such as `5ms`; in place of `speedup`",
+        panel=GOAL,
+        metavar="5ms",
+        pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?m?s$",
+        examples=["5ms"],
+    )
+    at: str | None = option(
+        None,
+        "the pass that `speedup` and `latency` are about: texts x tokens, default 32x128, or "
+        "`decode`, one token after 128 others; pictures have a length of their own",
+        panel=GOAL,
+        metavar="32x128|decode",
+        pattern=r"^([1-9][0-9]{0,5}x[1-9][0-9]{0,5}|decode)$",
+        examples=["32x128", "1x16", "decode"],
+    )
+    threads: int | None = option(
+        None, "threads of that pass on a CPU; default PyTorch's", panel=GOAL, gt=0, le=4096
     )
     max_error: float | None = option(
         None,
@@ -476,10 +526,24 @@ class Convert(Section):
         fixed = self.method is not None and self.method.fixes_size
         if tol_of(self.method) is not None:
             given.append("tol")
-        if len(given) > 1:
-            names = " and ".join(f"`{name}`" for name in given)
-            yield f"{names} are given together; allowed is one of them"
-        elif given and fixed:
+        times, others = (
+            [name for name in given if (name in TIMES) == timed] for timed in (True, False)
+        )
+        for names in (times, others):
+            if len(names) > 1:
+                listed_names = " and ".join(f"`{name}`" for name in names)
+                yield f"{listed_names} are given together; allowed is one of them"
+        if times and others and others[0] not in SIZES:
+            yield f"`{times[0]}` and `{others[0]}` are given together; allowed is one of them"
+        if times and self.calibration.is_none:
+            yield f"`{times[0]}` shares time out by what is lost: choose a calibration source"
+        if times and self.init == "random":
+            yield f"`{times[0]}` is about trained weights: with `init: random` give a target"
+        if times and (self.chooses_depth or getattr(self.method, "shares_factors", False)):
+            yield f"`{times[0]}` sizes layers one by one: give a target instead"
+        if (self.at or self.threads) and not times:
+            yield "`at` and `threads` say at which pass time counts: give `speedup` or `latency`"
+        if given and fixed:
             yield TWO_SIZES.format(given[0])
         for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
             value = getattr(self, name)
@@ -491,8 +555,7 @@ class Convert(Section):
             yield TWO_SIZES.format("layers[].target")
         if self.max_error is not None and self.method is not None and self.method.shares_factors:
             yield "`max_error` sizes layers one by one, but factors are shared: give a target"
-        sizes = ("target", "target_params", "target_bytes")
-        if self.chooses_depth and (self.method is None or not any(map(given.count, sizes))):
+        if self.chooses_depth and (self.method is None or not any(map(given.count, SIZES))):
             yield (
                 "`drop_layers: auto` shares a budget between blocks and layers: give a `method` "
                 "and a `target`, `target_params` or `target_bytes`"
@@ -501,6 +564,8 @@ class Convert(Section):
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if self.fixes_width and self.method is not None and self.method.shares_factors:
             yield "factors are shared between weights of all channels: leave `share` out"
+        if self.fixes_width and (self._only_predicted or self.time_budget):
+            yield "`keep_neurons` and `head_size` leave nothing to such a budget: give a target"
         if self.fixes_width and self.init == "random":
             yield (
                 "`keep_neurons` and `head_size` choose among trained channels: with `init: random` "
@@ -523,7 +588,7 @@ class Convert(Section):
     def tries_methods(self) -> bool:
         """Whether methods are tried out under the budget, and measured on data held out."""
         tries = isinstance(self.method, AutoSpec) and self.method.trials
-        sized = self.budget is not None and self.budget.is_size
+        sized = self.budget is not None and not self.budget.is_error
         return tries and sized and not self.calibration.is_none and self.init != "random"
 
     @property
@@ -562,13 +627,24 @@ class Convert(Section):
             return Budget("target_params", parameters_of(self.target_params))
         if self.target_bytes is not None:
             return Budget("target_bytes", bytes_of(self.target_bytes))
+        if self.target is not None:
+            return Budget("target", self.target)
         if self.max_error is not None:
             return Budget("max_error", self.max_error)
         if (tol := tol_of(self.method)) is not None:
             return Budget("tol", tol)
-        return None if self.target is None else Budget("target", self.target)
+        return self.time_budget
 
-    def at(self, target: float | None, method: Spec | None = None) -> Convert:
+    @property
+    def time_budget(self) -> Budget | None:
+        """What limits the time of a pass, alone or beside a size."""
+        if self.speedup is not None:
+            return Budget("speedup", self.speedup)
+        if self.latency is not None:
+            return Budget("latency", milliseconds_of(self.latency))
+        return None
+
+    def with_target(self, target: float | None, method: Spec | None = None) -> Convert:
         """The same with a kept fraction in place of any other budget, and maybe another method."""
         own = method or self.method
         if own is not None and tol_of(own) is not None:
@@ -581,13 +657,15 @@ class Convert(Section):
         """Whether sizes, or structures, follow predicted loss."""
         if self.budget is None or self.method is None or self.method.shares_factors:
             return False
+        if self.fixes_width:  # predictions are of whole layers
+            return False
         return self._only_predicted or self._asks_for_loss
 
     @property
     def _only_predicted(self) -> bool:
         """Whether nothing but a prediction can tell what layers become."""
-        limits_error = self.budget is not None and not self.budget.is_size
-        return limits_error or isinstance(self.method, AutoSpec)
+        follows = self.time_budget or (self.budget is not None and self.budget.is_error)
+        return bool(follows) or isinstance(self.method, AutoSpec)
 
     @property
     def _asks_for_loss(self) -> bool:

@@ -157,7 +157,7 @@ def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
             for roles in (roles_of(source), roles_of(cut))
         )
         fraction = budget.limit * before / after
-        return inner.without_method if fraction >= 1 else inner.at(fraction)
+        return inner.without_method if fraction >= 1 else inner.with_target(fraction)
     dense = Plan(layers=(), parameters=sum(p.numel() for p in cut.keymap.model.parameters()))
     return inner.without_method if size_of(dense, cut, recipe) <= budget.limit else inner
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import fsum
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import LinearConstraint, milp
 
 from tcompress.errors import PlanError
 
@@ -30,6 +32,7 @@ class Option:
     cost: int  # parameters, or bytes: any unit that all sites share
     loss: float  # predicted loss of the model after rewriting the site this way
     label: Hashable = None  # what the caller knows the option by, such as a rank
+    time: int = 0  # nanoseconds, where time counts
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class BudgetSite:
     options: Sequence[Option]  # in any order; useless ones do no harm
     dense: int  # cost of the site as it is
     may_stay: bool = True  # as it is, at no loss, under the label `DENSE`
+    time: int = 0  # nanoseconds that the site takes as it is, where time counts
+
+    @property
+    def every(self) -> list[Option]:
+        """All options, to stay among them."""
+        stays = [Option(self.dense, 0.0, DENSE, self.time)] if self.may_stay else []
+        return [*self.options, *stays]
 
 
 @dataclass(frozen=True)
@@ -126,8 +136,55 @@ def joint(sites: Sequence[BudgetSite]) -> list[Option]:
         if index >= 0:
             places[index] = place
         own = _allocation(ladders, places)
-        found.append(Option(own.cost, own.loss, tuple(choice.label for choice in own.choices)))
+        labels = tuple(choice.label for choice in own.choices)
+        time = sum(choice.time for choice in own.choices)
+        found.append(Option(own.cost, own.loss, labels, time))
     return found
+
+
+def allocate_both(sites: Sequence[BudgetSite], budget: int, time: int) -> Allocation:
+    """Chooses options of the smallest total loss within a budget of cost and one of time.
+
+    A multiple-choice knapsack with two rows, solved as a mixed integer program.
+    """
+    offered = [_undominated(site.every) for site in sites]
+    flat = list(chain.from_iterable(offered))
+    starts = np.cumsum([0, *map(len, offered)])
+    one = np.zeros((len(sites), len(flat)))
+    for index, (start, stop) in enumerate(pairwise(starts)):
+        one[index, start:stop] = 1
+    rows = np.array([[o.cost for o in flat], [o.time for o in flat]], float)
+    limits = np.array([budget, time], float)
+    scale = max((o.loss for o in flat), default=0.0) or 1.0
+    found = milp(
+        np.array([o.loss for o in flat]) / scale,
+        integrality=np.ones(len(flat)),
+        bounds=(0, 1),
+        constraints=[
+            LinearConstraint(one, 1, 1),
+            LinearConstraint(rows / limits[:, None].clip(1), -np.inf, 1),
+        ],
+        options={"mip_rel_gap": 1e-3, "time_limit": 60},
+    )
+    if found.x is None:
+        raise PlanError(
+            "the budgets contradict each other: no choice of options meets both",
+            "allow more of one of them",
+        )
+    chosen = [
+        own[int(found.x[start:stop].argmax())]
+        for own, (start, stop) in zip(offered, pairwise(starts), strict=True)
+    ]
+    return Allocation(tuple(chosen), sum(c.cost for c in chosen), fsum(c.loss for c in chosen))
+
+
+def _undominated(options: Sequence[Option]) -> list[Option]:
+    """Drops options that another one beats in cost, time and loss."""
+    kept: list[Option] = []
+    for own in sorted(options, key=lambda o: (o.loss, o.cost, o.time)):
+        if not any(other.cost <= own.cost and other.time <= own.time for other in kept):
+            kept.append(own)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -140,9 +197,7 @@ class _Ladder:
 
     @classmethod
     def of(cls, site: BudgetSite) -> _Ladder:
-        options = [*site.options]
-        if site.may_stay:
-            options.append(Option(site.dense, 0.0, DENSE))
+        options = site.every
         if not options:
             hint = "offer an option, or leave the site out"
             raise PlanError(f"`{site.name}` has no options and may not stay dense", hint)

@@ -314,7 +314,9 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
-    plan = plan_within(recipe, source, lambda target: _plan(recipe.at(target), source, label))
+    plan = plan_within(
+        recipe, source, lambda target: _plan(recipe.with_target(target), source, label)
+    )
     plan = covered(plan, source)
     notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})

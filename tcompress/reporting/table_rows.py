@@ -157,6 +157,8 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     if budget is None or (budget.asked.is_fraction and budget.chosen == "uniform"):
         return []
     rows = [Row("budget", str(budget.asked)), Row("", _SHARED[budget.chosen])]
+    if budget.speedup is not None and budget.seconds is not None:
+        rows += _time_rows(budget.at, budget.seconds, budget.speedup)
     if budget.error is not None:
         rows.append(Row("predicted error", fmt.error_text(budget.error)))
     rows += [Row(f"  {name}", fmt.error_text(e)) for name, e in _other_errors(budget).items()]
@@ -166,6 +168,12 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
         ratio = "taken" if name == budget.taken else fmt.ratio_text(change / least) if least else ""
         rows.append(Row(label, fmt.value_text(change), "", ratio))
     return rows
+
+
+def _time_rows(at: str | None, seconds: float, speedup: float) -> list[Row]:
+    """What a pass is predicted to take."""
+    before, now = (f"{1e3 * value:.1f} ms" for value in (seconds, seconds / speedup))
+    return [Row(f"  pass of {at}, predicted", now, before, f"{speedup:.2f}×")]
 
 
 def _other_errors(budget: BudgetPlan) -> dict[str, float]:

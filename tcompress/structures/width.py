@@ -54,6 +54,7 @@ class Width(Structure[WidthSpec, WidthLayout]):
     reference = "He et al. 2017 (arXiv:1707.06168); order by orthogonal matching pursuit"
     spec = WidthSpec
     layout_type = WidthLayout
+    in_auto = True
     exact_losses = True
 
     def layout(self, spec: WidthSpec, site: Site, budget: int | None = None) -> WidthLayout:

@@ -1,0 +1,252 @@
+"""Time as a cost: what layers of a form take, and what a model of such layers takes as a whole."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from tcompress.errors import InputError, first_line
+from tcompress.hf.build import install_layers
+from tcompress.latency.paired_timing import alternate, spread
+from tcompress.latency.sizes import RandomInputs, sequence_length
+from tcompress.models import SourceModel
+from tcompress.models.model import draw_model
+from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.structures.modules.linear import StructuredLinear
+
+# A layer of a form is timed by itself, at the rows that a pass of the model gives it; forms in
+# between two sizes are interpolated. What is no layer (activations, attention, norms, embeddings)
+# is what a whole model takes beyond its layers. The sum misses what layers do to each other, in
+# caches above all: so a model of the planned forms is built, with any weights, and timed as well.
+
+USUAL_PASS = "32x128"
+"""The pass that time counts of, where none is named."""
+DECODE = "decode"
+PAST = 128  # tokens before the one that is decoded
+REPEATS = 9
+MOST_SECONDS = 5.0  # for one model, where the machine does not come to rest
+_SURE = 0.015  # standard error of a speed that is believed
+_LEAST = 4e-3  # seconds that one measurement of a layer takes at least
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The pass that time is counted of."""
+
+    batch: int
+    length: int
+    decodes: bool = False  # one token for each sequence, after `PAST` others
+
+    @classmethod
+    def read(cls, text: str) -> Workload:
+        """Reads `32x128`, or `decode`; raises `ValueError`."""
+        if text == DECODE:
+            return cls(1, 1, decodes=True)
+        found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
+        if found is None:
+            raise ValueError(f"`{text}` is no batch and length such as `32x128`, nor `{DECODE}`")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return DECODE if self.decodes else f"{self.batch}x{self.length}"
+
+
+@dataclass
+class ModelClock:
+    """Times a dense model, and models of the same shape whose layers have other forms."""
+
+    source: SourceModel
+    work: Workload
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    named: bool = True
+    """Whether the pass was named; if not, texts are as long as the model allows."""
+
+    def __post_init__(self) -> None:
+        drawn = draw_model(self.source.model_class, self.source.config, 0)
+        self._dense = drawn.to(device=self.device, dtype=self.dtype).eval()
+        self._inputs = self._batch()
+        self.rows = self.work.batch
+        """Rows that a layer reads in a pass."""
+        if not self.work.decodes:
+            self.rows *= sequence_length(self.source, self._dense, self._inputs)
+        self.seconds = self._median(self._dense)
+        """Of one pass of the dense model."""
+
+    def _batch(self) -> dict[str, Tensor]:
+        inputs = RandomInputs.of(self.source, self.source)
+        if self.work.decodes and not hasattr(self._dense, "prepare_inputs_for_generation"):
+            raise InputError(
+                f"`--at {DECODE}` is for models that generate text, not a "
+                f"`{self.source.model_class.__name__}`",
+                "give a batch and a length, such as `--at 32x128`",
+            )
+        length = self.work.length
+        if self.named and inputs.has_length:
+            inputs.check([length])
+        self.work = replace(self.work, length=min(length, inputs.longest or length))
+        self.past = min(PAST, (inputs.longest or PAST + 1) - 1)
+        return inputs.batch(self.work.batch, self.work.length, 0, self.device, self.dtype)
+
+    def speedup(self, plan: Plan) -> float:
+        """How many times as fast a model of these forms is, weights aside."""
+        small = copy.deepcopy(self._dense)
+        keymap = self.source.keymap
+        made = install_layers(
+            small, plan.layers, keymap.runtime_name, dtype=self.dtype, device=self.device
+        )
+        for module in made.values():
+            fill_at_random(module)
+        one, other = self._pass(self._dense), self._pass(small)
+        with torch.inference_mode():
+            for _ in range(2):
+                one(), other()
+            ratios: list[float] = []
+            start = time.perf_counter()
+            while not _settled(ratios) and time.perf_counter() - start < MOST_SECONDS:
+                times = alternate(one, other, REPEATS, wait=self._wait)
+                ratios += [dense / own for dense, own in zip(*times, strict=True)]
+        return median(ratios)
+
+    def _median(self, model: nn.Module) -> float:
+        run = self._pass(model)
+        with torch.inference_mode():
+            try:
+                for _ in range(2):
+                    run()
+            except Exception as error:
+                raise InputError(
+                    f"the model cannot run at {self.work} ({first_line(error)})",
+                    "give another `--at`",
+                ) from error
+            return median(_timed(run, self._wait) for _ in range(REPEATS))
+
+    def _pass(self, model: nn.Module) -> Callable[[], object]:
+        if not self.work.decodes:
+            options: dict[str, Any] = dict(self._inputs)
+            if "use_cache" in getattr(model.forward, "__code__", _NO_CODE).co_varnames:
+                options["use_cache"] = False
+            return lambda: model(**options)
+        cache = DynamicCache(config=self.source.config)
+        ids = self._inputs["input_ids"]
+        with torch.inference_mode():
+            model(input_ids=ids.expand(-1, self.past), past_key_values=cache, use_cache=True)
+
+        def step() -> None:
+            model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache.crop(-1)
+
+        return step
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _settled(ratios: Sequence[float]) -> bool:
+    """Whether the median of these is known well enough, by how far the middle half is apart."""
+    if len(ratios) < REPEATS:
+        return False
+    return (spread(ratios) or 0.0) / len(ratios) ** 0.5 < _SURE
+
+
+_NO_CODE = (lambda: None).__code__
+
+
+def _timed(run: Callable[[], object], wait: Callable[[], None]) -> float:
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start
+
+
+def fill_at_random(module: nn.Module) -> None:
+    """Gives a module weights of no meaning: small numbers, as fast to multiply as any."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.uniform_(-0.02, 0.02)
+
+
+@dataclass
+class LayerTimes:
+    """Seconds that layers of a form take by themselves; what was measured is not measured again."""
+
+    rows: int
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+    _known: dict[str, float] = field(default_factory=dict)
+
+    def of(self, form: Form, bias: bool = True) -> float:
+        """Times one layer of a form."""
+        key = repr((form, bias))
+        if key not in self._known:
+            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
+            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **place).eval()
+            fill_at_random(layer)
+            self._known[key] = self._measure(layer, layer.in_features)
+        return self._known[key]
+
+    def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
+        """Times a plain matrix that is no larger than a layer, between sizes that were timed."""
+        corners = [
+            _around(size, whole)
+            for size, whole in ((inputs, like.in_features), (outputs, like.out_features))
+        ]
+        total = 0.0
+        for (one, share), (two, part) in product(*corners):
+            total += share * part * self._corner(one, two, like.bias)
+        return total
+
+    def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
+        key = repr((inputs, outputs, bias))
+        if key not in self._known:
+            layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
+            self._known[key] = self._measure(layer, inputs)
+        return self._known[key]
+
+    def _measure(self, layer: nn.Module, inputs: int) -> float:
+        x = torch.randn(self.rows, inputs, dtype=self.dtype, device=self.device)
+
+        def wait() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        with torch.inference_mode():
+            first = min(_timed(lambda: layer(x), wait) for _ in range(3))
+            count = max(3, min(200, round(_LEAST / max(first, 1e-9))))
+            return median(_timed(lambda: layer(x), wait) for _ in range(count))
+
+
+def _around(size: int, whole: int) -> list[tuple[int, float]]:
+    """Sizes to time beside a size, with their shares; eighths of the whole, and small ones."""
+    step = max(1, whole // 8)
+    low = size // step * step
+    if low == size or low + step > whole:
+        return [(size, 1.0)]
+    share = (size - low) / step
+    return [(low or max(1, step // 4), 1 - share), (low + step, share)]
+
+
+def interpolated(
+    sizes: Sequence[float], measure: Callable[[int], float], points: int
+) -> list[float]:
+    """Measures some of ascending sizes, first and last too, and gives those between by them."""
+    import numpy as np
+
+    if len(sizes) <= points:
+        return [measure(index) for index in range(len(sizes))]
+    wanted = np.linspace(sizes[0], sizes[-1], points)
+    chosen = sorted({int(np.abs(np.asarray(sizes) - want).argmin()) for want in wanted})
+    times = [measure(index) for index in chosen]
+    return [float(t) for t in np.interp(sizes, [sizes[index] for index in chosen], times)]

@@ -1,0 +1,156 @@
+"""Budgets of time: on a machine whose times are counted, so that tests do not depend on one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tcompress.conversion import decision
+from tcompress.errors import InputError, PlanError
+from tcompress.latency import predicted
+from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.planning.entries import Plan
+from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
+from tests.support.conversions import make
+
+REST = 20_000  # numbers that every model multiplies by, whatever becomes of its layers
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are numbers of weights; a model takes a fifth longer than its layers by themselves."""
+
+    def measured(_: LayerTimes, layer: nn.Module, __: int) -> float:
+        return 1e-6 * sum(parameter.numel() for parameter in layer.parameters())
+
+    def speedup(clock: ModelClock, plan: Plan) -> float:
+        dense = sum(entry.dense_parameters for entry in plan.layers)
+        kept = sum(entry.parameters for entry in plan.layers)
+        whole = 1e6 * clock.seconds
+        return whole / (whole - 1.2 * (dense - kept))
+
+    def seconds(clock: ModelClock, *_: Any) -> float:
+        roles = decision.roles_of(clock.source)
+        return 1e-6 * (REST + sum(i.in_features * i.out_features for i in roles.layers))
+
+    monkeypatch.setattr(LayerTimes, "_measure", measured)
+    monkeypatch.setattr(ModelClock, "speedup", speedup)
+    monkeypatch.setattr(ModelClock, "_median", seconds)
+    monkeypatch.setattr("tcompress.conversion.converter.bench", lambda *_, **__: None)
+
+
+def _made(folder: Path, method: str = "width", **changes: Any) -> Any:
+    return make("bert", folder, aware=True, method={"name": method}, **changes)
+
+
+@pytest.mark.parametrize("method", ["width", "svd", "auto"])
+def test_a_model_is_as_fast_as_asked_for(method: str, counted: None, tmp_path: Path) -> None:
+    budget = _made(tmp_path, method, speedup=1.25, at="4x8").plan.budget
+    assert budget.speedup == pytest.approx(1.25, rel=0.06)
+    assert budget.speedup >= 1.25 * 0.98
+    assert budget.at == "4x8"
+
+
+def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
+    made = _made(tmp_path / "one", speedup=1.25)
+    seconds = made.plan.budget.seconds / 1.25
+    other = _made(tmp_path / "two", latency=f"{1e3 * seconds:.6f}ms")
+    assert other.plan.layers == made.plan.layers
+
+
+def test_out_of_reach_says_what_is_possible(counted: None, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="out of reach"):
+        _made(tmp_path, speedup=50)
+
+
+def test_both_budgets_hold(counted: None, tmp_path: Path) -> None:
+    plan = _made(tmp_path, speedup=1.1, target=0.6).plan
+    assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
+    tighter = _made(tmp_path / "tighter", speedup=1.6, target=0.9).plan
+    assert tighter.budget.speedup >= 1.6 * 0.98
+
+
+def test_an_encoder_does_not_decode(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--at decode"):
+        _made(tmp_path, speedup=2, at="decode")
+
+
+def test_a_decoder_decodes(counted: None, tmp_path: Path) -> None:
+    made = make("llama", tmp_path, aware=True, method={"name": "width"}, speedup=1.1, at="decode")
+    assert made.plan.budget is not None
+    assert made.plan.budget.at == "decode"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speedup": 2, "latency": "5ms"}, "given together"),
+        ({"speedup": 2, "max_error": 0.1}, "given together"),
+        ({"speedup": 2, "calibration": {"source": "none"}}, "calibration source"),
+        ({"at": "8x8", "target": 0.5}, "give `speedup`"),
+        ({"speedup": 2, "keep_neurons": 8}, "leave nothing"),
+    ],
+)
+def test_budgets_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Convert.model_validate({"method": {"name": "svd"}, **changes})
+
+
+@pytest.mark.parametrize("text", ["32", "0x8", "8x", "x8", "decoder", "8x8x8"])
+def test_passes_are_read_strictly(text: str) -> None:
+    with pytest.raises(ValueError, match="at"):
+        Convert.model_validate({"method": {"name": "svd"}, "speedup": 2, "at": text})
+    with pytest.raises(ValueError, match="32x128"):
+        Workload.read(text)
+
+
+def test_times_between_sizes_are_interpolated() -> None:
+    asked: list[int] = []
+
+    def measure(index: int) -> float:
+        asked.append(index)
+        return 2.0 * index
+
+    assert interpolated(range(101), measure, 5) == pytest.approx([2.0 * n for n in range(101)])
+    assert asked == [0, 25, 50, 75, 100]
+
+
+def test_a_real_pass_is_timed(tmp_path: Path) -> None:
+    from tests.support.tiny import build
+
+    build("bert").save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    clock = ModelClock(source, Workload.read("2x8"), predicted.torch.device("cpu"))
+    assert clock.rows == 16
+    assert clock.seconds > 0
+    assert clock.speedup(Plan(layers=())) > 0
+
+
+def test_two_budgets_are_met_at_the_least_loss() -> None:
+    """Every choice of two sites is tried."""
+    sites = [
+        BudgetSite(
+            f"s{site}",
+            [
+                Option(cost, loss, f"{site}{cost}{time}", time)
+                for cost, time, loss in [(2, 9, 5.0), (5, 5, 4.0), (9, 2, 4.5), (7, 7, 1.0)]
+            ],
+            10,
+            may_stay=True,
+            time=10,
+        )
+        for site in range(2)
+    ]
+    found = allocate_both(sites, 15, 14)
+    every = [
+        (one.loss + two.loss)
+        for one in sites[0].every
+        for two in sites[1].every
+        if one.cost + two.cost <= 15 and one.time + two.time <= 14
+    ]
+    assert found.loss == pytest.approx(min(every))
+    with pytest.raises(PlanError, match="contradict"):
+        allocate_both(sites, 3, 3)

@@ -114,8 +114,33 @@ def test_sums_neither_overflow_nor_vanish(size: float) -> None:
     square = size * size
     near = {"rtol": 1e-4, "atol": 1e-4}
     assert_close(sums.moments(centred=False).cross / square, x.T @ new / ROWS, **near)
-    assert_close(worth.moment(centred=False) / square, x.T @ x / ROWS, **near)
+    weights = back.square().sum(-1).double()  # what errors at a token cost
+    assert_close(worth.moment(centred=False) / square, (x.T * weights) @ x / weights.sum(), **near)
     assert_close(worth.curvature / square, back.T @ back, **near)
+
+
+def test_rows_of_a_weight_count_as_so_many() -> None:
+    x, new = _rows()
+    times = torch.arange(ROWS) % 3
+    weighed, repeated = MomentSums(WIDTH), MomentSums(WIDTH)
+    for first in (0, 25):  # in two batches, about the mean of the first
+        part = slice(first, first + 25 if not first else ROWS)
+        weighed.add(x[part], new[part], times[part].double())
+        again = [item[part].repeat_interleave(times[part], 0) for item in (x, new)]
+        repeated.add(again[0], again[1])
+    for centred in (False, True):
+        found, wanted = weighed.moments(centred=centred), repeated.moments(centred=centred)
+        for name in ("gram", "cross", "dense", "mean", "dense_mean"):
+            assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5)
+    alike = int(times.sum()) ** 2 / int(times.square().sum())
+    assert weighed.moments(centred=True).rows == round(alike) < ROWS
+
+
+def test_tokens_without_gradients_still_have_moments() -> None:
+    worth = Sensitivity.empty(WIDTH, 2, torch.device("cpu"))
+    x = _rows()[0]
+    worth.add(x, torch.zeros(ROWS, 2))
+    assert_close(worth.moment(centred=False), (x.T @ x / ROWS).double(), rtol=1e-4, atol=1e-4)
 
 
 def test_sums_of_two_halves_are_those_of_the_whole() -> None:

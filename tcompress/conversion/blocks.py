@@ -62,11 +62,13 @@ class SplitSums:
     def __init__(self) -> None:
         self._sums: dict[bool, MomentSums] = {}
 
-    def add(self, dense: Tensor, new: Tensor, *, holdout: bool) -> None:
-        """Adds paired rows of both streams.  # (rows, d)."""
+    def add(
+        self, dense: Tensor, new: Tensor, *, holdout: bool, weights: Tensor | None = None
+    ) -> None:
+        """Adds paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
         if holdout not in self._sums:
             self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
-        self._sums[holdout].add(dense, new)
+        self._sums[holdout].add(dense, new, weights)
 
     def moments(self, *, centred: bool) -> LayerMoments:
         """Returns both moments; without rows to fit on there are none (a data-free fit)."""
@@ -215,6 +217,8 @@ class BlockFitter:
     damping: float  # ridge added to the moments
     curvatures: Callable[[str], Mapping[str, Tensor]]
     """Gives moments of the output gradients of a block's layers, by layer name."""
+    tokens: Callable[[str], Mapping[str, Tensor]]
+    """Gives what tokens are worth, by layer name and batch; nothing where it was not measured."""
     channels: Callable[[str], Reductions]
     """Tells which channels of a block's layers stay."""
     factors: SharedFactors  # fitted before
@@ -423,6 +427,7 @@ class BlockFitter:
         sums = SplitSums()
         name, path = group[0].name, self._paths[group[0].name]
         listed = self._rows.is_listed(path)
+        weights = self._token_weights(pair.block.name, group)
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
             self._rows.batch = one.batch
             x, y = pair.inputs(inside, one, two)
@@ -446,8 +451,26 @@ class BlockFitter:
                 pairs = group[0].reads.gather(pairs)
             if mask is not None:
                 rows, pairs = rows[mask], pairs[mask]
-            sums.add(rows, pairs, holdout=index in self.data.holdout)
+            own = weights.get(index)
+            own = own if own is not None and len(own) == len(rows) else None
+            sums.add(rows, pairs, holdout=index in self.data.holdout, weights=own)
         return {flag: sums.moments(centred=flag) for flag in {entry.bias for entry in group}}
+
+    def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:
+        """Gives what the rows of a batch are worth to all layers of a group, by batch."""
+        known = self.tokens(block)
+        fitted = [i for i in range(len(self.data.batches)) if i not in self.data.holdout]
+        found: dict[int, Tensor] = {}
+        for entry in group:
+            named = {i: known.get(f"{entry.name}/{place}") for place, i in enumerate(fitted)}
+            own = {
+                i: item.double().to(self.device) for i, item in named.items() if item is not None
+            }
+            mean = torch.cat([*own.values()]).mean() if own else 1.0
+            for index, item in own.items():
+                before = found.get(index)
+                found[index] = item / mean + (0.0 if before is None else before)
+        return found
 
     def _expert_moments(
         self, pair: _Pair, entry: LayerPlan, inside: str

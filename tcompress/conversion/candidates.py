@@ -228,10 +228,9 @@ class LayerStatistics:
             return EvaluationMoments(gram, curvature, own.rows)
 
         whole, half = moments(sums), sums.half
-        mean = sums.total / sums.rows + sums.centre
         if half is None or not 0 < half.rows < sums.rows:
-            return cls(weight, whole, (whole, whole), mean)
-        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)), mean)
+            return cls(weight, whole, (whole, whole), sums.mean)
+        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)), sums.mean)
 
 
 @dataclass

@@ -400,6 +400,7 @@ class _Job:
             self.data,
             damping=self.recipe.calibration.damping,
             curvatures=partial(self.moments.moments, "curvature"),
+            tokens=partial(self.moments.moments, "tokens"),
             channels=self._channels,
             factors=self.factors,
             dtype_of=self.outputs.dtype_of,

@@ -248,6 +248,12 @@ class Decision:
             items = seen.items()
             found = {self._entries[name].name: own.curvature / own.rows for name, own in items}
             self.place.keep_moments("curvature", block, found)
+            weights = {
+                f"{self._entries[name].name}/{batch}": own
+                for name, worth in items
+                for batch, own in worth.weights.items()
+            }
+            self.place.keep_moments("tokens", block, weights)
         shared = damped_inputs(seen, self._entries, self.recipe.calibration.damping)
         if shared:
             self.place.keep_moments("inputs", block, shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from tcompress.conversion.fit import is_finite
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import add_gram, centre_of, multipliable
+from tcompress.linalg.moments import add_gram, centre_of, multipliable, token_weights
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles
@@ -44,11 +44,13 @@ Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
 class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
-    gram: Tensor  # G about the centre, summed over rows  # (in, in)
+    gram: Tensor  # G about the centre, weighed, summed over rows  # (in, in)
     curvature: Tensor  # S, summed over rows  # (out, out)
-    total: Tensor  # sum of the inputs, less the centre  # (in,)
+    total: Tensor  # weighed sum of the inputs, less the centre  # (in,)
     centre: Tensor  # mean of the first inputs, float32  # (in,)
     rows: int = 0  # tokens that were summed over; padding is left out
+    weight: float = 0.0  # sum of what these tokens are worth
+    weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
     half: Sensitivity | None = None  # of every second batch alone, where that was asked for
 
     @classmethod
@@ -58,36 +60,46 @@ class Sensitivity:
         total = torch.zeros(inputs, dtype=torch.float64, device=device)
         return cls(gram, curvature, total, total.float())
 
-    def add(self, x: Tensor, gradient: Tensor) -> None:
-        """Adds rows.  # (rows, in), (rows, out)."""
+    def add(self, x: Tensor, gradient: Tensor, batch: int = 0) -> None:
+        """Adds rows of a batch.  # (rows, in), (rows, out)."""
         if not len(x):
             return
+        weights = token_weights(gradient)
         if not self.rows:
             self.centre = centre_of(x)
-        [x] = multipliable(x.float() - self.centre)
-        add_gram(self.gram, x)
+        x = x.float() - self.centre
+        self.total += weights @ x.double()
+        add_gram(self.gram, *multipliable(weights.sqrt()[:, None] * x))
         add_gram(self.curvature, *multipliable(gradient))
-        self.total += x.sum(0, dtype=torch.float64)
         self.rows += len(x)
+        self.weight += float(weights.sum())
+        self.weights[batch] = weights
 
     def include(self, other: Sensitivity, sign: int = 1) -> Sensitivity:
         """Returns the sums of both; without the other one where the sign is -1."""
         apart = other.centre.double() - self.centre.double()
         cross = torch.outer(other.total, apart)
-        gram = other.gram + cross + cross.mT + other.rows * torch.outer(apart, apart)
+        gram = other.gram + cross + cross.mT + other.weight * torch.outer(apart, apart)
         return Sensitivity(
             self.gram + sign * gram,
             self.curvature + sign * other.curvature,
-            self.total + sign * (other.total + other.rows * apart),
+            self.total + sign * (other.total + other.weight * apart),
             self.centre,
             self.rows + sign * other.rows,
+            self.weight + sign * other.weight,
+            self.weights | other.weights,
         )
 
+    @property
+    def mean(self) -> Tensor:
+        """Weighed mean of the inputs.  # (in,)."""
+        return self.total / self.weight + self.centre
+
     def moment(self, *, centred: bool) -> Tensor:
-        """Returns G per row, without the mean for layers whose bias takes it up.  # (in, in)."""
-        shift = self.total / self.rows
-        gram, mean = self.gram / self.rows - torch.outer(shift, shift), shift + self.centre
-        return gram if centred else gram + torch.outer(mean, mean)
+        """Returns the mean of G, about its mean for layers whose bias takes it up.  # (in, in)."""
+        shift = self.total / self.weight
+        gram = self.gram / self.weight - torch.outer(shift, shift)
+        return gram if centred else gram + torch.outer(self.mean, self.mean)
 
 
 @dataclass
@@ -215,7 +227,7 @@ class BackwardWalk:
             _Watch(module, block, layers, gradients=True).hooked() as watch,
         ):
             for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
-                watch.begin(stream.batch, second if index % 2 else first)
+                watch.begin(stream.batch, second if index % 2 else first, index)
                 self._backward_visit(visits.pop())
         if second is first:
             return first
@@ -337,9 +349,12 @@ class _Watch:
             for handle in self._handles:
                 handle.remove()
 
-    def begin(self, batch: Mapping[str, Tensor], sums: dict[str, Sensitivity]) -> None:
+    def begin(
+        self, batch: Mapping[str, Tensor], sums: dict[str, Sensitivity], index: int = 0
+    ) -> None:
         """Looks at another batch, and adds to these sums."""
         self._rows.batch, self._sums, self._called = batch, sums, set[str]()
+        self._index = index
 
     def _ran(
         self, name: str, role: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
@@ -355,7 +370,7 @@ class _Watch:
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",
                 )
-            self._sums[name].add(*kept)
+            self._sums[name].add(*kept, self._index)
 
         if not self._gradients and name not in self._called:
             own = rows if mask is None else rows[mask]

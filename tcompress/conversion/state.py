@@ -75,7 +75,11 @@ class FitWorkplace(Workplace):
             return None
 
     def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
-        """Stores moments of a block's layers: `inputs`, or of output gradients, `curvature`."""
+        """Stores what was measured of a block's layers, by name.
+
+        Moments of `inputs`, or of output gradients (`curvature`); what `tokens` are worth, by
+        name and batch; the order of `channels`.
+        """
         (self.folder / kind).mkdir(exist_ok=True)
         tensors = {name: _narrowed(item) for name, item in moments.items()}
         _save(tensors, self.folder / kind / f"{block}.safetensors")

@@ -16,6 +16,9 @@ from tcompress.errors import FitError
 # minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
 # ``G = E[x' x'^T]``, ``C = E[x x'^T]`` and ``D = E[x x^T]``.
 
+# Means may be weighed by what a token is worth to the model's output: to second order an error at
+# a token costs the squared gradient there, so tokens that the output hardly follows hardly count.
+
 _TILE = 256  # columns of a Gram matrix that are taken at a time
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
@@ -29,7 +32,7 @@ class Moments:
     dense: Tensor  # D = E[x x^T]  # (d, d)
     mean: Tensor  # E[x'], zero where the moments are not centred  # (d',)
     dense_mean: Tensor  # E[x], likewise  # (d,)
-    rows: int  # number of tokens they were taken over
+    rows: int  # number of tokens they were taken over; of equal weight, as many as tell the same
     lift: Tensor | None = None  # takes channels that are left to all; None for the same  # (d, d')
 
     @classmethod
@@ -90,11 +93,9 @@ def relative_error(error: float, norm: float) -> float:
 
 def multipliable(*rows: Tensor) -> list[Tensor]:
     """Returns rows in float32 where that holds sums of their products, all in float64 else."""
-    narrow = [item.float() for item in rows]
-    sizes = [float(item.abs().amax()) if item.numel() else 0.0 for item in narrow]
-    if all(size == 0 or SMALLEST < size < LARGEST for size in sizes):
-        return narrow
-    return [item.double() for item in rows]
+    sizes = [float(item.abs().amax()) if item.numel() else 0.0 for item in rows]
+    narrow = all(size == 0 or SMALLEST < size < LARGEST for size in sizes)
+    return [item.float() if narrow else item.double() for item in rows]
 
 
 def add_gram(total: Tensor, rows: Tensor) -> None:
@@ -111,6 +112,14 @@ def centre_of(rows: Tensor) -> Tensor:
     return rows.mean(0, dtype=torch.float64).float()
 
 
+def token_weights(gradients: Tensor) -> Tensor:
+    """Returns what errors at tokens cost, by the gradients at a layer's output, float64.
+
+    (tokens, out) -> (tokens,)
+    """
+    return gradients.double().square().sum(-1).clamp_min(1e-200)  # so that some are never none
+
+
 class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch."""
 
@@ -123,21 +132,31 @@ class MomentSums:
         self._sums = [torch.zeros(shape, **place) for shape in shapes]
         self._means = [torch.zeros(size, **place) for size in (new, dense)]
         self.rows = 0  # of tokens, so far
+        self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
-    def add(self, dense: Tensor, new: Tensor) -> None:
-        """Adds paired rows x of the dense and x' of the compressed model.  # (tokens, d)."""
+    def add(self, dense: Tensor, new: Tensor, weights: Tensor | None = None) -> None:
+        """Adds paired rows x of the dense and x' of the compressed model.  # (tokens, d).
+
+        All count alike, or as their weights say.  # (tokens,)
+        """
         if not len(dense):
             return
         dense, new = dense.float(), new.float()
         if not self.rows:
             self._centres = [centre_of(new), centre_of(dense)]
-        new, dense = multipliable(new - self._centres[0], dense - self._centres[1])
+        new, dense = new - self._centres[0], dense - self._centres[1]
+        if weights is None:
+            weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
+        root = weights.sqrt()[:, None]
+        for total, rows in zip(self._means, (new, dense), strict=True):
+            total += weights @ rows.double()
+        new, dense = multipliable(root * new, root * dense)
         add_gram(self._sums[0], new)
         self._sums[1] += dense.T @ new
         add_gram(self._sums[2], dense)
-        for total, rows in zip(self._means, (new, dense), strict=True):
-            total += rows.sum(0, dtype=torch.float64)
         self.rows += len(dense)
+        self._weight += float(weights.sum())
+        self._squares += float(weights.square().sum())
 
     def moments(self, *, centred: bool) -> Moments:
         """Returns the moments so far; `centred` where a bias takes the shift of the means."""
@@ -146,17 +165,18 @@ class MomentSums:
         if not all(bool(torch.isfinite(total).all()) for total in self._sums):
             hint = "repair the checkpoint, or convert this model without data: `--calib none`"
             raise FitError("calibration activations hold NaN or infinity", hint)
-        shifts = [total / self.rows for total in self._means]
+        shifts = [total / self._weight for total in self._means]
         means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
         pairs = ((0, 0), (1, 0), (1, 1))
         parts = []
         for total, (one, two) in zip(self._sums, pairs, strict=True):
-            parts.append(total / self.rows - torch.outer(shifts[one], shifts[two]))
+            parts.append(total / self._weight - torch.outer(shifts[one], shifts[two]))
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
         gram, cross, dense = parts
-        return Moments(gram, cross, dense, mean, dense_mean, self.rows)
+        rows = round(self._weight**2 / self._squares)
+        return Moments(gram, cross, dense, mean, dense_mean, max(1, rows))
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

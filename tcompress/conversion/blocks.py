@@ -459,10 +459,10 @@ class BlockFitter:
     def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:
         """Gives what the rows of a batch are worth to all layers of a group, by batch."""
         known = self.tokens(block)
-        fitted = [i for i in range(len(self.data.batches)) if i not in self.data.holdout]
         found: dict[int, Tensor] = {}
         for entry in group:
-            named = {i: known.get(f"{entry.name}/{place}") for place, i in enumerate(fitted)}
+            keys = {i: f"{entry.name}/{self.data.place(i)}" for i in self.data.fitted}
+            named = {index: known.get(key) for index, key in keys.items()}
             own = {
                 i: item.double().to(self.device) for i, item in named.items() if item is not None
             }

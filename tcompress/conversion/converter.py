@@ -170,6 +170,9 @@ def _timed(source: SourceModel, output: Path, recipe: Convert) -> Manifest | Non
     return read_manifest(output)
 
 
+TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
+
+
 @dataclass
 class _Job:
     source: SourceModel
@@ -189,7 +192,9 @@ class _Job:
         if not self.plan.reads_data:
             self.data = None
         elif self.data is None and not self.recipe.calibration.is_none:
-            self.data = load_batches(self.source, self.recipe.calibration.within(self.plan.longest))
+            options = self.recipe.calibration.within(self.plan.longest)
+            widest = max((entry.in_features for entry in self.plan.layers), default=0)
+            self.data = load_batches(self.source, options, widest)
 
     def decide(self, place: FitWorkplace) -> None:
         """Chooses blocks, structures and sizes; from then on the source has these blocks."""
@@ -264,7 +269,7 @@ class _Job:
     def _try_answers(self, answers: Mapping[str, Plan], place: FitWorkplace) -> dict[str, Plan]:
         def change(name: str) -> float:
             def prepare(job: _Job, own: FitWorkplace) -> None:
-                job.moments = place
+                job.moments, job.data = place, self._trial_data
                 job._take({name: answers[name]}, own)
 
             return self._change(place, name, f"trying {name}", prepare)
@@ -275,6 +280,11 @@ class _Job:
         tried = {name: found for name, found in changes.items() if found is not None}
         facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
         return {taken: plan.model_copy(update={"budget": facts})}
+
+    @property
+    def _trial_data(self) -> CalibrationData | None:
+        """Data that answers are tried on."""
+        return self.data and self.data.part(TRIAL_SAMPLES)
 
     def _change(
         self,
@@ -300,7 +310,10 @@ class _Job:
     def _take(self, answers: Mapping[str, Plan], place: FitWorkplace) -> None:
         """Lays out what the one plan that was chosen writes."""
         [(name, plan)] = answers.items()
-        place.adopt(name)
+        if self._trial_data is self.data:
+            place.adopt(name)
+        else:  # fits to a part are of no use any more
+            place.drop_trials()
         depth = self.plan.depth
         self.plan = plan if depth is None else with_depth(plan, depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)

@@ -201,8 +201,7 @@ class Decision:
     def _walk(self, roles: Roles, progress: Progress) -> Measured:
         """Moments of all layers, from a backward pass, the last block first."""
         assert self.data is not None
-        holdout = frozenset(self.data.holdout)
-        batches = [item for i, item in enumerate(self.data.batches) if i not in holdout]
+        batches = [self.data.batches[index] for index in self.data.fitted]
         sampler = sampler_of(self.source, self.recipe.calibration.seed)
         scratch = self.place.scratch()
         halved = self._fitted if len(self._offers) > 1 else ()
@@ -244,12 +243,13 @@ class Decision:
 
     def _keep(self, block: str, seen: Mapping[str, Sensitivity]) -> None:
         """Keeps what fits will need of a block's moments."""
+        assert self.data is not None
         if self.recipe.calibration.output_moments is not False:
             items = seen.items()
             found = {self._entries[name].name: own.curvature / own.rows for name, own in items}
             self.place.keep_moments("curvature", block, found)
             weights = {
-                f"{self._entries[name].name}/{batch}": own
+                f"{self._entries[name].name}/{self.data.fitted[batch]}": own
                 for name, worth in items
                 for batch, own in worth.weights.items()
             }

@@ -61,7 +61,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     """Estimates what a conversion will take; no weight is read."""
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     source = cut_to(source, plan.depth) if plan.depth else source
-    tokens = _tokens(source, recipe.calibration)
+    widest = max((entry.in_features for entry in plan.layers), default=0)
+    tokens = _tokens(source, recipe.calibration, widest)
     groups = clusters_of(plan.layers)
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
@@ -157,17 +158,18 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tokens(source: SourceModel, options: Calibration) -> int:
-    """Tokens in the calibration data."""
+def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
+    """Tokens in the calibration data of a model, whose widest layer has so many inputs."""
     if options.is_none:
         return 0
     config = source.config
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
     builtin = options.source == ("builtin",)
-    samples, tokens = options.count, TOKENS if builtin else options.max_length // 4
+    tokens = TOKENS if builtin else options.max_length // 4
+    samples = options.enough(tokens, widest)
     if isinstance(patch, int) and isinstance(side, int):
-        tokens = (side // patch) ** 2 + 1
+        tokens, samples = (side // patch) ** 2 + 1, options.count
         samples = min(samples, MOST_PICTURES) if builtin else samples
     sounds = getattr(config, "max_source_positions", None)
     if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):

@@ -156,7 +156,12 @@ class FitWorkplace(Workplace):
                 if goal.exists():
                     remove(goal)
                 item.rename(goal)
-        remove(trials)
+        self.drop_trials()
+
+    def drop_trials(self) -> None:
+        """Forgets all other conversions that were tried out."""
+        if (trials := self.folder / TRIALS).exists():
+            remove(trials)
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"

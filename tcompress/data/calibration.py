@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from itertools import chain, groupby, zip_longest
@@ -162,6 +162,35 @@ class CalibrationData:
     fingerprint: str  # SHA-256 of the texts, pixels and sounds that were drawn
     origins: dict[int, str] = field(default_factory=dict)
     """Names of the sources of batches kept back, by index; no batch mixes them."""
+    places: tuple[int, ...] = ()
+    """Indices of the batches among those of the whole data, where some are left out."""
+
+    @property
+    def fitted(self) -> list[int]:
+        """Indices of the batches to fit on."""
+        return [index for index in range(len(self.batches)) if index not in self.holdout]
+
+    def place(self, index: int) -> int:
+        """Index of a batch among those of the whole data."""
+        return self.places[index] if self.places else index
+
+    def part(self, samples: int) -> CalibrationData:
+        """The same with fewer batches to fit on, of all lengths; what is held out stays."""
+        fitted = self.fitted
+        count = max(1, round(len(fitted) * samples / self.samples))
+        if count >= len(fitted):
+            return self
+        chosen = {fitted[index * len(fitted) // count] for index in range(count)}
+        places = tuple(sorted({*chosen, *self.holdout}))
+        found = {place: index for index, place in enumerate(places)}
+        return replace(
+            self,
+            batches=[self.batches[place] for place in places],
+            holdout=[found[place] for place in self.holdout],
+            samples=samples,
+            origins={found[place]: name for place, name in self.origins.items()},
+            places=places,
+        )
 
 
 Named = tuple[Any, str]
@@ -183,8 +212,8 @@ class _Example:
     origin: str
 
 
-def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
-    """Read, draw and encode the calibration data of a model.
+def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> CalibrationData:
+    """Read, draw and encode the calibration data of a model, whose widest layer has so many inputs.
 
     Which samples are drawn, and which of them are held out, does not depend on the batch size.
     """
@@ -193,7 +222,10 @@ def load_batches(source: SourceModel, options: Calibration) -> CalibrationData:
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
     sources = _Sources(source, inputs, options)
     parts = sources.draw()
-    examples = _examples(parts, options.count, inputs, encoder)
+    examples = _examples(parts, sources.most, inputs, encoder)
+    if sources.most > options.count:
+        mean = sum(map(_tokens, examples)) / len(examples)
+        examples = examples[: options.enough(mean, widest)]
     fitted, held = _split(examples, options.holdout)
     count, tokens = len(examples), sum(map(_tokens, examples))
     pad = encoder.pad if encoder else 0
@@ -222,6 +254,8 @@ class _Sources:
         self._source, self._inputs, self._options = source, inputs, options
         self._named = [name for name in options.source if name != "builtin"]
         self._columns: set[str] = set()  # those of all tables
+        only_text = not (inputs.image or inputs.audio or inputs.grid)
+        self.most = options.most if only_text else options.count
         self.digest = hashlib.sha256()
 
     def draw(self) -> list[_SourceData]:
@@ -238,7 +272,7 @@ class _Sources:
             found += self._made()
         is_short = texts < FEWEST and options.samples is None and not inputs.image
         if (inputs.text or inputs.decoder) and (builtin or is_short or not texts):
-            shipped = draw_texts(builtin_texts(), options.count, options.seed)
+            shipped = draw_texts(builtin_texts(), self.most, options.seed)
             found.append(_SourceData("builtin text", self._hashed_texts(shipped)))
         return found
 
@@ -264,7 +298,7 @@ class _Sources:
             chosen = columns_of(table, asked, wanted, needed, model)
             named = [name for columns in chosen.values() for name in columns]
             if chosen.get("text"):
-                cells = draw_cells(table, chosen["text"], options.count, options.seed)
+                cells = draw_cells(table, chosen["text"], self.most, options.seed)
                 texts = self._hashed_texts(map(str, cells))
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.

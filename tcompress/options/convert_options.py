@@ -127,7 +127,8 @@ def _count(text: int | str, units: Mapping[str, int]) -> int:
 
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
-FEWEST = 1024  # texts that a fit needs
+FEWEST, MOST = 1024, 4096  # texts that are drawn where no number is given
+ROWS = 24  # tokens for each input of the widest layer: moments of fewer do not carry over
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
 
 
@@ -164,8 +165,9 @@ class Calibration(Section):
     )
     samples: int | None = option(
         None,
-        f"number of texts or images, default {FEWEST:,}; built-in text stands beside files that "
-        "have fewer",
+        f"number of texts or images; default {FEWEST:,}, and up to {MOST:,} texts where that gives "
+        f"{ROWS} tokens for each input of the widest layer; built-in text stands beside files that "
+        f"have fewer than {FEWEST:,}",
         "--calib-samples",
         gt=0,
     )
@@ -203,8 +205,17 @@ class Calibration(Section):
 
     @property
     def count(self) -> int:
-        """Most texts or images that are drawn."""
+        """Number of images, and the least number of texts."""
         return self.samples or FEWEST
+
+    @property
+    def most(self) -> int:
+        """Most texts that are drawn."""
+        return self.samples or MOST
+
+    def enough(self, tokens: float, widest: int) -> int:
+        """How many texts of so many tokens are drawn for a layer of so many inputs."""
+        return min(self.most, max(self.count, round(ROWS * widest / tokens)))
 
     def within(self, longest: int | None) -> Calibration:
         """The same with texts that are no longer than a replacement can take."""

@@ -52,6 +52,9 @@ class CalibrationFacts(_Section):
     # Change of the output per sample held out, by source, where there are several: the squared
     # distance of embeddings or states, or twice the Kullback-Leibler divergence of scores.
     changes: dict[str, float] = {}
+    # Share of scores whose best class or token is the dense model's, or rank correlation of the
+    # similarities of embeddings, by source.
+    agreement: dict[str, float] = {}
 
 
 class Interval(_Section):

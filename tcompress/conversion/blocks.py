@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from math import fsum
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from tcompress.conversion.channels import (
     narrowed_curvature,
     narrowed_rows,
 )
+from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
@@ -233,8 +232,8 @@ class BlockFitter:
     """Compares what the model puts out before and after, on the batches held out."""
 
     def __post_init__(self) -> None:
-        self._distance: dict[str, float] = defaultdict(float)  # change of the output, by source
-        self._counted: Counter[str] = Counter()  # samples, by source
+        self.comparison = OutputComparison(self.sampler) if self.sampler else None
+        """What the model puts out before and after, where a sampler tells what counts."""
         self._blocks = {self.source.original_name(b.name): b for b in roles_of(self.source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.whole).blocks]
@@ -258,16 +257,6 @@ class BlockFitter:
         ]
         self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]
         self._new = [self._model.stream(b, rewritten=True, keep=keep) for b, keep in pairs]
-
-    @property
-    def change(self) -> float | None:
-        """Change of the output per sample held out, if a sampler measured it."""
-        return fsum(self._distance.values()) / self._counted.total() if self._counted else None
-
-    @property
-    def changes(self) -> dict[str, float]:
-        """The same by source."""
-        return {name: self._distance[name] / count for name, count in self._counted.items()}
 
     def run(
         self, done: Callable[[str], BlockResult | None], progress: Callable[[str, str], None]
@@ -371,10 +360,9 @@ class BlockFitter:
                     answer = forward(*call.args, **call.kwargs)
                 skipped = routing is None and stream is two
                 stream.answer(handed_on(call, answer) if skipped else answer)
-            if self.sampler is not None and one.output is not None:
+            if self.comparison is not None and one.output is not None:
                 origin = self.data.origins.get(index, self.data.name)
-                self._distance[origin] += self.sampler.change(one.output, two.output, one.batch)
-                self._counted[origin] += len(next(iter(one.batch.values())))
+                self.comparison.add(origin, one.output, two.output, one.batch)
                 one.output = two.output = None  # at once: logits are large
 
     def _fit_group(self, pair: _Pair, group: Group, result: BlockResult) -> None:

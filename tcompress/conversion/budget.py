@@ -109,6 +109,8 @@ class BudgetProblem:
             spend = _alike_for_loss if self._alike else allocate_for_loss
             found = spend([*sites.values()], limit * fsum(item.left_out for item in self.layers))
         plan = self._plan(found, sites)
+        if self._timed:
+            return _Answer(plan, found.loss, found.cost)
         return _Answer(plan, found.loss, plan.structured_rewritten + self._dense_left(plan))
 
     def _in_time(self, methods: Sequence[str]) -> _Answer:
@@ -172,7 +174,7 @@ class BudgetProblem:
         barred: Collection[tuple[str, str]] = (),
     ) -> dict[tuple[str, ...], BudgetSite]:
         """Lists what a budget chooses from, by the keys of the layers that it is chosen for."""
-        timed = self._budget.is_time
+        timed = self._timed
         own = {}
         for item in self.layers:
             allowed = [name for name in methods if (item.key, name) not in barred]
@@ -226,6 +228,11 @@ class BudgetProblem:
     def _budget(self) -> Budget:
         assert self.plan.budget is not None
         return self.plan.budget.asked
+
+    @property
+    def _timed(self) -> bool:
+        """Whether time is what candidates cost; beside a size it is a second cost."""
+        return self._budget.is_time or (self._budget.is_error and self.recipe.counts_time)
 
     @property
     def _alike(self) -> bool:

@@ -19,9 +19,11 @@ from tcompress.artifact.manifest import Manifest, environment, read_manifest
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.channels import Reductions, completed, read_reductions
+from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.decision import STOP, Decision, try_out
 from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
 from tcompress.conversion.fit import SharedFactors
+from tcompress.conversion.loss_search import largest_error
 from tcompress.conversion.output_sampler import OutputSampler, sampler_of
 from tcompress.conversion.outputs import (
     Cluster,
@@ -36,7 +38,7 @@ from tcompress.conversion.outputs import (
     write_rest,
 )
 from tcompress.conversion.start import start_shared_factors
-from tcompress.conversion.state import FitWorkplace
+from tcompress.conversion.state import Distance, FitWorkplace
 from tcompress.conversion.whole_model_fits import (
     EMBEDDINGS,
     SharedFactorsFitter,
@@ -44,7 +46,7 @@ from tcompress.conversion.whole_model_fits import (
     fit_without_data,
 )
 from tcompress.data.calibration import CalibrationData, load_batches
-from tcompress.errors import InputError
+from tcompress.errors import InputError, PlanError
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.latency.benchmark import bench
@@ -144,7 +146,7 @@ def convert(
             source=source_facts(job.source, source),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
-            calibration=calibration_facts(job.data, job.changes),
+            calibration=calibration_facts(job.data, job.comparison),
             fit=dict(sorted(errors.items())),
             checksums={**checksums},
             seconds=round(time.perf_counter() - start, 2),
@@ -154,7 +156,7 @@ def convert(
         write_rest(place.model, job.source, manifest, recipe.dtype)
         check_written(place.model, job.outputs, job.plan, job.fitted, job.factors)
         place.publish(force=force)
-    if recipe.time_budget is not None:
+    if recipe.counts_time:
         manifest = _timed(source, output, recipe) or manifest
     return Converted(output, manifest, place.resumed)
 
@@ -182,8 +184,8 @@ class _Job:
     data: CalibrationData | None = None
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
     factors: SharedFactors = field(default_factory=dict)
-    changes: dict[str, float] = field(default_factory=dict)
-    """How far the output is from the dense model's on data held out, by source."""
+    comparison: OutputComparison | None = None
+    """With what the dense model puts out on data held out."""
 
     def __post_init__(self) -> None:
         self.device = pick_device(self.recipe.device)
@@ -212,6 +214,9 @@ class _Job:
             place.adopt(f"{depth.kept}-blocks")
         if depth is not None:
             self._cut(depth)
+        if self.recipe.max_loss is not None:
+            self._take(self._within_loss(place, self.recipe.max_loss), place)
+            return
         several = self.recipe.tries_methods and not self.recipe.chooses_depth
         answers = self._answers(place, several=several)
         if several and len(answers) > 1:
@@ -261,18 +266,14 @@ class _Job:
                 job._cut(found[name])
                 job._take(job._answers(own, several=False), own)
 
-            return self._change(place, name, label, prepare)
+            return self._distance(place, name, label, prepare).change
 
         taken, changes = try_out(names(), change, stop=STOP, prefer_last=True)
         return found[taken].model_copy(update={"weighed": tuple(changes.values())})
 
     def _try_answers(self, answers: Mapping[str, Plan], place: FitWorkplace) -> dict[str, Plan]:
         def change(name: str) -> float:
-            def prepare(job: _Job, own: FitWorkplace) -> None:
-                job.moments, job.data = place, self._trial_data
-                job._take({name: answers[name]}, own)
-
-            return self._change(place, name, f"trying {name}", prepare)
+            return self._try_answer(name, answers[name], place).change
 
         taken, changes = try_out(answers, change)
         plan = answers[taken]
@@ -281,30 +282,77 @@ class _Job:
         facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
         return {taken: plan.model_copy(update={"budget": facts})}
 
+    def _within_loss(self, place: FitWorkplace, allowed: float) -> Mapping[str, Plan]:
+        """Looks for the cheapest plan that loses no more agreement than is allowed."""
+        known = place.answers()
+        if known is not None:
+            return known
+        parts = (self.source, self.inner, self.plan, self.data, place, self.device)
+        decision = Decision(*parts)
+        plans: dict[float, Plan] = {}
+        losses: dict[float, float] = {}
+
+        def lost_at(error: float) -> float | None:
+            plan = decision.within(error, self.progress)
+            if plan is None:
+                return None
+            lost = self._try_answer(f"error-{error:.4g}", plan, place).lost
+            if lost is None:
+                raise PlanError(
+                    "`max_loss` cannot be measured: the samples held out are too few, or what the "
+                    "model puts out cannot be compared",
+                    "use more calibration data, or limit the predicted error: `--max-error 0.02`",
+                )
+            plans[error], losses[error] = plan, lost
+            return lost
+
+        found = largest_error(allowed, lost_at)
+        if found is None:
+            least = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
+            raise PlanError(
+                f"no smaller model was found that loses at most {allowed:.2%} of agreement{least}",
+                "allow more, use more calibration data, or offer other methods",
+            )
+        plan = plans[found.error]
+        assert plan.budget is not None
+        facts = {"kind": "max_loss", "limit": allowed, "lost": losses[found.error]}
+        plan = plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
+        answers = {f"error-{found.error:.4g}": plan}
+        place.keep_answers(answers)
+        return answers
+
+    def _try_answer(self, name: str, plan: Plan, place: FitWorkplace) -> Distance:
+        def prepare(job: _Job, own: FitWorkplace) -> None:
+            job.moments, job.data = place, self._trial_data
+            job._take({name: plan}, own)
+
+        return self._distance(place, name, f"trying {name}", prepare)
+
     @property
     def _trial_data(self) -> CalibrationData | None:
         """Data that answers are tried on."""
         return self.data and self.data.part(TRIAL_SAMPLES)
 
-    def _change(
+    def _distance(
         self,
         place: FitWorkplace,
         name: str,
         label: str,
         prepare: Callable[[_Job, FitWorkplace], None],
-    ) -> float:
-        """Fits what a fresh job is prepared to be, and measures the change of the output."""
+    ) -> Distance:
+        """Fits what a fresh job is prepared to be, and compares its output with the dense one."""
         place.note("trial", name=name)
         with closing(place.trial(name)) as own:
-            known = own.change()
+            known = own.distance()
             if known is None:
                 self.progress.stage(label, 1, "trial")
                 self.progress.advance(1, "")
                 job = replace(self, tables={}, factors={})
                 prepare(job, own)
-                known = job.fit_on_data(own, sampler_of(self.dense))
-                assert known is not None
-                own.keep_change(known)
+                job.fit_on_data(own, sampler_of(self.dense))
+                assert job.comparison is not None
+                known = Distance(job.comparison.change, job.comparison.lost)
+                own.keep_distance(known)
         return known
 
     def _take(self, answers: Mapping[str, Plan], place: FitWorkplace) -> None:
@@ -368,12 +416,10 @@ class _Job:
         path = self.outputs.runtime_name(cluster[0])
         return self.block_of.get(path, path)
 
-    def fit_on_data(
-        self, place: FitWorkplace, sampler: OutputSampler | None = None
-    ) -> float | None:
+    def fit_on_data(self, place: FitWorkplace, sampler: OutputSampler | None = None) -> None:
         """Fits embeddings, what layers share and all blocks, as far as there is data for them.
 
-        A sampler measures the change of the output on data held out, which is returned.
+        With a sampler outputs are compared on data held out.
         """
         self._fit_embeddings(place)
         if self.source.seed is not None:
@@ -383,7 +429,7 @@ class _Job:
             parts = (self.outputs, self.plan.layers, self.data, place, self.moments, self.device)
             fitter = SharedFactorsFitter(self.source, self.recipe, *parts)
             self.factors = fitter.run(self.progress)
-        return self._fit_blocks(place, sampler)
+        self._fit_blocks(place, sampler)
 
     def _fit_embeddings(self, place: FitWorkplace) -> None:
         entries, device = self.plan.embeddings, self.device
@@ -401,9 +447,9 @@ class _Job:
             fill(table, entry, result.layers[entry.key].tensors)
             self.tables[self.outputs.runtime_name(entry)] = table.requires_grad_(False).eval()
 
-    def _fit_blocks(self, place: FitWorkplace, sampler: OutputSampler | None) -> float | None:
+    def _fit_blocks(self, place: FitWorkplace, sampler: OutputSampler | None) -> None:
         if self.data is None or not (self.plan.layers or self.plan.reads_queries or sampler):
-            return None
+            return
         depth = self.plan.depth
         groups = sum(len(block.groups) for block in roles_of(self.source).blocks)
         self.progress.stage("fitting blocks", groups, "groups")
@@ -430,8 +476,7 @@ class _Job:
         blocks = {e.name: self.block_of.get(self.outputs.runtime_name(e)) for e in self.plan.layers}
         blind = [entry.name for entry in self.plan.layers if blocks[entry.name] in unreached]
         self.plan = with_unreached(self.plan, blind)
-        self.changes = fitter.changes
-        return fitter.change
+        self.comparison = fitter.comparison
 
     def write(self, place: FitWorkplace) -> dict[str, str]:
         """Writes all weight files that are not yet written; returns their checksums."""

@@ -8,11 +8,13 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +93,31 @@ class Decision:
     data: CalibrationData | None  # what is held out is not looked at
     place: FitWorkplace  # where moments are kept
     device: torch.device
+    _layers: list[LayerCandidates] | None = field(default=None, init=False)
+    _clock: ModelClock | None = field(default=None, init=False)
+
+    def within(self, error: float, progress: Progress) -> Plan | None:
+        """Returns the cheapest plan of so small a predicted error; None if all layers stay."""
+        assert self.plan.budget is not None
+        budget = self.plan.budget.model_copy(update={"kind": "max_error", "limit": error})
+        self.plan = self.plan.model_copy(update={"budget": budget})
+        try:
+            [plan] = self.answers(progress, several=False).values()
+        except PlanError:
+            if not self._layers:
+                raise
+            return None
+        if self._clock is None or plan.budget is None:
+            return plan
+        with threads(self.recipe.threads):
+            facts = self._speed(self._clock, self._clock.speedup(plan))
+        return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
+
+    def about(self, recipe: Convert, plan: Plan, place: FitWorkplace) -> Decision:
+        """The same for another budget: what was measured is known."""
+        other = copy.copy(self)
+        other.recipe, other.plan, other.place = recipe, plan, place
+        return other
 
     def answers(self, progress: Progress, *, several: bool) -> dict[str, Plan]:
         """Returns plans with final sizes, in the order of preference, none of them twice.
@@ -103,7 +130,8 @@ class Decision:
         measured = by_loss if self.data is None else self.recipe.measures_sensitivity
         if not self.plan.layers or not measured:
             return {label: self.plan}
-        self._measure(progress, several=several)
+        if self._layers is None:
+            self._layers = self._measure(progress, several=several)
         if not self._layers:  # as with experts alone
             budget = self.recipe.budget
             if not by_loss or (budget is not None and budget.is_size):
@@ -113,9 +141,6 @@ class Decision:
                 "largest error gives them no size",
                 "give a size instead, such as `--target 0.25`",
             )
-        for item in self._layers:
-            item.quick = item.offers
-            item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
         found = {item.role for item in self._layers}
         names = list(self._offers)
         whole = [name for name in names if all(self._fits.keeps(name, role) for role in found)]
@@ -145,32 +170,40 @@ class Decision:
 
     def _time_goal(self, problem: BudgetProblem, progress: Progress) -> TimeGoal | None:
         """Times what candidates take, where time is limited."""
-        budget = self.recipe.time_budget
-        if budget is None:
+        if not self.recipe.counts_time:
             return None
-        progress.stage("timing layers", 1, "")
-        with threads(self.recipe.threads):
-            dtype = getattr(torch, self.recipe.dtype or "float32")
-            work = Workload.read(self.recipe.at or USUAL_PASS)
-            named = self.recipe.at is not None
-            clock = ModelClock(self.source, work, self.device, dtype, named)
-            entries = {item.key: item for item in self._entries.values()}
-            prices = Prices(clock, LayerTimes(clock.rows, self.device, dtype), entries)
-            prices.price(problem.layers, problem.widths)
+        if self._clock is None:
+            progress.stage("timing layers", 1, "")
+            with threads(self.recipe.threads):
+                self._clock = self._timed(problem)
+            progress.advance(1, str(self._clock.work))
+        budget = self.recipe.time_budget
+        return None if budget is None else TimeGoal(budget, self._clock)
+
+    def _timed(self, problem: BudgetProblem) -> ModelClock:
+        """Times the dense model, and gives all candidates their time."""
+        dtype = getattr(torch, self.recipe.dtype or "float32")
+        work = Workload.read(self.recipe.at or USUAL_PASS)
+        clock = ModelClock(self.source, work, self.device, dtype, self.recipe.at is not None)
+        entries = {item.key: item for item in self._entries.values()}
+        prices = Prices(clock, LayerTimes(clock.rows, self.device, dtype), entries)
+        prices.price(problem.layers, problem.widths)
         self._rest = prices.rest(problem.layers)
-        progress.advance(1, str(work))
-        return TimeGoal(budget, clock)
+        return clock
 
     def _in_time(self, goal: TimeGoal, answer: Callable[[int], Plan]) -> Plan:
         with threads(self.recipe.threads):
             plan, speed = goal.reach(answer, self._rest)
         assert plan.budget is not None
-        facts = {"speedup": speed, "at": str(goal.clock.work), "seconds": goal.clock.seconds}
+        facts = self._speed(goal.clock, speed)
         return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
-    def _measure(self, progress: Progress, *, several: bool) -> None:
+    def _speed(self, clock: ModelClock, speedup: float) -> dict[str, Any]:
+        return {"speedup": speedup, "at": str(clock.work), "seconds": clock.seconds}
+
+    def _measure(self, progress: Progress, *, several: bool) -> list[LayerCandidates]:
         """Lists the candidates of all layers, from one pass over the calibration data."""
-        self._layers: list[LayerCandidates] = []
+        layers: list[LayerCandidates] = []
         self._widths: list[WidthSite] = []
         self._fixed: set[str] = set()
         budget = self.recipe.budget
@@ -195,8 +228,12 @@ class Decision:
         for block, seen in walk(roles, progress):
             widths = self._order_channels(block, seen) if self._narrows else []
             if self.recipe.by_loss:
-                self._block(block, seen)
-                self._offer_widths(widths)
+                layers += self._block(block, seen)
+                self._offer_widths(widths, layers)
+        for item in layers:
+            item.quick = item.offers
+            item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
+        return layers
 
     def _walk(self, roles: Roles, progress: Progress) -> Measured:
         """Moments of all layers, from a backward pass, the last block first."""
@@ -258,7 +295,9 @@ class Decision:
         if shared:
             self.place.keep_moments("inputs", block, shared)
 
-    def _block(self, block: Block, seen: Mapping[str, LayerStatistics]) -> None:
+    def _block(
+        self, block: Block, seen: Mapping[str, LayerStatistics]
+    ) -> Iterable[LayerCandidates]:
         """Lists what the layers of a block may become, and corrects it in some by real fits."""
         found: dict[str, LayerCandidates] = {}
         for group in block.groups:
@@ -283,7 +322,7 @@ class Decision:
                 if self.data is not None or name not in exact:
                     self._fit(name, block, found, seen)
             self._fits.drop(found.values(), exact)
-        self._layers += found.values()
+        return found.values()
 
     def _order_channels(
         self, block: Block, seen: Mapping[str, LayerStatistics]
@@ -316,9 +355,11 @@ class Decision:
         self.place.keep_moments("channels", block.name, stored_reductions(kept))
         return found
 
-    def _offer_widths(self, found: Sequence[Sequence[Widths]]) -> None:
+    def _offer_widths(
+        self, found: Sequence[Sequence[Widths]], layers: Iterable[LayerCandidates]
+    ) -> None:
         """Offers a budget fewer channels, wherever all layers around them are sized by it."""
-        units = {item.key: item.unit for item in self._layers}
+        units = {item.key: item.unit for item in layers}
         entries = {f"{path}.{entry.parameter}": entry for path, entry in self._entries.items()}
         for own in found if WIDTH in self._offers else ():
             site = width_site(own, entries, units)

@@ -86,6 +86,19 @@ class OutputSampler:
             raise _not_finite()
         return change
 
+    def pairs(
+        self, dense: Any, other: Any, batch: Mapping[str, Tensor]
+    ) -> tuple[bool, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        """Whether two outputs have scores, and these or their vectors, with masks of tokens.
+
+        Scores of a yes or no each are given those of a no.
+        """
+        (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        found = [(one, two, mask) for (one, mask), (two, _) in zip(first, second, strict=True)]
+        if scored and self._independent:
+            return True, [(_yes_or_no(one), _yes_or_no(two), mask) for one, two, mask in found]
+        return scored, found
+
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
         """Whether an output has scores, and these or its vectors, with masks of tokens."""
         found: list[Part] = []
@@ -122,6 +135,10 @@ class OutputSampler:
 
     def _direction(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._generator).to(like)
+
+
+def _yes_or_no(scores: Tensor) -> Tensor:
+    return torch.stack([torch.zeros_like(scores), scores], -1)
 
 
 def _require_numbers(outputs: Iterable[Part]) -> None:

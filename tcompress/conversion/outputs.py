@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isnan
@@ -26,6 +26,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import identity_of
 from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.fit import WIDER, SharedFactors
 from tcompress.conversion.start import started_values
 from tcompress.data.calibration import CalibrationData
@@ -262,9 +263,9 @@ def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
 
 
 def calibration_facts(
-    data: CalibrationData | None, changes: Mapping[str, float]
+    data: CalibrationData | None, comparison: OutputComparison | None
 ) -> CalibrationFacts:
-    """Says what a fit looked at, and how much outputs changed by source."""
+    """Says what a fit looked at, and what came of outputs by source."""
     if data is None:
         return CalibrationFacts(name="none")
     held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
@@ -274,7 +275,8 @@ def calibration_facts(
         held_out_samples=sum(held),
         tokens=data.tokens,
         fingerprint=data.fingerprint,
-        changes=dict(changes),
+        changes=comparison.changes if comparison else {},
+        agreement=comparison.agreement if comparison else {},
     )
 
 

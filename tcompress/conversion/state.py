@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
@@ -24,12 +24,19 @@ TRIALS = "trials"  # folder, within the working folder, of conversions that are 
 
 _T = TypeVar("_T")
 
-_DAMAGED = (SafetensorError, OSError, KeyError, ValueError)
+_DAMAGED = (SafetensorError, OSError, KeyError, ValueError, TypeError)
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
 
 _OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
 """What is never taken over from the working folder of another conversion."""
+
+
+class Distance(NamedTuple):
+    """How far a model is from the dense one, on samples held out."""
+
+    change: float  # of the output per sample, in the unit of predicted losses
+    lost: float | None = None  # agreement, as far as there is such a thing
 
 
 class FitWorkplace(Workplace):
@@ -132,13 +139,13 @@ class FitWorkplace(Workplace):
         """Reads which blocks stay, as an interrupted run had chosen them."""
         return _read(self.folder / "depth.json", DepthPlan.model_validate_json)
 
-    def keep_change(self, change: float) -> None:
+    def keep_distance(self, distance: Distance) -> None:
         """Stores how far a trial is from the dense model."""
-        write_text(self.folder / "change", repr(change))
+        write_text(self.folder / "change", json.dumps(distance))
 
-    def change(self) -> float | None:
+    def distance(self) -> Distance | None:
         """Reads it back, if the trial was finished."""
-        return _read(self.folder / "change", float)
+        return _read(self.folder / "change", lambda text: Distance(*json.loads(text)))
 
     def trial(self, name: str) -> FitWorkplace:
         """Opens the folder of another conversion that is tried out."""

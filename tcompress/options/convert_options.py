@@ -37,8 +37,8 @@ Norm = Literal["host", "tensor"]
 # How large a conversion may come out, or how much it may lose: one of several ways to say it.
 
 BudgetKind = Literal[
-    "target", "target_params", "target_bytes", "speedup", "latency", "max_error", "tol"
-]
+    "target", "target_params", "target_bytes", "speedup", "latency", "max_error", "max_loss", "tol"
+]  # fmt: skip
 
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = {
@@ -78,7 +78,7 @@ class Budget:
     @property
     def is_error(self) -> bool:
         """Whether it limits an error."""
-        return self.kind in ("max_error", "tol")
+        return self.kind in ("max_error", "max_loss", "tol")
 
     @property
     def is_fraction(self) -> bool:
@@ -276,7 +276,8 @@ WIDTHS = ("keep_neurons", "head_size")
 
 TIMES = ("speedup", "latency")
 SIZES = ("target", "target_params", "target_bytes")
-BUDGETS = (*SIZES, *TIMES, "max_error")
+ERRORS = ("max_error", "max_loss")
+BUDGETS = (*SIZES, *TIMES, *ERRORS)
 """Fields that say how large or slow a model may be, or what it may lose."""
 
 TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed is one of them"
@@ -412,6 +413,15 @@ class Convert(Section):
         panel=GOAL,
         **FRACTION,
     )
+    max_loss: float | None = option(
+        None,
+        "most agreement with the dense model that may be lost on calibration samples held out, "
+        "such as 1%; the share of other classes or tokens, or what is missing to a rank "
+        "correlation of 1 between similarities of embeddings; models are tried until the smallest "
+        "within it is found, or with `at` the fastest",
+        panel=GOAL,
+        **FRACTION,
+    )
     allocation: Literal["loss", "uniform"] = option(
         "loss",
         "share a budget by the loss saved, or alike; without calibration data always the latter, "
@@ -512,8 +522,9 @@ class Convert(Section):
                     f"`{name}` picks blocks of a trained model: with `init: random` give the "
                     "number of blocks in the configuration"
                 )
-        if self.max_error is not None:
-            yield "`max_error` limits an error, and `init: random` has none: give a target"
+        for name in ERRORS:
+            if getattr(self, name) is not None:
+                yield f"`{name}` limits an error, and `init: random` has none: give a target"
         if tol_of(self.method) is not None:
             yield "`tol` limits an error, and `init: random` has none: give a rank or target"
 
@@ -552,8 +563,12 @@ class Convert(Section):
             yield f"`{times[0]}` is about trained weights: with `init: random` give a target"
         if times and (self.chooses_depth or getattr(self.method, "shares_factors", False)):
             yield f"`{times[0]}` sizes layers one by one: give a target instead"
-        if (self.at or self.threads) and not times:
+        if (self.at or self.threads) and not times and self.max_loss is None:
             yield "`at` and `threads` say at which pass time counts: give `speedup` or `latency`"
+        if self.max_loss is not None and self.calibration.is_none:
+            yield "`max_loss` is measured on data: choose a calibration source"
+        if self.max_loss is not None and getattr(self.method, "shares_factors", False):
+            yield "`max_loss` sizes layers one by one, but factors are shared: give a target"
         if given and fixed:
             yield TWO_SIZES.format(given[0])
         for name, parse in (("target_params", parameters_of), ("target_bytes", bytes_of)):
@@ -642,9 +657,16 @@ class Convert(Section):
             return Budget("target", self.target)
         if self.max_error is not None:
             return Budget("max_error", self.max_error)
+        if self.max_loss is not None:
+            return Budget("max_loss", self.max_loss)
         if (tol := tol_of(self.method)) is not None:
             return Budget("tol", tol)
         return self.time_budget
+
+    @property
+    def counts_time(self) -> bool:
+        """Whether time is what is spent, or saved: candidates have to be timed."""
+        return self.time_budget is not None or (self.max_loss is not None and self.at is not None)
 
     @property
     def time_budget(self) -> Budget | None:

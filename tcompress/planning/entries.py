@@ -324,6 +324,7 @@ class BudgetPlan(Frozen):
     tried: dict[str, float] = Field(default={})
     """Change of the output per held-out sample, of `auto` and of methods alone, where tried."""
     taken: str | None = None  # which of them was taken
+    lost: float | None = None  # agreement on samples held out, where that was limited
     speedup: float | None = None  # of a model of these forms, any weights, before it was fitted
     at: str | None = None  # the pass that was timed
     seconds: float | None = None  # that the dense model took

@@ -62,8 +62,10 @@ def rows_of(
     for kind, error in report.errors.items():
         rows.append(Row(fmt.error_name(kind) + when, fmt.error_text(error)))
     if report.calibration is not None and not facts:
+        agreement = report.calibration.agreement
         for name, change in report.calibration.changes.items():
-            rows.append(Row(f"  change of output, {name}", fmt.value_text(change)))
+            what = "agreement" if name in agreement else "change of output"
+            rows.append(Row(f"  {what}, {name}", fmt.value_text(agreement.get(name, change))))
     if any(item.training or item.speed for item in shown) and healed_text(report):
         healed = any(item.is_smaller and item.init == "pretrained" for item in shown)
         rows.append(Row("healed" if healed else "trained", healed_text(report)))
@@ -159,6 +161,8 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     rows = [Row("budget", str(budget.asked)), Row("", _SHARED[budget.chosen])]
     if budget.speedup is not None and budget.seconds is not None:
         rows += _time_rows(budget.at, budget.seconds, budget.speedup)
+    if budget.lost is not None:
+        rows.append(Row("  agreement lost when tried", f"{budget.lost:.2%}"))
     if budget.error is not None:
         rows.append(Row("predicted error", fmt.error_text(budget.error)))
     rows += [Row(f"  {name}", fmt.error_text(e)) for name, e in _other_errors(budget).items()]

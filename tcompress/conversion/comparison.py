@@ -1,0 +1,90 @@
+"""How far a model's output is from the dense model's, on samples held out and without labels."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from math import fsum
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tcompress.conversion.output_sampler import OutputSampler
+
+
+class OutputComparison:
+    """Sums up both models' outputs by source of the samples."""
+
+    def __init__(self, sampler: OutputSampler) -> None:
+        self._sampler = sampler
+        self._distance: dict[str, float] = defaultdict(float)
+        self._samples: Counter[str] = Counter()
+        self._same: Counter[str] = Counter()  # scores whose best class or token stays the best
+        self._scored: Counter[str] = Counter()
+        self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def add(self, source: str, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> None:
+        """Adds what both models put out for a batch."""
+        self._distance[source] += self._sampler.change(dense, other, batch)
+        self._samples[source] += len(next(iter(batch.values())))
+        scored, pairs = self._sampler.pairs(dense, other, batch)
+        for one, two, mask in pairs:
+            if scored and one.shape[-1] > 1:
+                same = one.argmax(-1) == two.argmax(-1)
+                counts = torch.ones_like(same) if mask is None else mask.bool()
+                self._same[source] += int((same & counts).sum())
+                self._scored[source] += int(counts.sum())
+            elif not scored:
+                self._vectors[source].append((_mean(one, mask), _mean(two, mask)))
+
+    @property
+    def change(self) -> float:
+        """Change of the output per sample, in the unit of predicted losses."""
+        return fsum(self._distance.values()) / self._samples.total()
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The same by source."""
+        return {name: self._distance[name] / count for name, count in self._samples.items()}
+
+    @property
+    def agreement(self) -> dict[str, float]:
+        """How far both models agree, by source; 1 is in everything.
+
+        Of scores it is the share whose best class or token is the same, of embeddings and states
+        the rank correlation of the similarities of all samples.
+        """
+        found = {name: self._same[name] / count for name, count in self._scored.items()}
+        for name, pairs in self._vectors.items():
+            one, two = (_similarities(torch.cat(own)) for own in zip(*pairs, strict=True))
+            ranked = spearmanr(one, two).statistic if len(one) > 2 else np.nan
+            if not np.isnan(ranked):
+                found[name] = float(ranked)
+        return found
+
+    @property
+    def lost(self) -> float | None:
+        """What is missing to full agreement, as the mean of all sources."""
+        found = self.agreement
+        return 1 - fmean(found.values()) if found else None
+
+
+def _mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """One vector for each sample, float32 on the CPU."""
+    flat = states.float().reshape(len(states), -1, states.shape[-1])
+    if mask is None:
+        return flat.mean(1).cpu()
+    counts = mask.reshape(len(states), -1, 1).to(flat)
+    return ((flat * counts).sum(1) / counts.sum(1).clamp_min(1)).cpu()
+
+
+def _similarities(vectors: Tensor) -> Any:
+    """Cosines of all pairs of vectors.  # (n, d) -> (n (n - 1) / 2,)."""
+    unit = normalize(vectors.double(), dim=-1)
+    rows, columns = np.triu_indices(len(unit), 1)
+    return (unit @ unit.T).numpy()[rows, columns]

@@ -263,6 +263,15 @@ def read_blocks(texts: Sequence[str]) -> list[int]:
     return found
 
 
+def read_factors(texts: Sequence[str]) -> Any:
+    """Reads `3`, or several such as `2,4,8`."""
+    words = [word.strip() for word in ",".join(texts).split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", word) for word in words):
+        raise ValueError("allowed are numbers such as `3` or `2,4,8`")
+    found = [float(word) for word in words]
+    return found if len(found) > 1 else found[0]
+
+
 def read_kept(texts: Sequence[str]) -> Any:
     """Reads `1,3,5`, `0-5,11`, or several such as `decoder:0,2`."""
     return _by_stack(texts, lambda text: read_blocks([text]), "`STACK:1,3,5`")

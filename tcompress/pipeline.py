@@ -12,6 +12,7 @@ from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
+from tcompress.conversion.shared_statistics import Statistics
 from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement, evaluate
@@ -74,6 +75,7 @@ def run_recipe(
     token: str | None = None,
     progress: Progress | None = None,
     say: Say = lambda text: None,
+    statistics: Statistics | None = None,
 ) -> Outcome:
     """Does everything that a recipe says.
 
@@ -86,7 +88,8 @@ def run_recipe(
     if recipe.finetune is not None:
         before = converted or output.with_name(f"{output.name}-converted")
     outcome = Outcome(output, before)
-    run = _Run(recipe, source, outcome, force, again, token, progress or Silent(), say)
+    heard = (progress or Silent(), say)
+    run = _Run(recipe, source, outcome, force, again, token, *heard, statistics)
     run.check()
     run.make()
     run.measure()
@@ -140,6 +143,7 @@ class _Run:
     token: str | None
     progress: Progress
     say: Say
+    statistics: Statistics | None = None
 
     @property
     def models(self) -> list[Path]:
@@ -189,7 +193,8 @@ class _Run:
         recipe, outcome, source = self.recipe, self.outcome, self.source
         shared: dict[str, Any] = {"force": self.force, "progress": self.progress}
         if not self._is_done("convert", outcome.converted, "converted"):
-            convert(source, recipe.convert, outcome.converted, paper=recipe.paper, **shared)
+            own: dict[str, Any] = {"paper": recipe.paper, "statistics": self.statistics}
+            convert(source, recipe.convert, outcome.converted, **own, **shared)
         options, folder = recipe.finetune, outcome.folder
         if options is not None and not self._is_done("finetune", folder, "trained"):
             model = open_checked(str(outcome.converted), trust=source.trust_remote_code)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from math import inf
 from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import yaml
@@ -21,6 +23,7 @@ from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import Metric, Speed, read_manifest
 from tcompress.artifact.workplace import check_output, check_place, remove_model
 from tcompress.conversion.estimate import Estimate, estimate
+from tcompress.conversion.shared_statistics import Statistics
 from tcompress.data.tables import check_data
 from tcompress.errors import (
     FitError,
@@ -33,19 +36,22 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
+from tcompress.evaluation.statistics import AGREEMENT
 from tcompress.files import write_text
+from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
 from tcompress.models import SourceModel
-from tcompress.options import Convert, Evaluate, Recipe, Sweep
+from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.schema import short_name
 from tcompress.pipeline import Say, data_of, missed, run_recipe, teacher_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import check_target, write_html
-from tcompress.reporting.pareto import Candidate, FrontReport, front_of
+from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport
 from tcompress.structures import structures
 from tcompress.training.setup import check_run
@@ -111,12 +117,40 @@ def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
 
 def _conversions(recipe: Recipe, source: SourceModel) -> Iterator[Convert]:
     sweep = recipe.sweep or Sweep()
+    if sweep.speedups:
+        yield from _at_speeds(recipe.convert, sweep, source)
+        return
     for method in sweep.methods or (recipe.convert.method,):
         for target in sorted(sweep.targets, reverse=True):
             spec: Any = method
             if isinstance(method, str):
                 spec = _suited(recipe.convert, method, target, source)
             yield recipe.convert.with_target(target, spec)
+
+
+def bench_of(convert: Convert) -> Bench | None:
+    """How models of a conversion to some speed are timed; decoding is timed by `bench` alone."""
+    work = Workload.read(convert.at or USUAL_PASS)
+    if work.decodes:
+        return None
+    options = {"batch": (work.batch,), "repeats": REPEATS, "threads": convert.threads}
+    named = {"length": (work.length,)} if convert.at else {}
+    return Bench.model_validate({**options, **named, "dtype": convert.dtype})
+
+
+def _at_speeds(convert: Convert, sweep: Sweep, source: SourceModel) -> Iterator[Convert]:
+    """One conversion for each method and speed, and fewer blocks beside them."""
+    for method in sweep.methods or (convert.method,):
+        spec: Any = method
+        if isinstance(method, str):
+            spec = Convert.model_validate({"method": {"name": method}}).method
+        for speed in sorted(sweep.speedups):
+            yield convert.model_copy(update={"method": spec, "speedup": speed})
+    blocks = len(roles_of(source).blocks)
+    fewer = {round(blocks * (1 - 1 / speed)) for speed in sweep.speedups}
+    if not convert.changes_depth:
+        for count in sorted(min(count, blocks - 1) for count in fewer if count and blocks > 1):
+            yield convert.without_method.model_copy(update={"drop_layers": count})
 
 
 def _suited(convert: Convert, name: str, target: float, source: SourceModel) -> Any:
@@ -206,11 +240,15 @@ class Swept:
 def fallback_metric(report: ModelReport) -> Metric:
     """What stands for quality where no task is measured: an error of the conversion.
 
-    With calibration data that of the last layer, whose input has gone through all others; without,
-    the mean over the layers' weights.
+    With calibration data it is agreement with the dense model, where that was measured, or the
+    error of the last layer, whose input has gone through all others; without, the mean over the
+    layers' weights.
     """
     facts = report.calibration
-    protocol: dict[str, Any] = {"task": "conversion", "data": facts.name if facts else None}
+    if facts is not None and facts.agreement:
+        protocol: dict[str, Any] = {"task": "agreement", "data": f"{facts.name}, held out"}
+        return Metric(name=AGREEMENT, value=fmean(facts.agreement.values()), protocol=protocol)
+    protocol = {"task": "conversion", "data": facts.name if facts else None}
     if "held_out" in report.errors:
         last = report.layers[-1]
         name, value = "held-out error of the last layer", last.errors["held_out"]
@@ -307,8 +345,9 @@ def sweep(
     check_recipe(recipe)
     cells = cells_of(recipe, source)
     folder = Path(output).expanduser().absolute()
-    with _claimed(folder, force):
-        return _Sweep(recipe, source, folder, cells, token, progress or Silent(), say).go()
+    with _claimed(folder, force), TemporaryDirectory(dir=folder / STATE) as scratch:
+        shared = Statistics(Path(scratch))
+        return _Sweep(recipe, source, folder, cells, token, progress or Silent(), say, shared).go()
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -365,6 +404,7 @@ class _Sweep:
     token: str | None
     progress: Progress
     say: Callable[[str], None]
+    statistics: Statistics | None = None
     done: dict[str, Done] = field(default_factory=dict)
     stopped: dict[str, Stopped] = field(default_factory=dict)
 
@@ -372,7 +412,7 @@ class _Sweep:
         for cell in self.cells:
             if cell.refusal is not None:
                 self.stopped[cell.name] = Stopped(cell.name, "refused", cell.refusal)
-        self.dense = self._model("dense", self.source.store.fingerprint())
+        self.dense = self._model(DENSE, self.source.store.fingerprint())
         work = [cell for cell in self.cells if cell.refusal is None]
         lacking = [cell.name for cell in work if self._lacks(self._models(cell))]
         if lacking:
@@ -464,7 +504,8 @@ class _Sweep:
         said = cell.recipe.model_copy(update={"evaluate": (), "bench": None})
         place: dict[str, Any] = {"converted": models[0].folder, "force": True}
         heard: dict[str, Any] = {"progress": self.progress, "say": self.say}
-        run_recipe(said, self.source, models[-1].folder, token=self.token, **place, **heard)
+        known: dict[str, Any] = {"token": self.token, "statistics": self.statistics}
+        run_recipe(said, self.source, models[-1].folder, **known, **place, **heard)
         for model in models:
             found = report_of(model.folder, trust_remote_code=self.source.trust_remote_code)
             model.report = found.model_copy(update={"metrics": (), "speed": ()})
@@ -504,7 +545,7 @@ class _Sweep:
         assert report is not None
         keys = [model.key(item, item.data) for item in self.recipe.evaluate]
         metrics = [metric for key in keys for metric in model.metrics[key]]
-        if not metrics and report.layers:
+        if not metrics and (report.layers or (report.calibration and report.calibration.agreement)):
             metrics = [fallback_metric(report)]
         times = () if bench is None else model.speed.get(model.key(bench), ())
         return report.model_copy(update={"metrics": tuple(metrics), "speed": times})
@@ -516,9 +557,11 @@ class _Sweep:
         stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
         dense = self._report(self.dense)
         if done and not dense.metrics:  # the error that others are compared by: it has none
-            metric = done[0].reports[-1].metrics[0].model_copy(update={"value": 0.0})
+            metric = done[0].reports[-1].metrics[0]
+            whole = 1.0 if metric.higher_is_better else 0.0
+            metric = metric.model_copy(update={"value": whole})
             dense = dense.model_copy(update={"metrics": (metric,)})
-        candidates = [Candidate("dense", dense)]
+        candidates = [Candidate(DENSE, dense)]
         for item in done:
             before = item.reports[0].metrics[0] if len(item.reports) > 1 else None
             name, seconds = item.cell.name, sum(item.seconds)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "tcompress convert bert-base --method lprod --p 4",
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
+    "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
 )
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
@@ -153,4 +154,24 @@ def convert(
     folder = written.output or (recipe and recipe.output)
     output = Path(folder or default_output(one.model, settings))
     job = Job(one.model, settings, output, written.force, access, manner)
+    if len(settings.speedups) > 1:
+        _convert_family(job, planned.dry_run)
+        return
     show_plan(job) if planned.dry_run else perform(job)
+
+
+def _convert_family(job: Job, dry_run: bool) -> None:
+    """Converts to several speeds from one set of statistics: a sweep over them."""
+    from tcompress.cli.sweep import perform_sweep, show_cells
+    from tcompress.options.schema import Recipe, Sweep
+    from tcompress.sweeps import bench_of
+
+    convert = job.convert.model_copy(update={"speedup": None})
+    cells = Sweep(speedups=job.convert.speedups)
+    bench = bench_of(convert)
+    recipe = Recipe(recipe_version=1, convert=convert, sweep=cells, bench=bench)
+    source = job.open()
+    if dry_run:
+        show_cells(recipe, source, job.output, job.manner)
+    else:
+        perform_sweep(recipe, source, job.output, job.manner, job.access, job.force)

@@ -37,6 +37,7 @@ from tcompress.conversion.outputs import (
     with_unreached,
     write_rest,
 )
+from tcompress.conversion.shared_statistics import Statistics
 from tcompress.conversion.start import start_shared_factors
 from tcompress.conversion.state import Distance, FitWorkplace
 from tcompress.conversion.whole_model_fits import (
@@ -91,6 +92,7 @@ def convert(
     force: bool = False,
     progress: Progress | None = None,
     paper: Sequence[PaperRow] = (),
+    statistics: Statistics | None = None,
 ) -> Converted:
     """Converts a model and writes the result.
 
@@ -103,6 +105,7 @@ def convert(
         force: Replace a folder that is not empty.
         progress: Hears how far it is.
         paper: Published numbers, to be shown beside those of the result.
+        statistics: What other conversions of the model have measured, and this one adds to.
 
     Returns:
         The written folder and its manifest.
@@ -126,8 +129,13 @@ def convert(
             f"output `{output}` is the model's own folder, or contains it",
             "choose another folder with `-o`",
         )
+    if len(recipe.speedups) > 1:
+        raise InputError(
+            f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
+            "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
+        )
     plan = plan or make_plan(recipe, source)
-    job = _Job(source, recipe, plan, progress or Silent(), data)
+    job = _Job(source, recipe, plan, progress or Silent(), data, statistics)
     identity = conversion_identity(source, recipe, plan, job.data, str(job.device))
     # Bad input leaves nothing behind, a kill or Ctrl-C does.
     with FitWorkplace(output, identity, force=force).working() as place:
@@ -182,6 +190,7 @@ class _Job:
     plan: Plan
     progress: Progress
     data: CalibrationData | None = None
+    statistics: Statistics | None = None
     tables: dict[str, StructuredEmbedding] = field(default_factory=dict)
     factors: SharedFactors = field(default_factory=dict)
     comparison: OutputComparison | None = None
@@ -236,7 +245,11 @@ class _Job:
         answers = place.answers()
         if answers is None:
             parts = (self.source, self.inner, self.plan, self.data, place, self.device)
-            answers = Decision(*parts).answers(self.progress, several=several)
+            decision = Decision(*parts)
+            ask = decision.answers
+            if self.statistics is not None:
+                ask = partial(self.statistics.answers, decision)
+            answers = ask(self.progress, several=several)
             place.keep_answers(answers)
         return answers
 
@@ -391,7 +404,8 @@ class _Job:
         """
         self.moments = place
         several = self.data is not None and len({*self.data.origins.values()}) > 1
-        compares = several and self.recipe.measures_sensitivity  # what it puts out can be compared
+        several = several or self.statistics is not None  # models of a family are compared
+        compares = several and (self.recipe.measures_sensitivity or self.plan.depth is not None)
         self.fit_on_data(place, sampler_of(self.dense) if compares else None)
         clusters: dict[str, list[Cluster]] = {}
         for cluster in {id(c): c for c in self.outputs.made.values()}.values():

@@ -20,6 +20,7 @@ from tcompress.files import beside, remove, write_text
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 
+KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _T = TypeVar("_T")
@@ -94,6 +95,12 @@ class FitWorkplace(Workplace):
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
         """Reads them back; none where they were not measured."""
         return _load(self.folder / kind / f"{block}.safetensors") or {}
+
+    def copy_moments(self, folder: Path) -> None:
+        """Copies all that was measured, and nothing that was fitted."""
+        for kind in KINDS:
+            if (self.folder / kind).is_dir():
+                shutil.copytree(self.folder / kind, folder / kind)
 
     def keep_factors(self, factors: Mapping[FactorsKey, Mapping[str, Tensor]]) -> None:
         tensors = {

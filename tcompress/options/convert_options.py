@@ -20,6 +20,7 @@ from tcompress.fields import (
     option,
     read_blocks,
     read_dropped,
+    read_factors,
     read_kept,
 )
 from tcompress.options.method_options import (
@@ -224,6 +225,7 @@ class Calibration(Section):
         return self.model_copy(update={"max_length": longest})
 
 
+Speedup = Annotated[float, Field(gt=1, le=1000)]
 Channels = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -375,15 +377,15 @@ class Convert(Section):
         panel=GOAL,
         metavar="60MB",
     )
-    speedup: float | None = option(
+    speedup: Speedup | tuple[Speedup, ...] | None = option(
         None,
         "how many times as fast as the dense model a pass is to be; what layers take is measured "
         "on this machine, and the model as a whole before anything is fitted; beside it a size may "
-        "be given, and both hold",
+        "be given, and both hold; of several, such as `2,4,8`, each is a model in the output, "
+        "compared in one table",
         panel=GOAL,
-        gt=1,
-        le=1000,
-        metavar="FACTOR",
+        metavar="FACTOR,...",
+        read=read_factors,
     )
     latency: str | None = option(
         None,
@@ -664,6 +666,12 @@ class Convert(Section):
         return self.time_budget
 
     @property
+    def speedups(self) -> tuple[float, ...]:
+        """All speeds that are asked for, each of a model of its own."""
+        several = isinstance(self.speedup, tuple)
+        return self.speedup if several else (self.speedup,) * (self.speedup is not None)  # type: ignore[return-value]
+
+    @property
     def counts_time(self) -> bool:
         """Whether time is what is spent, or saved: candidates have to be timed."""
         return self.time_budget is not None or (self.max_loss is not None and self.at is not None)
@@ -672,7 +680,7 @@ class Convert(Section):
     def time_budget(self) -> Budget | None:
         """What limits the time of a pass, alone or beside a size."""
         if self.speedup is not None:
-            return Budget("speedup", self.speedup)
+            return Budget("speedup", min(self.speedups))
         if self.latency is not None:
             return Budget("latency", milliseconds_of(self.latency))
         return None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tcompress.fields import Section, method_options, option, plain
-from tcompress.options.convert_options import Convert, refuse_two_sizes
+from tcompress.options.convert_options import Convert, Speedup, refuse_two_sizes
 from tcompress.options.method_options import (
     METHODS,
     REPLACEMENTS,
@@ -67,6 +67,12 @@ class Sweep(Section):
     )
     targets: tuple[Annotated[float, Field(gt=0, lt=1)], ...] = option(
         (0.5, 0.25), "kept fractions of the rewritten layers", metavar="N,N,...", min_length=1
+    )
+    speedups: tuple[Speedup, ...] = option(
+        (),
+        "how many times as fast as the dense model cells are to be, in place of `targets`; fewer "
+        "blocks stand beside them",
+        metavar="N,N,...",
     )
     keep_models: bool = option(
         True, "whether models are kept once they are measured; numbers always are", panel="Output"
@@ -157,7 +163,7 @@ def short_name(convert: Convert) -> str:
         ("{:g}", convert.target and 100 * convert.target),
         ("{}", convert.target_params),
         ("{}", convert.target_bytes),
-        ("{:g}x", convert.speedup),
+        ("{}x", _joined(convert.speedup) if convert.speedup else None),
         ("{}", convert.latency),
         ("err{:g}", convert.max_error),
         ("loss{:g}", convert.max_loss),
@@ -174,7 +180,8 @@ def short_name(convert: Convert) -> str:
 
 
 def _joined(value: Any) -> str:
-    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    values = value if isinstance(value, tuple) else (value,)
+    return "x".join(f"{own:g}" if isinstance(own, float) else str(own) for own in values)
 
 
 def _other_options(method: Any) -> list[str]:

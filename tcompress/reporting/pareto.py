@@ -16,6 +16,7 @@ from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, unbeaten
 
+DENSE = "dense"
 Front = Literal["size", "time"]
 _MARKS: dict[Front, str] = {"size": "*", "time": "t"}
 
@@ -43,6 +44,7 @@ class FrontRow(BaseModel, extra="forbid", frozen=True):
     converted: float | None = None  # before training, if the model was trained
     milliseconds: float | None = None
     speed: float | None = None  # above 1 the model is faster
+    predicted: float | None = None  # the same before it was written, where time was a budget
     seconds: float | None = None  # conversion and training
     front: tuple[Front, ...] = ()  # costs at which no other model beats this one
 
@@ -97,6 +99,7 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
         converted=None if item.converted is None else item.converted.value,
         milliseconds=None if speed is None else speed.milliseconds,
         speed=None if speed is None else speed.ratio,
+        predicted=budget.speedup if (budget := item.report.budget) else None,
         seconds=item.seconds,
     )
 
@@ -122,6 +125,8 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
         "ratio": lambda row: fmt.ratio_text(row.ratio),
         "before": lambda row: _optional(row.converted, fmt.value_text),
         "time": lambda row: _optional(row.milliseconds, fmt.milliseconds_text),
+        "speed": lambda row: fmt.ratio_text(row.speed, 2) if row.name != DENSE else "",
+        "predicted": lambda row: fmt.ratio_text(row.predicted, 2),
         "seconds": lambda row: _optional(row.seconds, "{:,.1f}".format),
     }
     shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tcompress.errors import listed
 from tcompress.fields import (
@@ -17,6 +17,7 @@ from tcompress.fields import (
     Device,
     DType,
     Section,
+    Sources,
     option,
     read_blocks,
     read_dropped,
@@ -129,18 +130,6 @@ GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
 FEWEST = 1024  # texts that a fit needs
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
-
-
-def _several(given: Any) -> Any:
-    if isinstance(given, list):
-        return tuple(given)
-    return (given,) if isinstance(given, str) else given
-
-
-Sources = Annotated[
-    tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | tuple[str, ...])
-]
-"""Names of data; of one alone no list is needed."""
 
 
 class Calibration(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -148,26 +149,33 @@ def interval_text(interval: Interval, signed: bool = False) -> str:
     return f"{write(interval.low)} … {write(interval.high)}"
 
 
+def set_names(data: Sequence[str]) -> list[str]:
+    """Names sets of data such as `stsb/test.parquet:a,b,score` shortly: `test` or `stsb/test`."""
+    paths = [PurePath(name.rpartition(":")[0] or name) for name in data]
+    short = [
+        [path.stem for path in paths],
+        [str(path.with_suffix("")) for path in paths],
+    ]
+    different = len({*data})
+    return next((names for names in short if len({*names}) == different), list(data))
+
+
 def metric_labels(metrics: Iterable[Metric]) -> list[str]:
     """Names metrics; the task tells those of one name apart, then the data, then a number."""
     listed = list(metrics)
-    labels = [metric.name for metric in listed]
+    labels = [metric.label for metric in listed]
     for key in ("task", "data", "split"):
+        facts = [str(metric.protocol.get(key) or "") for metric in listed]
+        names = set_names(facts) if key == "data" else facts
+        found: dict[str, set[str]] = {}
+        for label, name in zip(labels, names, strict=True):
+            found.setdefault(label, set()).add(name)
         labels = [
-            f"{label}, {metric.protocol[key]}"
-            if labels.count(label) > 1 and metric.protocol.get(key)
-            else label
-            for label, metric in zip(labels, listed, strict=True)
+            f"{label}, {name}" if name and len(found[label]) > 1 else label
+            for label, name in zip(labels, names, strict=True)
         ]
     earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
     return [f"{text}, {n + 1}" if n else text for text, n in zip(labels, earlier, strict=True)]
-
-
-def metric_ratio(metric: Metric) -> float | None:
-    """The metric as a multiple of the baseline's."""
-    if metric.difference is None or not metric.difference.baseline_value:
-        return None
-    return metric.value / metric.difference.baseline_value
 
 
 def speed_words(speeds: Sequence[Speed]) -> str:

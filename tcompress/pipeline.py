@@ -117,7 +117,7 @@ def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> Source
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
     """Says how a model's numbers miss the threshold of their measurement, if they do."""
     bound = None if item.threshold is None else Threshold.parse(item.threshold)
-    main = main_of(metrics)
+    main = main_of(metrics, several=len(item.data) > 1)
     if bound is None or main is None or not bound.missed(main):
         return None
     return f"{item.task} {main.label} {main.value:.4f}, not {bound}"

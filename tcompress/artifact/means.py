@@ -83,7 +83,6 @@ def means_of(metrics: Iterable[Metric]) -> list[Mean]:
     return found
 
 
-def main_of(metrics: Sequence[Metric]) -> Metric | None:
+def main_of(metrics: Sequence[Metric], *, several: bool) -> Metric | None:
     """The number that a measurement comes to: the first one, or its mean over several sets."""
-    several = len({set_of(metric) for metric in metrics}) > 1
     return next(iter(means_of(metrics) if several else metrics), None)

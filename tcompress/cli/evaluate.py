@@ -51,7 +51,8 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
             terminal.say(f"warning: {item.name}: {note}")
         if manner.verbose and not item.stored:
             terminal.say(f"{item.name}: its numbers were not stored")
-    mains = [(item.name, main_of(item.metrics)) for item in scores]
+    several = len(wanted.data) > 1
+    mains = [(item.name, main_of(item.metrics, several=several)) for item in scores]
     missed = {name: main.label for name, main in mains if bound and main and bound.missed(main)}
     if manner.as_json:
         threshold = str(bound) if bound else None

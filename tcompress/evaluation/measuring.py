@@ -92,7 +92,7 @@ class _Measurement:
         if baseline is not None and baseline.signature == task.signature:
             task.reference = baseline.predictions
         if len(self.sets) > 1:
-            stage += f" on {_full_name(data, task.examples)}"
+            stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
         self.progress.stage(stage, task.work(model), "inputs")
         size, start = wanted.batch_size or task.batch_size, time.perf_counter()
         try:
@@ -202,12 +202,13 @@ def _examples(
     wanted: Evaluate, task: type[Task], sources: Sequence[SourceModel], *, compares: bool
 ) -> dict[str, Examples]:
     """Reads all sets; those without labels only where models can be compared with another."""
-    needs, found = task.needs_for(sources), {}
+    needs = task.needs_for(sources)
+    found: dict[str, Examples] = {}
     if needs.unlabelled and not compares:
-        instead = "a `--baseline`: without labels only agreement with another model is measured"
+        instead = "a `--baseline`: agreement with another model can be measured without labels"
         needs = replace(needs, unlabelled=False, instead=instead)
-    for data in dict.fromkeys(wanted.data):
-        found[data] = examples = load_examples(
+    for data in wanted.data:
+        examples = load_examples(
             data,
             wanted.split,
             needs,
@@ -215,6 +216,11 @@ def _examples(
             limit=wanted.limit,
             seed=wanted.seed,
         )
+        for name, other in found.items():
+            if other.fingerprint == examples.fingerprint:
+                text = f"`{name}` and `{data}` hold the same examples, which would count twice"
+                raise DataError(text, "leave one of them out")
+        found[data] = examples
         relative = (wanted.threshold or "").endswith("x")
         if relative and _is_bare(task, examples):
             raise DataError(

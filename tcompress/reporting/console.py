@@ -138,8 +138,7 @@ class Comparison:
             rows.append({row.label: row for row in own if row.label})
         for label in dict.fromkeys(label for row in rows for label in row):
             cells = [row.get(label, Row(label)) for row in rows]
-            if any(cell.value for cell in cells):
-                table.add_row(label, *(f"{cell.value}  {cell.kept:>6}".rstrip() for cell in cells))
+            table.add_row(label, *(f"{cell.value}  {cell.kept:>6}".rstrip() for cell in cells))
         return table
 
 

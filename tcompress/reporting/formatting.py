@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePath
@@ -150,14 +151,11 @@ def interval_text(interval: Interval, signed: bool = False) -> str:
 
 
 def set_names(data: Sequence[str]) -> list[str]:
-    """Names sets of data such as `stsb/test.parquet:a,b,score` shortly: `test` or `stsb/test`."""
+    """Names sets such as `stsb/test.parquet:a,score` shortly: `stsb/test`, of one folder `test`."""
     paths = [PurePath(name.rpartition(":")[0] or name) for name in data]
-    short = [
-        [path.stem for path in paths],
-        [str(path.with_suffix("")) for path in paths],
-    ]
-    different = len({*data})
-    return next((names for names in short if len({*names}) == different), list(data))
+    together = len({path.parent for path in paths}) == 1
+    names = [path.stem if together else str(path.parent / path.stem) for path in paths]
+    return names if len({*names}) == len({*data}) else list(data)
 
 
 def metric_labels(metrics: Iterable[Metric]) -> list[str]:
@@ -165,14 +163,13 @@ def metric_labels(metrics: Iterable[Metric]) -> list[str]:
     listed = list(metrics)
     labels = [metric.label for metric in listed]
     for key in ("task", "data", "split"):
-        facts = [str(metric.protocol.get(key) or "") for metric in listed]
+        found = [metric.protocol.get(key) for metric in listed]
+        facts = [value if isinstance(value, str) else "" for value in found]  # means have several
         names = set_names(facts) if key == "data" else facts
-        found: dict[str, set[str]] = {}
-        for label, name in zip(labels, names, strict=True):
-            found.setdefault(label, set()).add(name)
+        kinds = Counter(label for label, _ in {*zip(labels, names, strict=True)})
         labels = [
-            f"{label}, {name}" if name and len(found[label]) > 1 else label
-            for label, name in zip(labels, names, strict=True)
+            f"{label}, {name}" if fact and kinds[label] > 1 else label
+            for label, name, fact in zip(labels, names, facts, strict=True)
         ]
     earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
     return [f"{text}, {n + 1}" if n else text for text, n in zip(labels, earlier, strict=True)]

@@ -142,24 +142,26 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     """
     numbers = numbers_of(shown)
     own = {metric_key(metric): metric for metric in numbers[0]}
-    found: dict[tuple[str, ...], Metric] = {}
+    found: dict[tuple[str, ...], tuple[Metric, str | None]] = {}
     # The same order and names whichever model is asked about; means after what they are made of.
-    for others in sorted(numbers, key=lambda own: (-len(own), *map(metric_key, own))):
-        for metric in sorted(others, key=lambda metric: isinstance(metric, Mean)):
-            found.setdefault(metric_key(metric), metric)
+    pairs = zip(shown, numbers, strict=True)
+    for item, metrics in sorted(pairs, key=lambda pair: (-len(pair[1]), *map(metric_key, pair[1]))):
+        for metric in sorted(metrics, key=lambda metric: isinstance(metric, Mean)):
+            found.setdefault(metric_key(metric), (metric, other_baseline(item, metric)))
     levels = {metric_key(m): m.interval.level for each in numbers for m in each if m.interval}
+    labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
-    for key, label in zip(found, fmt.metric_labels(found.values()), strict=True):
-        cells, interval = [""] * 3, ""
-        if (number := own.get(key)) is not None:
+    for label, (key, (_, other)) in zip(labels, found.items(), strict=True):
+        cells, interval, number = [""] * 3, "", own.get(key)
+        if number is not None:
             other, against = other_baseline(report, number), number.difference
-            label = label if other is None else f"{label}, against {other}"
             dense = fmt.value_text(against.baseline_value) if against else ""
             cells = [fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio)]
             interval = fmt.interval_text(number.interval) if number.interval else ""
-        rows.append(Row(label, *cells))
+        name = label if other is None else f"{label}, against {other}"
+        rows.append(Row(name, *cells))
         if key in levels:
-            rows.append(Row(f"  {levels[key]:.0%} interval of {label}", interval))
+            rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
     return rows
 
 

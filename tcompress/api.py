@@ -139,7 +139,7 @@ def sweep(
     methods: Sequence[str | Mapping[str, Any]] = (),
     targets: Sequence[float] = (0.5, 0.25),
     task: str | None = None,
-    data: str | Path | None = None,
+    data: str | Path | Sequence[str | Path] | None = None,
     finetune: Mapping[str, Any] | None = None,
     bench: bool | Mapping[str, Any] = False,
     keep_models: bool = True,
@@ -162,7 +162,7 @@ def sweep(
             one method of each structure.
         targets: Kept fractions of the rewritten layers' parameters.
         task: What quality is, as `evaluate` takes it; default an error of the conversion.
-        data: Data to measure on.
+        data: Data to measure on, or several sets: then their mean counts.
         finetune: Fields of `Finetune` to heal every model with; default no healing.
         bench: Whether to time every model, or fields of a recipe's `bench`.
         keep_models: Whether models are kept once they are measured.
@@ -205,9 +205,9 @@ def sweep(
 def evaluate(
     models: Sequence[str | Path],
     task: str,
-    data: str | Path,
+    data: str | Path | Sequence[str | Path],
     *,
-    baseline: str | Path | Baseline | None = None,
+    baseline: str | Path | Sequence[Baseline] | None = None,
     save: bool = True,
     token: str | None = None,
     trust_remote_code: bool = False,
@@ -219,8 +219,9 @@ def evaluate(
     Args:
         models: Converted or dense models: folders, short names or hub ids.
         task: Name of the task.
-        data: File, folder or hub id.
-        baseline: Model to compare with, or one that was measured before; default the first one.
+        data: File, folder or hub id, or several: each is measured, and their mean.
+        baseline: Model to compare with, or `ModelScores.baseline` of one that was measured on the
+            same data; default the first one.
         save: Write the numbers into the manifests of converted models in local folders.
         token: Access token for the hub.
         trust_remote_code: Whether Python code that comes with a model may run.
@@ -228,7 +229,8 @@ def evaluate(
         **options: Other fields of `Evaluate`, such as `limit=500`.
 
     Returns:
-        Numbers of each model, in the order of the models.
+        Numbers of each model, in the order of the models: by set in `sets`, all in `metrics`, and
+        `means` over several sets.
 
     Raises:
         InputError: A model, the data or an option cannot be used; the message says what to do.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 # A model of options is a mapping of a recipe, the keywords of a function and the flags of a
@@ -91,6 +91,18 @@ MODEL = {"metavar": "MODEL", "complete": "models"}
 FOLDER = {"metavar": "FOLDER", "complete": "folders"}
 DATASET = {"metavar": "FILE|FOLDER|DATASET", "complete": "data"}
 FRACTION = {"metavar": "FRACTION", "gt": 0, "lt": 1}
+
+
+def _several(given: Any) -> Any:
+    if isinstance(given, list):
+        return tuple(given)
+    return (given,) if isinstance(given, str) else given
+
+
+Sources = Annotated[
+    tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | tuple[str, ...])
+]
+"""Names of data; of one alone no list is needed."""
 
 DEVICES = "`auto`, `cpu`, `cuda`, `cuda:1` or `mps`"
 Device = Annotated[

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.manifest import Metric, read_manifest
+from tcompress.artifact.means import main_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
@@ -105,7 +106,7 @@ def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> li
     if recipe.finetune is not None and trains:
         data = recipe.finetune.data
         names += [*data.source, *([] if data.validation is None else [data.validation])]
-    return [*names, *(item.data for item in recipe.evaluate)]
+    return [*names, *(name for item in recipe.evaluate for name in item.data)]
 
 
 def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
@@ -116,12 +117,13 @@ def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> Source
     return find_teacher(name, None, token, trust=source.trust_remote_code)
 
 
-def missed(item: Evaluate, main: Metric) -> str | None:
-    """Says how a number misses the threshold of its measurement, if it does."""
+def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
+    """Says how a model's numbers miss the threshold of their measurement, if they do."""
     bound = None if item.threshold is None else Threshold.parse(item.threshold)
-    if bound is None or not bound.missed(main):
+    main = main_of(metrics, several=len(item.data) > 1)
+    if bound is None or main is None or not bound.missed(main):
         return None
-    return f"{item.task} {main.name} {main.value:.4f}, not {bound}"
+    return f"{item.task} {main.label} {main.value:.4f}, not {bound}"
 
 
 def time_passes(
@@ -207,7 +209,7 @@ class _Run:
         for item in self.recipe.evaluate:
             scores = evaluate(self.models, item, trust_remote_code=trust, **shared)
             outcome.scores.append(scores)
-            words = missed(item, scores[-1].metrics[0])
+            words = missed(item, scores[-1].metrics)
             outcome.missed += [] if words is None else [words]
         if (wanted := self.recipe.bench) is not None:
             found = time_passes(wanted, outcome.folder, self.source, self.progress)

@@ -52,7 +52,7 @@ from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import check_target, write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
-from tcompress.reporting.tree import ModelReport
+from tcompress.reporting.tree import ModelReport, main_metrics
 from tcompress.structures import structures
 from tcompress.training.setup import check_run
 
@@ -278,7 +278,7 @@ class Model(BaseModel):
     seconds: float | None = None  # that making it took
     metrics: dict[str, tuple[Metric, ...]] = Field(default_factory=dict)  # by their key
     speed: dict[str, tuple[Speed, ...]] = Field(default_factory=dict)
-    baselines: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of the dense model only
+    baselines: dict[str, list[dict[str, Any]]] = Field(default_factory=dict)  # the dense model's
     folder: Path = Field(Path(), exclude=True)  # the model's
     path: Path = Field(Path(), exclude=True)  # of the file
     is_new: bool = Field(True, exclude=True)
@@ -453,9 +453,9 @@ class _Sweep:
             model.report = found.model_copy(update={"name": self.source.id})
         for item, key in self._unmeasured(model):
             scores = self._evaluate(item, self.source.folder)
-            assert scores.baseline is not None
             model.metrics[key] = scores.metrics
-            model.baselines[key] = replace(scores.baseline, name=self.source.id).to_json()
+            named = [replace(item, name=self.source.id) for item in scores.baseline]
+            model.baselines[key] = [item.to_json() for item in named]
             model.keep()
 
     def _do(self, cell: Cell) -> None:
@@ -470,8 +470,8 @@ class _Sweep:
                 self._make(cell, models)
                 self._measure(cell, models)
             wanted, last = self.recipe.evaluate, models[-1]
-            main = [last.metrics[last.key(item, item.data)][0] for item in wanted]
-            words = tuple(text for text in map(missed, wanted, main) if text)
+            found = [last.metrics[last.key(item, *item.data)] for item in wanted]
+            words = tuple(text for text in map(missed, wanted, found) if text)
             seconds = tuple(model.seconds or 0.0 for model in models)
             self.done[cell.name] = Done(cell, tuple(map(self._report, models)), seconds, words)
         except (InputError, FitError, TrainingError, RuntimeError) as error:
@@ -492,7 +492,7 @@ class _Sweep:
         return gone or not known or self._untimed(models[-1]) is not None
 
     def _unmeasured(self, model: Model) -> list[tuple[Evaluate, str]]:
-        keyed = [(item, model.key(item, item.data)) for item in self.recipe.evaluate]
+        keyed = [(item, model.key(item, *item.data)) for item in self.recipe.evaluate]
         return [(item, key) for item, key in keyed if key not in model.metrics]
 
     def _untimed(self, model: Model) -> str | None:
@@ -517,8 +517,8 @@ class _Sweep:
     def _measure(self, cell: Cell, models: Sequence[Model]) -> None:
         for model in models:
             for item, key in self._unmeasured(model):
-                dense = self.dense.baselines[self.dense.key(item, item.data)]
-                scores = self._evaluate(item, model.folder, Baseline.of_json(dense))
+                dense = self.dense.baselines[self.dense.key(item, *item.data)]
+                scores = self._evaluate(item, model.folder, [*map(Baseline.of_json, dense)])
                 self._tell(cell, scores.notes)
                 model.metrics[key] = scores.metrics
                 model.keep()
@@ -530,7 +530,9 @@ class _Sweep:
             last.speed[untimed] = timed.speed
             last.keep()
 
-    def _evaluate(self, item: Evaluate, folder: Path, dense: Baseline | None = None) -> ModelScores:
+    def _evaluate(
+        self, item: Evaluate, folder: Path, dense: Sequence[Baseline] = ()
+    ) -> ModelScores:
         trust, said = self.source.trust_remote_code, {"baseline": dense, "token": self.token}
         shared: dict[str, Any] = {**said, "progress": self.progress}
         return evaluate([folder], item, trust_remote_code=trust, **shared)[0]
@@ -543,7 +545,7 @@ class _Sweep:
         """The report of a model with the numbers that this recipe asks for, and no others."""
         report, bench = model.report, self.recipe.bench
         assert report is not None
-        keys = [model.key(item, item.data) for item in self.recipe.evaluate]
+        keys = [model.key(item, *item.data) for item in self.recipe.evaluate]
         metrics = [metric for key in keys for metric in model.metrics[key]]
         if not metrics and (report.layers or (report.calibration and report.calibration.agreement)):
             metrics = [fallback_metric(report)]
@@ -556,14 +558,15 @@ class _Sweep:
         done = tuple(self.done[name] for name in names if name in self.done)
         stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
         dense = self._report(self.dense)
-        if done and not dense.metrics:  # the error that others are compared by: it has none
-            metric = done[0].reports[-1].metrics[0]
-            whole = 1.0 if metric.higher_is_better else 0.0
-            metric = metric.model_copy(update={"value": whole})
-            dense = dense.model_copy(update={"metrics": (metric,)})
+        if done and not dense.metrics:  # others have an error, or agreement: it loses nothing
+            best = [
+                metric.model_copy(update={"value": float(metric.higher_is_better)})
+                for metric in done[0].reports[-1].metrics
+            ]
+            dense = dense.model_copy(update={"metrics": tuple(best)})
         candidates = [Candidate(DENSE, dense)]
         for item in done:
-            before = item.reports[0].metrics[0] if len(item.reports) > 1 else None
+            before = main_metrics(item.reports)[0] if len(item.reports) > 1 else None
             name, seconds = item.cell.name, sum(item.seconds)
             candidates.append(Candidate(name, item.reports[-1], before, seconds))
         front = front_of(candidates)

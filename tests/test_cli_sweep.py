@@ -61,7 +61,7 @@ def test_every_option_reaches_the_recipe() -> None:
     data = {"source": ("a.txt", "b.txt")}
     assert said.finetune == Finetune(steps=7, batch_size=5, device="cpu", data=data)
     assert said.evaluate[0].model_dump(exclude_defaults=True) == {
-        "task": "sts", "data": "a.csv", "split": "test", "columns": {"score": "s"}, "limit": 9,
+        "task": "sts", "data": ("a.csv",), "split": "test", "columns": {"score": "s"}, "limit": 9,
         "device": "cpu",
     }  # fmt: skip
     assert (said.bench.batch, said.bench.device) == ((2,), "cpu")

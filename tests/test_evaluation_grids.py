@@ -83,7 +83,8 @@ def test_volumes_of_an_archive_are_told_by_split(tmp_path: Path) -> None:
     data = archive_file(tmp_path / "v.npz")
     scores = evaluate([folder, folder], "volume-classification", data, split="test", bootstrap=20)
     protocol = scores[0].metrics[0].protocol
-    assert (protocol["split"], protocol["examples"], protocol["data"]) == ("test", 22, "v.npz")
+    assert (protocol["split"], protocol["examples"]) == ("test", 22)
+    assert protocol["data"] == f"{tmp_path.name}/v.npz"
 
 
 def test_volumes_of_one_class_have_no_area(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tcompress.api import evaluate
 from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
-from tcompress.evaluation.scores import Threshold, ratio_of
+from tcompress.evaluation.scores import Threshold
 from tcompress.evaluation.task_base import Task
 from tests.support.cli import run
 from tests.support.converted import converted
@@ -60,7 +60,7 @@ def test_differences_are_paired() -> None:
         found = two.difference
         assert (found.baseline, found.baseline_value) == ("bert", one.value)
         assert found.value == pytest.approx(two.value - one.value)
-        assert ratio_of(two) == (two.value / one.value if one.value > 0 else None)
+        assert two.ratio == (two.value / one.value if one.value > 0 else None)
         assert found.interval.low <= found.value <= found.interval.high
 
 
@@ -158,7 +158,7 @@ def test_models_with_other_tokens(place: Path) -> None:
 
 def test_a_number_that_is_not_defined(place: Path) -> None:
     rows_file(place / "same.jsonl", sentence1=["a", "fox"], sentence2=["b", "c"], score=[1.0, 1.0])
-    with pytest.raises(InputError, match="`spearman` of `bert` is not defined on this data"):
+    with pytest.raises(InputError, match=r"`spearman` of `bert` is not defined on `same\.jsonl:"):
         evaluate(["bert"], "sts", "same.jsonl", save=False)
 
 

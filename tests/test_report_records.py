@@ -95,10 +95,62 @@ def test_numbers_of_other_examples_are_not_compared(bare: ModelReport) -> None:
         assert metric_key(one) != metric_key(two)
         shown = [bare.model_copy(update={"metrics": (item,)}) for item in (one, two)]
         one_label, two_label = (
-            next(row.label for row in rows_of(item, shown) if row.label.startswith("accuracy"))
+            next(row.label for row in rows_of(item, shown) if row.value == "0.8500")
             for item in shown
         )
         assert one_label != two_label
+
+
+# Several sets
+
+
+def on(data: str, value: float = 0.85, name: str = "accuracy", **more: Any) -> Metric:
+    facts = {"task": "classification", "data": f"{data}.csv:text,label", "data_fingerprint": data}
+    own = metric(value, None if name == "agreement" else 0.9, name=name)
+    return own.model_copy(update={"protocol": {**facts, **more}})
+
+
+def test_several_sets_have_a_mean(bare: ModelReport) -> None:
+    numbers = [on("a/x", 0.8), on("a/x", 0.7, "agreement"), on("b/x", 0.6), on("b/x", 0.9, "f1")]
+    both = bare.model_copy(update={"metrics": tuple(numbers)})
+    labels = [row.label for row in rows_of(both)]
+    mean = labels.index("mean accuracy of 2 sets")
+    for label in ("accuracy, a/x", "accuracy, b/x", "agreement", "f1"):
+        assert labels.index(label) < mean
+    row = rows_of(both)[mean]
+    assert (row.value, row.dense, row.kept) == ("0.7000", "0.9000", "0.778×")
+    page, console = render_html([both]), shown(render([both]))
+    for text in ("mean accuracy of 2 sets", "accuracy, b/x", "agreement"):
+        assert text in page.partition("</table>")[0]  # the summary
+    one = bare.model_copy(update={"metrics": (on("a/x"),)})
+    for found in (page, console):
+        assert "Measured on one set" not in found
+    for found in (render_html([one]), shown(render([one]))):
+        assert "Measured on one set" in found
+
+
+def test_means_are_over_the_sets_that_models_share(bare: ModelReport) -> None:
+    three = bare.model_copy(update={"metrics": (on("a"), on("b", 0.6), on("c", 0.1))})
+    two = bare.model_copy(update={"metrics": (on("a", 0.7), on("b", 0.5))})
+    first, second = main_metrics([three, two])
+    assert (first.value, second.value) == (pytest.approx(0.725), pytest.approx(0.6))
+    (alone,) = main_metrics([three])
+    assert alone.label == "mean accuracy of 3 sets"
+
+
+def test_of_a_set_the_newest_examples_count(bare: ModelReport) -> None:
+    fewer = on("a", 0.2, data_fingerprint="less")
+    report = bare.model_copy(update={"metrics": (fewer, on("a"), on("b", 0.75))})
+    (mean,) = main_metrics([report])
+    assert mean.value == pytest.approx(0.8)
+    once = bare.model_copy(update={"metrics": (fewer, on("a"))})
+    assert main_metrics([once]) == [fewer]
+
+
+def test_agreement_with_another_model_is_named(bare: ModelReport) -> None:
+    for name, label in (("elsewhere/rival", "agreement, against rival"), ("gpt2", "agreement")):
+        shown = bare.model_copy(update={"metrics": (on("a", 0.9, "agreement", baseline=name),)})
+        assert label in [row.label for row in rows_of(shown)]
 
 
 # Published numbers, beside those of the model that they are about

@@ -14,6 +14,8 @@ from tcompress.options import Recipe
 from tcompress.sweeps import Cell, cells_of, default_methods, fallback_metric
 from tests.support.conversions import few_steps
 from tests.support.depth import deep
+from tests.support.evaluation import rows_file
+from tests.support.model_folders import sentences
 from tests.support.sweeps import (  # noqa: F401 - fixtures
     HEAL,
     STS,
@@ -105,6 +107,27 @@ def test_numbers_are_those_of_models_measured_side_by_side() -> None:
     assert rows["svd-25"].parameters < rows["svd-50"].parameters < rows["dense"].parameters
     assert "size" in rows["dense"].front
     assert "size" in rows["svd-25"].front  # nothing is smaller
+
+
+def test_the_mean_of_several_sets_counts(tmp_path: Path) -> None:
+    agreeable_pairs(tmp_path / "more.jsonl", tmp_path / "bert", 20)
+    both = {**STS, "data": ["pairs.jsonl", "more.jsonl"], "threshold": "2x"}
+    found = run(recipe(targets=[0.5], evaluate=[both]))
+    assert found.front.metric == "mean spearman of 2 sets"
+    dense, small = found.front.rows
+    values = [m.value for m in found.cells[0].reports[0].metrics if m.name == "spearman"]
+    assert small.quality == pytest.approx(sum(values) / 2)
+    assert (dense.quality, found.missed) == (pytest.approx(1), True)
+    assert found.cells[0].missed[0].startswith("sts mean spearman of 2 sets 0.")
+
+
+def test_agreement_counts_where_there_are_no_labels(tmp_path: Path) -> None:
+    texts = sentences(40)
+    rows_file(tmp_path / "bare.jsonl", sentence1=texts[:20], sentence2=texts[20:])
+    found = run(recipe(targets=[0.5], evaluate=[{**STS, "data": "bare.jsonl"}]))
+    dense, small = found.front.rows
+    assert (found.front.metric, dense.quality) == ("agreement", 1)
+    assert 0 < small.quality < 1
 
 
 @pytest.mark.usefixtures("quick")

@@ -86,6 +86,19 @@ class Metric(_Section):
     # length, dtype, seed, device, versions.
     protocol: dict[str, Any]
 
+    @property
+    def ratio(self) -> float | None:
+        """The number as a multiple of the baseline's; None if there is none above zero."""
+        against = self.difference
+        if against is None or against.baseline_value <= 0:
+            return None
+        return self.value / against.baseline_value
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return self.name
+
 
 class Speed(_Section):
     """Time and memory of one forward pass, beside a baseline that ran alternately."""

@@ -15,11 +15,12 @@ from tcompress.options.steps import Evaluate
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tcompress.artifact.manifest import Interval
+    from tcompress.artifact.manifest import Interval, Metric
     from tcompress.evaluation.scores import ModelScores
 
 EXAMPLES = (
     "tcompress evaluate minilm ./small --task sts --data validation.parquet",
+    "tcompress evaluate minilm ./small --task sts --data stsb.csv --data sick.csv",
     "tcompress evaluate ./small --baseline gpt2 --task perplexity --data a.txt",
     "tcompress evaluate ./tuned --task classification --data nyu-mll/glue:sst2",
 )
@@ -27,6 +28,7 @@ EXAMPLES = (
 
 def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress evaluate` says."""
+    from tcompress.artifact.means import main_of
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document
 
@@ -49,58 +51,84 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
             terminal.say(f"warning: {item.name}: {note}")
         if manner.verbose and not item.stored:
             terminal.say(f"{item.name}: its numbers were not stored")
-    missed = [item.name for item in scores if bound and bound.missed(item.metrics[0])]
+    several = len(wanted.data) > 1
+    mains = [(item.name, main_of(item.metrics, several=several)) for item in scores]
+    missed = {name: main.label for name, main in mains if bound and main and bound.missed(main)}
     if manner.as_json:
         threshold = str(bound) if bound else None
-        terminal.print_json({**document(scores), "threshold": threshold, "missed": missed})
+        found = {"threshold": threshold, "missed": list(missed)}
+        terminal.print_json({**document(scores), **found})
     else:
         terminal.tell(_headline(scores))
         terminal.results().print(score_table(scores))
-    for name in missed:
-        terminal.say(f"{name}: misses the threshold {bound} on `{scores[0].metrics[0].name}`")
+    for name, label in missed.items():
+        terminal.say(f"{name}: misses the threshold {bound} on `{label}`")
     if missed:
         raise typer.Exit(terminal.THRESHOLD)
 
 
 def _headline(scores: Sequence[ModelScores]) -> str:
     """Says in a line what was measured."""
-    facts = scores[0].metrics[0].protocol
+    protocols = [item.protocol for item in scores[0].sets]
+    facts = protocols[0]
+    sets = [
+        f"{own['data']}: {own['examples']:,} examples"
+        + (" without labels, so that only agreement is measured" if "labels" in own else "")
+        for own in protocols
+    ]
     length = f", at most {facts['max_length']} tokens" if facts["max_length"] else ""
-    dtypes = sorted({item.metrics[0].protocol["dtype"] for item in scores})
-    text = (
-        f"{facts['task']} on {facts['data']}: {facts['examples']:,} examples{length}, "
-        f"{'/'.join(dtypes)} on {facts['device']}"
-    )
+    dtypes = sorted({item.sets[0].protocol["dtype"] for item in scores})
+    text = f"{facts['task']} on {'; '.join(sets)}{length}, {'/'.join(dtypes)} on {facts['device']}"
     if facts["bootstrap"]:
         text += f"; in brackets 95 % intervals of {facts['bootstrap']:,} bootstrap resamples"
     return text
 
 
 def score_table(scores: Sequence[ModelScores]) -> Table:
-    """Makes a table with a row for each number of each model, and of forecasts without one."""
-    from tcompress.evaluation.scores import ratio_of
+    """Makes a table with a row for each number of each model, and of forecasts without one.
 
-    unit, compared = f"{scores[0].unit}/s", len(scores) > 1
-    numbers = ["value", *(["difference", "ratio"] if compared else []), unit]
+    Several sets are groups of rows, and their means the last one.
+    """
+    from tcompress.reporting.formatting import set_names
+
+    compared, sets = len(scores) > 1, scores[0].sets
+    numbers = ["value", *(["difference", "ratio"] if compared else []), f"{scores[0].unit}/s"]
     table = terminal.table("model", "metric", *numbers, right=numbers)
     ends = [item.name.rstrip("/").rpartition("/")[2] for item in scores]
     # The ends of names, if they tell the models apart.
     labels = ends if len({*ends}) == len(ends) else [item.name for item in scores]
-    for label, item in zip(labels, scores, strict=True):
-        for index, metric in enumerate(item.metrics):
-            cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
-            if compared:
-                found, ratio = metric.difference, ratio_of(metric)
-                cells += [
-                    f"{_number(found.value, '+')}{_range(found.interval, '+')}" if found else "",
-                    "" if ratio is None else f"{ratio:.3f} x",
-                ]
-            cells.append("" if index else f"{item.per_second:,.1f}")
-            table.add_row("" if index else label, *cells)
-    for label, values in scores[0].metrics[0].protocol.get("naive", {}).items():
-        for index, (name, value) in enumerate(values.items()):
-            table.add_row("" if index else f"{label} (no model)", name, _number(value))
+    labels = labels if len(sets) == 1 else [f"  {label}" for label in labels]
+    for index, name in enumerate(set_names([item.protocol["data"] for item in sets])):
+        if len(sets) > 1:
+            table.add_row(name)
+        for label, item in zip(labels, scores, strict=True):
+            speed = f"{item.sets[index].per_second:,.1f}"
+            _add_rows(table, label, item.sets[index].metrics, speed, compared=compared)
+        for label, values in sets[index].protocol.get("naive", {}).items():
+            for place, (name, value) in enumerate(values.items()):
+                table.add_row("" if place else f"{label} (no model)", name, _number(value))
+    if len(sets) > 1:
+        table.add_row(f"mean of {len(sets)} sets")
+        for label, item in zip(labels, scores, strict=True):
+            _add_rows(table, label, item.means, "", compared=compared)
     return table
+
+
+def _add_rows(
+    table: Table, label: str, metrics: Sequence[Metric], speed: str, *, compared: bool
+) -> None:
+    """Adds the numbers of a model on one set; a baseline without labels has none."""
+    if speed and not metrics:
+        table.add_row(label, *[""] * (4 if compared else 2), speed)
+    for index, metric in enumerate(metrics):
+        cells = [metric.name, f"{_number(metric.value)}{_range(metric.interval)}"]
+        if compared:
+            found, ratio = metric.difference, metric.ratio
+            cells += [
+                f"{_number(found.value, '+')}{_range(found.interval, '+')}" if found else "",
+                "" if ratio is None else f"{ratio:.3f} x",
+            ]
+        table.add_row("" if index else label, *cells, "" if index else speed)
 
 
 def _range(found: Interval | None, sign: str = "") -> str:

@@ -94,6 +94,8 @@ class Needs:
     image: bool = False  # whether an example has a picture
     target: Target | None = None  # `class`, `score`, or None if nothing is to be predicted
     volume: bool = False  # whether an example has a volume
+    unlabelled: bool = False  # whether data without targets will do
+    instead: str = "give other data"  # what else may be done where targets are missing
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
 
@@ -150,6 +152,12 @@ def load_examples(
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
         chosen = _chosen(table, needs, dict(columns or {}))
+        if needs.unlabelled:  # as test splits often are
+            chosen = {
+                role: column
+                for role, column in chosen.items()
+                if role not in ("label", "score") or not {*table.rows.unique(column)} <= {None, -1}
+            }
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.
         classes = _classes(table, chosen["label"]) if "label" in chosen else ()
@@ -205,7 +213,8 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
     if missing:
         has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
         text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
-        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or give other data")
+        other = needs.instead if missing in (["label"], ["score"]) else "give other data"
+        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or {other}")
     return {role: chosen[role] for role in ROLES if role in chosen}
 
 
@@ -228,7 +237,7 @@ def _roles(needs: Needs) -> dict[str, bool]:
     if needs.volume:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
-        roles["label" if needs.target == "class" else "score"] = True
+        roles["label" if needs.target == "class" else "score"] = not needs.unlabelled
     if most:
         roles["text"] = fewest > 0
     if most > 1:

@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tcompress.artifact.means import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import (
-    AGREEMENT,
-    Statistic,
-    pearson,
-    rank_statistics,
-    spearman,
-)
+from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
 
 
@@ -84,7 +79,7 @@ class Similarity(_PairTask):
     """How alike two texts are, by the cosine of embeddings or by a head with one output."""
 
     name = "sts"
-    needs = Needs(texts=(2, 2), target="score")
+    needs = Needs(texts=(2, 2), target="score", unlabelled=True)
     max_length = 128
     most_labels = 1
 
@@ -94,9 +89,11 @@ class Similarity(_PairTask):
         else:
             one, two = self.embeddings(runner)
             found = (one.double() * two[self._two]).sum(-1)
-        scores = np.asarray(self.examples.targets, dtype=float)
         self.predictions = found.numpy()
-        made = [spearman(self.predictions, scores), pearson(self.predictions, scores)]
+        made = []
+        if self.examples.targets is not None:
+            scores = np.asarray(self.examples.targets, dtype=float)
+            made = [spearman(self.predictions, scores), pearson(self.predictions, scores)]
         if self.reference is not None:
             made.append(replace(spearman(self.predictions, self.reference), name=AGREEMENT))
         return made

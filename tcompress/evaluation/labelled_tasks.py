@@ -53,20 +53,24 @@ class _ClassTask(Task):
         _label_order(source.config, examples)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
-        names, classes = label_names(runner.model.config), self.examples.classes
-        order = _label_order(runner.model.config, self.examples)
+        self.predictions = scores = self.logits(runner).numpy()
+        labelled = self.examples.targets is not None
+        made = self._against_labels(runner.model.config, scores) if labelled else []
+        same = self.reference is not None and self.reference.shape == scores.shape
+        return [*made, *agreement(scores, self.reference)] if same else made
+
+    def _against_labels(self, config: Any, scores: Array) -> list[Statistic]:
+        names, classes = label_names(config), self.examples.classes
+        order = _label_order(config, self.examples)
         self.facts["labels_matched_by"] = "index" if order is None else "name"
         note = doubts(names, classes) if order is None else None
         self.notes = [note] if note else []
         of_class = np.array(range(len(classes)) if order is None else order)
         class_of = np.full(len(names), -1)  # labels that the data has no class for
         class_of[of_class] = np.arange(len(classes))
-        scores, truth = self.logits(runner).numpy(), np.asarray(self.examples.targets)
+        truth = np.asarray(self.examples.targets)
         accuracy, *others = class_statistics(class_of[scores.argmax(-1)], truth, len(classes))
-        made = [accuracy, *self.of_scores(scores, of_class, truth), *others]
-        self.predictions = scores
-        same = self.reference is not None and self.reference.shape == scores.shape
-        return [*made, *agreement(scores, self.reference)] if same else made
+        return [accuracy, *self.of_scores(scores, of_class, truth), *others]
 
     @abstractmethod
     def logits(self, runner: Runner) -> Tensor:
@@ -81,7 +85,7 @@ class Classification(_ClassTask):
     """Class of one text or of two."""
 
     name = "classification"
-    needs = Needs(texts=(1, 2), target="class")
+    needs = Needs(texts=(1, 2), target="class", unlabelled=True)
     head = "classification"
 
     def prepare(self) -> None:
@@ -117,7 +121,7 @@ class ImageClassification(_GridTask):
     """Class of an image."""
 
     name = "image-classification"
-    needs = Needs(image=True, target="class")
+    needs = Needs(image=True, target="class", unlabelled=True)
     input_name = "pixel_values"
 
     def prepare(self) -> None:
@@ -143,7 +147,7 @@ class VolumeClassification(_GridTask):
     """Class of a volume."""
 
     name = "volume-classification"
-    needs = Needs(volume=True, target="class")
+    needs = Needs(volume=True, target="class", unlabelled=True)
     input_name = VOLUMES
 
     @classmethod

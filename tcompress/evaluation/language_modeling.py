@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from tcompress.artifact.means import AGREEMENT
 from tcompress.data.examples import Needs
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import AGREEMENT, DIVERGENCE, Statistic, ratio
+from tcompress.evaluation.statistics import DIVERGENCE, Statistic, ratio
 from tcompress.evaluation.task_base import Row, Runner, Task, checked, signature
 
 _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}

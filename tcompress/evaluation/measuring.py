@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tcompress.artifact.manifest import environment, record
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
-from tcompress.errors import InputError, Problems
+from tcompress.errors import DataError, InputError, Problems
 from tcompress.evaluation.embedding_tasks import ResponseSelection, Retrieval, Similarity
 from tcompress.evaluation.labelled_tasks import (
     Classification,
@@ -26,7 +26,13 @@ from tcompress.evaluation.labelled_tasks import (
     VolumeClassification,
 )
 from tcompress.evaluation.language_modeling import MaskedLM, Perplexity
-from tcompress.evaluation.scores import Baseline, ModelScores, metrics_of, same_measurement
+from tcompress.evaluation.scores import (
+    Baseline,
+    ModelScores,
+    SetScores,
+    metrics_of,
+    same_measurement,
+)
 from tcompress.evaluation.task_base import Task, TextReader
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
@@ -56,58 +62,76 @@ class _Measurement:
 
     wanted: Evaluate
     task: type[Task]
-    examples: Examples
+    sets: dict[str, Examples]  # by the name of the data
     max_length: int | None
     device: torch.device
     progress: Progress
     save: bool
 
-    def of(self, name: str, source: SourceModel, baseline: Baseline | None) -> ModelScores:
-        """Measures a model."""
+    def of(self, name: str, source: SourceModel, against: Sequence[Baseline] = ()) -> ModelScores:
+        """Measures a model on all sets, beside a baseline's numbers on them if there is one."""
         wanted = self.wanted
         with _about(source):
-            task = self.task(source, self.examples, self.max_length, wanted)
-            if baseline is not None and baseline.signature == task.signature:
-                task.reference = baseline.predictions
+            tasks = [
+                self.task(source, examples, self.max_length, wanted)
+                for examples in self.sets.values()
+            ]
             model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
-            self.progress.stage(Path(name).name, task.work(model), "inputs")
-            size, start = wanted.batch_size or task.batch_size, time.perf_counter()
-            try:
-                statistics = task.measure(model, size, self.progress.advance)
-            except torch.OutOfMemoryError as error:
-                raise InputError(
-                    f"memory of {self.device} is too small for batches of {size}",
-                    f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
-                ) from error
-            seconds = time.perf_counter() - start
+            others: Sequence[Baseline | None] = against or [None] * len(tasks)
+            sets = [
+                self._on(data, task, model, name, other)
+                for data, task, other in zip(self.sets, tasks, others, strict=True)
+            ]
+        return ModelScores(name, self.task.unit, tuple(sets))
+
+    def _on(
+        self, data: str, task: Task, model: PreTrainedModel, name: str, baseline: Baseline | None
+    ) -> SetScores:
+        """Measures a model on one set."""
+        wanted, stage = self.wanted, Path(name).name
+        if baseline is not None and baseline.signature == task.signature:
+            task.reference = baseline.predictions
+        if len(self.sets) > 1:
+            stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
+        self.progress.stage(stage, task.work(model), "inputs")
+        size, start = wanted.batch_size or task.batch_size, time.perf_counter()
+        try:
+            statistics = task.measure(model, size, self.progress.advance)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"memory of {self.device} is too small for batches of {size}",
+                f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
+            ) from error
+        seconds = time.perf_counter() - start
         options = (task.signature, wanted.bootstrap, wanted.seed, task.predictions)
-        own = Baseline.of(name, statistics, *options)
-        metrics = metrics_of(statistics, own, baseline, self._protocol(task, model))
+        own = Baseline.of(name, statistics, task.examples.name, *options)
+        protocol = self._protocol(data, task, model)
+        metrics = metrics_of(statistics, own, baseline, protocol)
         notes = list(task.notes)
         if baseline is not None and own.signature != baseline.signature:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         # A folder in the hub's cache is not the user's to change.
         stores = self.save and local_folder(name) is not None
-        return ModelScores(
-            name=name,
+        return SetScores(
             metrics=tuple(metrics),
-            unit=task.unit,
+            protocol=protocol,
             per_second=task.units / seconds,
-            stored=stores and record(source.folder, "metrics", metrics, same_measurement),
+            stored=stores and record(task.source.folder, "metrics", metrics, same_measurement),
             notes=tuple(notes),
             baseline=own,
         )
 
-    def _protocol(self, task: Task, model: PreTrainedModel) -> dict[str, Any]:
+    def _protocol(self, data: str, task: Task, model: PreTrainedModel) -> dict[str, Any]:
         """Everything needed to measure again."""
-        wanted, examples = self.wanted, self.examples
-        whole = examples.whole and Path(wanted.data).expanduser().is_file()
+        wanted, examples = self.wanted, task.examples
+        whole = examples.whole and Path(data).expanduser().is_file()
         return {
             "task": task.name,
-            "data": examples.name,
+            "data": _full_name(data, examples),
             "data_fingerprint": examples.fingerprint,
             "split": None if whole else wanted.split,
             "examples": len(examples),
+            **({"labels": "none"} if _is_bare(task, examples) else {}),
             "max_length": self.max_length,
             "batch_size": wanted.batch_size or task.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -123,7 +147,7 @@ def evaluate(
     models: Sequence[str | Path],
     wanted: Evaluate,
     *,
-    baseline: str | Path | Baseline | None = None,
+    baseline: str | Path | Sequence[Baseline] | None = None,
     save: bool = True,
     token: str | None = None,
     trust_remote_code: bool = False,
@@ -131,30 +155,34 @@ def evaluate(
 ) -> list[ModelScores]:
     """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
 
-    A baseline that is not among the models is measured first; a `ModelScores.baseline` is known.
+    A baseline that is not among the models is measured first; a `ModelScores.baseline` is known,
+    and an empty one means that models are not compared.
     """
     problems = Problems()
     names = [str(name) for name in models]
-    known = baseline if isinstance(baseline, Baseline) else None
-    first = names[0] if baseline is None or known else str(baseline)
+    known = None if isinstance(baseline, str | Path | None) else baseline
+    first = str(baseline) if isinstance(baseline, str | Path) else names[0]
     names = names if first in names else [first, *names]
     sources: dict[str, SourceModel] = {}
     for name in names:
         with problems.collected():
             sources[name] = open_checked(name, token=token, trust=trust_remote_code)
     with problems.collected():
-        check_data([wanted.data])
+        check_data(wanted.data)
     with problems.collected():
         device = pick_device(wanted.device)
     problems.report()
     task = TASKS[wanted.task]
-    examples = _examples(wanted, task, [*sources.values()])
-    length = _common_length(task, examples, sources.values(), wanted.max_length)
-    heard = progress or Silent()
-    run = _Measurement(wanted, task, examples, length, device, heard, save)
+    compares = known is not None or len(names) > 1
+    sets = _examples(wanted, task, [*sources.values()], compares=compares)
+    if known and len(known) != len(sets):
+        text = f"the baseline was measured on {len(known)} sets, these are {len(sets)}"
+        raise InputError(text, "measure it on the same data")
+    length = _common_length(task, sets.values(), sources.values(), wanted.max_length)
+    run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save)
     if known is not None:
         return [run.of(name, sources[name], known) for name in names]
-    base, own = run.of(first, sources[first], None), names.index(first)
+    base, own = run.of(first, sources[first]), names.index(first)
     return [
         base if place == own else run.of(name, sources[name], base.baseline)
         for place, name in enumerate(names)
@@ -165,30 +193,68 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
     """Reads a measurement's data and, with `heads`, checks that the model can do the task."""
     pick_device(item.device)
     task = TASKS[item.task]
-    examples = _examples(item, task, [source])
+    sets = _examples(item, task, [source], compares=heads)
     if heads:
-        _common_length(task, examples, [source], item.max_length)
+        _common_length(task, sets.values(), [source], item.max_length)
 
 
-def _examples(wanted: Evaluate, task: type[Task], sources: Sequence[SourceModel]) -> Examples:
-    return load_examples(
-        wanted.data,
-        wanted.split,
-        task.needs_for(sources),
-        columns=wanted.columns,
-        limit=wanted.limit,
-        seed=wanted.seed,
-    )
+def _examples(
+    wanted: Evaluate, task: type[Task], sources: Sequence[SourceModel], *, compares: bool
+) -> dict[str, Examples]:
+    """Reads all sets; those without labels only where models can be compared with another."""
+    needs = task.needs_for(sources)
+    found: dict[str, Examples] = {}
+    if needs.unlabelled and not compares:
+        instead = "a `--baseline`: agreement with another model can be measured without labels"
+        needs = replace(needs, unlabelled=False, instead=instead)
+    for data in wanted.data:
+        examples = load_examples(
+            data,
+            wanted.split,
+            needs,
+            columns=wanted.columns,
+            limit=wanted.limit,
+            seed=wanted.seed,
+        )
+        for name, other in found.items():
+            if other.fingerprint == examples.fingerprint:
+                text = f"`{name}` and `{data}` hold the same examples, which would count twice"
+                raise DataError(text, "leave one of them out")
+        found[data] = examples
+        relative = (wanted.threshold or "").endswith("x")
+        if relative and _is_bare(task, examples):
+            raise DataError(
+                f"`--threshold {wanted.threshold}` is a share of the baseline's number, and "
+                f"`{examples.name}` has no labels, so that only agreement is measured",
+                "give the least agreement, such as `--threshold 0.9`, or name a column of labels",
+            )
+    return found
+
+
+def _full_name(data: str, examples: Examples) -> str:
+    """Names data with the folder that it is in: files of several sets often have one name."""
+    path = Path(data).expanduser()
+    folder = path.parent.name if path.exists() else ""
+    return f"{folder}/{examples.name}" if folder.strip(".") else examples.name
+
+
+def _is_bare(task: Task | type[Task], examples: Examples) -> bool:
+    """Whether labels are missing, so that only agreement can be measured."""
+    return task.needs.target is not None and examples.targets is None
 
 
 def _common_length(
-    task: type[Task], examples: Examples, sources: Iterable[SourceModel], max_length: int | None
+    task: type[Task],
+    sets: Iterable[Examples],
+    sources: Iterable[SourceModel],
+    max_length: int | None,
 ) -> int | None:
     """Checks all models before work begins, and gives the length that suits all."""
     lengths = []
     for source in sources:
         with _about(source):
-            task.check(source, examples)
+            for examples in sets:
+                task.check(source, examples)
             if task.max_length is not None:
                 lengths.append(TextReader(source, max_length or task.max_length).limit)
     return min(lengths, default=None)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tcompress.artifact.manifest import Difference, Metric
+from tcompress.artifact.means import Mean, means_of, set_of
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
 
@@ -31,6 +32,7 @@ class Baseline:
         cls,
         name: str,
         statistics: Sequence[Statistic],
+        data: str,
         signature: str,
         times: int,
         seed: int,
@@ -41,12 +43,12 @@ class Baseline:
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
                 raise InputError(
-                    f"`{statistic.name}` of `{name}` is not defined on this data ({value})",
+                    f"`{statistic.name}` of `{name}` is not defined on `{data}` ({value})",
                     "give more examples; a model that answers everything alike has no correlation",
                 )
         units = [statistic.units for statistic in statistics]
-        # One example alone has nothing to draw from.
-        draws = resampled(statistics, times if units[0] > 1 else 0, seed)
+        # One example alone has nothing to draw from, nor has a model without numbers.
+        draws = resampled(statistics, times if units[0] > 1 else 0, seed) if units else []
         return cls(name, values, draws, units, signature, predictions)
 
     def to_json(self) -> dict[str, Any]:
@@ -78,8 +80,10 @@ def metrics_of(
     made = []
     for index, statistic in enumerate(statistics):
         facts, difference = dict(protocol), None
-        if baseline is None or index >= len(baseline.values):
+        if baseline is None:
             pass
+        elif index >= len(baseline.values):
+            facts["baseline"] = baseline.name
         elif statistic.per_token and own.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
         else:
@@ -106,61 +110,91 @@ def metrics_of(
 
 
 @dataclass(frozen=True)
+class SetScores:
+    """Numbers of one model on one set."""
+
+    metrics: tuple[Metric, ...]  # the main one first; none of a baseline without labels
+    protocol: Mapping[str, Any]  # how they were measured
+    per_second: float  # of what was counted, loading not included
+    stored: bool  # in the model's manifest
+    notes: tuple[str, ...]  # what the user should know
+    baseline: Baseline = field(repr=False, compare=False)  # for other models
+
+
+@dataclass(frozen=True)
 class ModelScores:
     """Numbers of one model."""
 
     name: str  # as it was given
-    metrics: tuple[Metric, ...]  # the main one first
     unit: str  # what was counted: `examples`, `windows`
-    per_second: float  # of these, loading not counted
-    stored: bool = False  # in the model's manifest
-    notes: tuple[str, ...] = ()  # what the user should know
-    baseline: Baseline | None = field(default=None, repr=False, compare=False)  # for other models
+    sets: tuple[SetScores, ...]  # in the order of the data
 
-    def to_json(self, common: dict[str, Any]) -> dict[str, Any]:
-        """Makes plain data; `common` is what the protocols of all models share."""
-        own = self.metrics[0].protocol
-        return {
-            "name": self.name,
-            "metrics": [
-                {**metric.model_dump(exclude={"protocol"}), "ratio": ratio_of(metric)}
-                for metric in self.metrics
-            ],
-            f"{self.unit}_per_second": round(self.per_second, 3),
-            "stored": self.stored,
-            "notes": list(self.notes),
-            "protocol": {name: value for name, value in own.items() if name not in common},
-        }
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All numbers, set after set."""
+        return tuple(metric for item in self.sets for metric in item.metrics)
 
+    @property
+    def means(self) -> list[Mean]:
+        """Means over the sets, of the main number and of agreement; none of one set alone."""
+        return means_of(self.metrics)
 
-def ratio_of(metric: Metric) -> float | None:
-    """Gives a number as a multiple of the baseline's, None if there is none above zero."""
-    against = metric.difference
-    if against is None or against.baseline_value <= 0:
-        return None
-    return metric.value / against.baseline_value
+    @property
+    def baseline(self) -> tuple[Baseline, ...]:
+        """What other models can be compared with, later too."""
+        return tuple(item.baseline for item in self.sets)
+
+    @property
+    def stored(self) -> bool:
+        """Whether all of it is in the model's manifest."""
+        return all(item.stored for item in self.sets)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know, each once."""
+        return tuple(dict.fromkeys(note for item in self.sets for note in item.notes))
 
 
 def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
-    """Makes the JSON document of a measurement."""
-    protocols = [item.metrics[0].protocol for item in scores]
+    """Makes the JSON document of a measurement; of several sets one for each, and the means."""
+    sets = [_set_document(scores, index) for index in range(len(scores[0].sets))]
+    if len(sets) == 1:
+        return sets[0]
+    means = [{"name": item.name, "metrics": list(map(_plain, item.means))} for item in scores]
+    return {"task": sets[0]["task"], "sets": sets, "means": means}
+
+
+def _set_document(scores: Sequence[ModelScores], index: int) -> dict[str, Any]:
+    """Makes the document of one set; what the protocols of all models share is said once."""
+    found = [item.sets[index] for item in scores]
     common = {
         name: value
-        for name, value in protocols[0].items()
-        if all(name in other and other[name] == value for other in protocols)
+        for name, value in found[0].protocol.items()
+        if all(name in other.protocol and other.protocol[name] == value for other in found)
     }
-    return {
-        "task": common["task"],
-        "data": common["data"],
-        "protocol": common,
-        "models": [item.to_json(common) for item in scores],
-    }
+    models = [
+        {
+            "name": item.name,
+            "metrics": list(map(_plain, own.metrics)),
+            f"{item.unit}_per_second": round(own.per_second, 3),
+            "stored": own.stored,
+            "notes": list(own.notes),
+            "protocol": {k: value for k, value in own.protocol.items() if k not in common},
+        }
+        for item, own in zip(scores, found, strict=True)
+    ]
+    return {"task": common["task"], "data": common["data"], "protocol": common, "models": models}
+
+
+def _plain(metric: Metric) -> dict[str, Any]:
+    """Makes plain data of a number."""
+    hidden = {"protocol", "mean_ratio"}
+    return {**metric.model_dump(exclude=hidden), "ratio": metric.ratio}
 
 
 def same_measurement(metric: Metric) -> tuple[object, ...]:
     """Equal for two measurements of which a manifest keeps the newer one."""
-    names = ("task", "data_fingerprint", "split")
-    return (metric.name, *(metric.protocol.get(name) for name in names))
+    return (metric.name, *set_of(metric))
 
 
 @dataclass(frozen=True)
@@ -176,14 +210,13 @@ class Threshold:
         return cls(float(text.removesuffix("x")), relative=text.endswith("x"))
 
     def missed(self, metric: Metric) -> bool:
-        """Tells whether a model fails; one with other tokens misses any factor of the baseline."""
-        if not self.relative:
-            bound = self.value
-        elif metric.difference is not None:
-            bound = self.value * metric.difference.baseline_value
-        else:
+        """Tells whether a model fails; without a factor it does, unless it is the baseline."""
+        if self.relative and metric.difference is None:
             return "not_compared" in metric.protocol
-        return metric.value < bound if metric.higher_is_better else metric.value > bound
+        found = metric.ratio if self.relative else metric.value
+        if found is None:
+            return True
+        return found < self.value if metric.higher_is_better else found > self.value
 
     def __str__(self) -> str:
         return f"{self.value:g}" + (" x baseline" if self.relative else "")

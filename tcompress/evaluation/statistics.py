@@ -13,12 +13,13 @@ from scipy.special import log_softmax
 from scipy.stats import rankdata
 
 from tcompress.artifact.manifest import Interval
+from tcompress.artifact.means import AGREEMENT
 
 # A resample is told by how often it drew each example. Nearly all numbers are functions of sums
 # over examples, so that one matrix product gives them for many resamples.
 
-AGREEMENT, DIVERGENCE = "agreement", "kl"
-"""Numbers that compare a model with its baseline, labels unread."""
+DIVERGENCE = "kl"
+"""Name of how far distributions are from those of the baseline, labels unread."""
 
 Array = NDArray[np.float64]
 Finish = Callable[[Array], Array]

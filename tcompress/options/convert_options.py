@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tcompress.errors import listed
 from tcompress.fields import (
@@ -17,6 +17,7 @@ from tcompress.fields import (
     Device,
     DType,
     Section,
+    Sources,
     option,
     read_blocks,
     read_dropped,
@@ -129,20 +130,8 @@ def _count(text: int | str, units: Mapping[str, int]) -> int:
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
 FEWEST, MOST = 1024, 4096  # texts that are drawn where no number is given
-ROWS = 24  # tokens for each input of the widest layer: moments of fewer do not carry over
+ROWS = 32  # tokens for each input of the widest layer: moments of fewer do not carry over
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
-
-
-def _several(given: Any) -> Any:
-    if isinstance(given, list):
-        return tuple(given)
-    return (given,) if isinstance(given, str) else given
-
-
-Sources = Annotated[
-    tuple[str, ...], BeforeValidator(_several, json_schema_input_type=str | tuple[str, ...])
-]
-"""Names of data; of one alone no list is needed."""
 
 
 class Calibration(Section):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tcompress.fields import DATASET, Device, DType, Section, option
+from tcompress.fields import DATASET, Device, DType, Section, Sources, option
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
@@ -171,11 +171,13 @@ class Evaluate(Section):
     panel = MEASUREMENT
 
     task: EvaluationTask = option(..., "what is measured", panel=DATA, metavar="NAME")
-    data: str = option(
+    data: Sources = option(
         ...,
         "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "
-        "configuration",
+        "configuration; several are measured one by one, and their mean",
         panel=DATA,
+        splits=False,
+        min_length=1,
         **DATASET,
     )
     split: str = option(
@@ -201,8 +203,8 @@ class Evaluate(Section):
     bootstrap: int = option(1000, "resamples for 95 % intervals; 0 for none", ge=0, le=10**6)
     threshold: Bound | None = option(
         None,
-        "worst allowed number, or share of the baseline's such as `0.95x`; a model that misses it "
-        "makes the exit code 3",
+        "worst allowed number, of several sets their mean, or share of the baseline's such as "
+        "`0.95x`; a model that misses it makes the exit code 3",
         metavar="NUMBER|FACTORx",
     )
 

@@ -22,6 +22,7 @@ from tcompress.reporting.table_rows import (
     depth_rows,
     published,
     rows_of,
+    sets_note,
     size,
     start_text,
 )
@@ -64,9 +65,9 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
     """Renders models: one with its layers, several side by side; `per_layer` shows all layers."""
     alone = len(reports) == 1
     kinds = dict.fromkeys(kind for report in reports for kind in report.errors)
-    note = fmt.errors_note(kinds)
+    notes = [note for note in (fmt.errors_note(kinds), sets_note(reports)) if note]
     parts: list[RenderableType] = _single(reports[0]) if alone else [Comparison(reports)]
-    parts += [Text(note, style="dim")] if note else []
+    parts += [Text(note, style="dim") for note in notes]
     for report in reports:
         if report.layers and (per_layer or alone):
             title = "" if alone else short_name(report, reports)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -148,26 +150,29 @@ def interval_text(interval: Interval, signed: bool = False) -> str:
     return f"{write(interval.low)} … {write(interval.high)}"
 
 
+def set_names(data: Sequence[str]) -> list[str]:
+    """Names sets such as `stsb/test.parquet:a,score` shortly: `stsb/test`, of one folder `test`."""
+    paths = [PurePath(name.rpartition(":")[0] or name) for name in data]
+    together = len({path.parent for path in paths}) == 1
+    names = [path.stem if together else str(path.parent / path.stem) for path in paths]
+    return names if len({*names}) == len({*data}) else list(data)
+
+
 def metric_labels(metrics: Iterable[Metric]) -> list[str]:
     """Names metrics; the task tells those of one name apart, then the data, then a number."""
     listed = list(metrics)
-    labels = [metric.name for metric in listed]
+    labels = [metric.label for metric in listed]
     for key in ("task", "data", "split"):
+        found = [metric.protocol.get(key) for metric in listed]
+        facts = [value if isinstance(value, str) else "" for value in found]  # means have several
+        names = set_names(facts) if key == "data" else facts
+        kinds = Counter(label for label, _ in {*zip(labels, names, strict=True)})
         labels = [
-            f"{label}, {metric.protocol[key]}"
-            if labels.count(label) > 1 and metric.protocol.get(key)
-            else label
-            for label, metric in zip(labels, listed, strict=True)
+            f"{label}, {name}" if fact and kinds[label] > 1 else label
+            for label, name, fact in zip(labels, names, facts, strict=True)
         ]
     earlier = [labels[:index].count(label) for index, label in enumerate(labels)]
     return [f"{text}, {n + 1}" if n else text for text, n in zip(labels, earlier, strict=True)]
-
-
-def metric_ratio(metric: Metric) -> float | None:
-    """The metric as a multiple of the baseline's."""
-    if metric.difference is None or not metric.difference.baseline_value:
-        return None
-    return metric.value / metric.difference.baseline_value
 
 
 def speed_words(speeds: Sequence[Speed]) -> str:

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 import tcompress
 from tcompress.artifact.manifest import Metric
+from tcompress.artifact.means import Mean
 from tcompress.errors import InputError
 from tcompress.files import check_file, unwritable, write_text
 from tcompress.reporting import formatting as fmt
@@ -24,6 +25,7 @@ from tcompress.reporting.table_rows import (
     healed_text,
     parts_of,
     published,
+    sets_note,
     shows_dense,
     summary_of,
 )
@@ -34,6 +36,7 @@ from tcompress.reporting.tree import (
     main_metrics,
     main_speeds,
     mean_errors,
+    numbers_of,
     other_baseline,
 )
 
@@ -70,7 +73,7 @@ def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
 def _alone(report: ModelReport, metric: Metric | None) -> str:
     """What one model keeps: weights, quality, time."""
     if not report.is_smaller:
-        known = "" if metric is None else f": {metric.name} {fmt.value_text(metric.value)}"
+        known = "" if metric is None else f": {metric.label} {fmt.value_text(metric.value)}"
         return f"is dense{known}."
     parts = report.parameters
     kept = f"keeps {parts.total.kept:.1%} of the parameters"
@@ -92,8 +95,8 @@ def _alone(report: ModelReport, metric: Metric | None) -> str:
 
 
 def _quality(report: ModelReport, metric: Metric) -> str:
-    text = f"has {metric.name} {fmt.value_text(metric.value)}"
-    found, ratio = metric.difference, fmt.metric_ratio(metric)
+    text = f"has {metric.label} {fmt.value_text(metric.value)}"
+    found, ratio = metric.difference, metric.ratio
     if found is None:
         return text
     share = f", {fmt.ratio_text(ratio)}" if ratio is not None else ""
@@ -167,6 +170,7 @@ def render_html(reports: Sequence[ModelReport]) -> str:
         "sections": sections,
         "summary": summary_of(reports),
         "dense": shows_dense(reports),
+        "sets_note": sets_note(reports),
         "pictures": _pictures(sections),
         "published": published(reports),
     }
@@ -180,7 +184,8 @@ def _sentence(text: str) -> str:
 def _section(report: ModelReport, name: str, index: int) -> dict[str, Any]:
     """One model on the page."""
     recipe, roles, metrics = report.recipe, _roles(report.layers), []
-    for label, metric in zip(fmt.metric_labels(report.metrics), report.metrics, strict=True):
+    numbers = sorted(numbers_of([report])[0], key=lambda metric: isinstance(metric, Mean))
+    for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
     return {
@@ -268,7 +273,7 @@ def _picture(
             shown.append(dot)
     if len(shown) < 2 or metric is None:
         return []
-    return [trade_off(shown, costs, metric.name, write, metric.higher_is_better)]
+    return [trade_off(shown, costs, metric.label, write, metric.higher_is_better)]
 
 
 def _plain(value: Any) -> str:
@@ -289,7 +294,6 @@ def _template() -> Template:
         "notes": fmt.speed_notes,
         "plain": _plain,
         "position": lambda items, item: items.index(item),
-        "ratio_of": fmt.metric_ratio,
     }
     source = files("tcompress").joinpath("assets", "report.html.j2").read_text(encoding="utf-8")
     return environment.from_string(source)

@@ -78,7 +78,7 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     marked = [row.model_copy(update={"front": front}) for row, front in pairs]
     sign = -1 if higher else 1
     return FrontReport(
-        metric=None if metric is None else metric.name,
+        metric=None if metric is None else metric.label,
         higher_is_better=higher,
         timed=None if timed is None else fmt.pass_text(timed),
         rows=tuple(sorted(marked, key=lambda row: (-row.parameters, sign * (row.quality or 0)))),
@@ -95,7 +95,7 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
         bytes=item.report.bytes_on_disk.now,
         quality=None if metric is None else metric.value,
         interval=None if metric is None else metric.interval,
-        ratio=None if metric is None else fmt.metric_ratio(metric),
+        ratio=None if metric is None else metric.ratio,
         converted=None if item.converted is None else item.converted.value,
         milliseconds=None if speed is None else speed.milliseconds,
         speed=None if speed is None else speed.ratio,

@@ -8,10 +8,18 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.manifest import Metric
+from tcompress.artifact.means import AGREEMENT, Mean, set_of
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.tree import Amount, ModelReport, main_metrics, metric_key, other_baseline
+from tcompress.reporting.tree import (
+    Amount,
+    ModelReport,
+    main_metrics,
+    metric_key,
+    numbers_of,
+    other_baseline,
+)
 
 
 class Row(NamedTuple):
@@ -130,21 +138,45 @@ def size(label: str, dense: int | None, now: int) -> Row:
 
 
 def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
-    """Lines about metrics; those that cannot be compared do not share a name."""
-    found = {metric_key(metric): metric for item in shown for metric in item.metrics}
-    keys = sorted(found)  # the same names whichever model is asked about
-    labels = dict(zip(keys, fmt.metric_labels(found[key] for key in keys), strict=True))
+    """Lines about metrics of the first model shown, with room for those that others have.
+
+    Those that cannot be compared do not share a name.
+    """
+    numbers = numbers_of(shown)
+    own = {metric_key(metric): metric for metric in numbers[0]}
+    found: dict[tuple[str, ...], tuple[Metric, str | None]] = {}
+    # The same order and names whichever model is asked about; means after what they are made of.
+    pairs = zip(shown, numbers, strict=True)
+    for item, metrics in sorted(pairs, key=lambda pair: (-len(pair[1]), *map(metric_key, pair[1]))):
+        for metric in sorted(metrics, key=lambda metric: isinstance(metric, Mean)):
+            found.setdefault(metric_key(metric), (metric, other_baseline(item, metric)))
+    levels = {metric_key(m): m.interval.level for each in numbers for m in each if m.interval}
+    labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
-    for metric in report.metrics:
-        label, other = labels[metric_key(metric)], other_baseline(report, metric)
-        label = label if other is None else f"{label}, against {other}"
-        dense = metric.difference and fmt.value_text(metric.difference.baseline_value)
-        ratio = fmt.ratio_text(fmt.metric_ratio(metric))
-        rows.append(Row(label, fmt.value_text(metric.value), dense or "", ratio))
-        if metric.interval is not None:
-            level = f"  {metric.interval.level:.0%} interval of {label}"
-            rows.append(Row(level, fmt.interval_text(metric.interval)))
+    for label, (key, (_, other)) in zip(labels, found.items(), strict=True):
+        cells, interval, number = [""] * 3, "", own.get(key)
+        if number is not None:
+            other, against = other_baseline(report, number), number.difference
+            dense = fmt.value_text(against.baseline_value) if against else ""
+            cells = [fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio)]
+            interval = fmt.interval_text(number.interval) if number.interval else ""
+        name = label if other is None else f"{label}, against {other}"
+        rows.append(Row(name, *cells))
+        if key in levels:
+            rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
     return rows
+
+
+def sets_note(reports: Sequence[ModelReport]) -> str:
+    """Says that one set misleads, where conversions were measured on one alone."""
+    metrics = [metric for report in reports for metric in report.metrics]
+    sets = {set_of(metric) for metric in metrics if "data_fingerprint" in metric.protocol}
+    if len(sets) != 1 or not any(report.is_smaller for report in reports):
+        return ""
+    return (
+        "Measured on one set, which alone often misleads: `tcompress evaluate ... --data A "
+        "--data B` measures on several."
+    )
 
 
 _SHARED = {
@@ -259,22 +291,68 @@ def shows_dense(reports: Sequence[ModelReport]) -> bool:
 
 def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     """Lists the quantities that at least one model has; see `shows_dense`."""
-    metrics = main_metrics(reports)
-    quality = next((metric.name for metric in metrics if metric is not None), "")
     macs = f"multiply-adds per token, T={reports[0].macs_per_token.length}"
     when = ", before training" if any(report.training for report in reports) else ""
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     errors = {kind: f"mean {fmt.error_name(kind)}{when}" for kind in kinds}
-    pairs = zip(reports, metrics, strict=True)
-    columns = [_column(report, metric, macs, errors, quality) for report, metric in pairs]
+    quality, dense = _quality(reports)
+    pairs = zip(reports, quality, strict=True)
+    columns = [_column(report, macs, errors, measured) for report, measured in pairs]
     labels = [label for label in columns[0] if any(column[label].value for column in columns)]
     if shows_dense(reports):
-        columns.insert(0, _dense_column(reports[0], metrics[0], macs))
+        columns.insert(0, _dense_column(reports[0], macs) | dense)
     return [Line(label, [column.get(label, Cell()) for column in columns]) for label in labels]
 
 
+def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dict[str, Cell]]:
+    """The main number and agreement of each model by label, on all sets, and those of the dense.
+
+    The latter are of the first model's baseline, if that is its dense source.
+    """
+    main = next((metric for metric in main_metrics(reports) if metric is not None), None)
+    if main is None:
+        return [{} for _ in reports], {}
+
+    def order(metric: Metric) -> tuple[bool, bool]:
+        return metric.name != main.name, isinstance(metric, Mean)
+
+    columns = [
+        {
+            metric_key(metric): metric
+            for metric in own
+            if metric.name in (main.name, AGREEMENT)
+            and metric.protocol.get("task") == main.protocol.get("task")
+        }
+        for own in numbers_of(reports)
+    ]
+    found = {key: metric for column in columns for key, metric in column.items()}
+    keys = sorted(found, key=lambda key: order(found[key]))
+    labels = dict(zip(keys, fmt.metric_labels(found[key] for key in keys), strict=True))
+    cells: list[dict[str, Cell]] = []
+    dense: dict[str, Cell] = {}
+    for report, column in zip(reports, columns, strict=True):
+        cells.append({})
+        for key, label in labels.items():
+            metric, is_main = column.get(key), key == metric_key(main)
+            cells[-1][label] = _measured(metric, with_ratio=not is_main)
+            if is_main:
+                cells[-1]["difference to dense"] = _difference(report, metric)
+            if metric and metric.difference and not other_baseline(report, metric):
+                dense.setdefault(label, Cell(fmt.value_text(metric.difference.baseline_value)))
+    return cells, dense
+
+
+def _measured(metric: Metric | None, *, with_ratio: bool) -> Cell:
+    """A number with its interval."""
+    if metric is None:
+        return Cell()
+    notes = [] if metric.interval is None else [fmt.interval_text(metric.interval)]
+    notes += [fmt.ratio_text(metric.ratio)] if with_ratio and metric.ratio is not None else []
+    return Cell(fmt.value_text(metric.value), "; ".join(notes))
+
+
 def _column(
-    report: ModelReport, metric: Metric | None, macs: str, errors: dict[str, str], quality: str
+    report: ModelReport, macs: str, errors: dict[str, str], quality: dict[str, Cell]
 ) -> dict[str, Cell]:
     """All quantities of a model by label, the same for each model."""
     calibration, start = calibration_text(report), start_text(report)
@@ -282,10 +360,6 @@ def _column(
     facts += [f"calibration {calibration}"] if calibration else []
     disk, depth, own = report.bytes_on_disk, report.depth, dict(list(report.errors.items())[:1])
     share = f"{disk.kept:.1%}" if disk.kept != 1 else ""
-    measured = Cell()
-    if metric is not None:
-        note = "" if metric.interval is None else fmt.interval_text(metric.interval)
-        measured = Cell(fmt.value_text(metric.value), note)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
@@ -296,13 +370,12 @@ def _column(
         **_budget(report.budget),
         **{text: Cell(fmt.error_text(own[k]) if k in own else "") for k, text in errors.items()},
         "trained": Cell(healed_text(report)),
-        quality: measured,
-        "difference to dense": _difference(report, metric),
+        **quality,
         "best speed": _best_speed(report),
     }
 
 
-def _dense_column(report: ModelReport, metric: Metric | None, macs: str) -> dict[str, Cell]:
+def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
     """What is known of the dense model that a model was made from, by label."""
     total = report.parameters.total.dense
     found = {"method": Cell("dense", report.source or "")}
@@ -314,8 +387,6 @@ def _dense_column(report: ModelReport, metric: Metric | None, macs: str) -> dict
     found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
-    if metric is not None and metric.difference is not None and not other_baseline(report, metric):
-        found[metric.name] = Cell(fmt.value_text(metric.difference.baseline_value))
     return found
 
 
@@ -352,7 +423,7 @@ def _difference(report: ModelReport, metric: Metric | None) -> Cell:
         return Cell()
     found = metric.difference
     notes = [] if found.interval is None else [fmt.interval_text(found.interval, signed=True)]
-    ratio, other = fmt.ratio_text(fmt.metric_ratio(metric)), other_baseline(report, metric)
+    ratio, other = fmt.ratio_text(metric.ratio), other_baseline(report, metric)
     notes += [f"against {other}, not dense"] if other else []
     notes += [ratio] if ratio else []
     return Cell(fmt.signed_text(found.value), "; ".join(notes))

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
+from tcompress.artifact.means import means_of
 from tcompress.models.names import ALIASES
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left
@@ -125,26 +126,29 @@ def mean_errors(layers: Iterable[LayerReport]) -> dict[str, float]:
 
 _Item = TypeVar("_Item")
 
-_SAME = ("task", "data", "split", "data_fingerprint", "max_length", "layer")
+_SAME = ("task", "split", "data_fingerprint", "max_length", "layer")
 
 ALIKE = 0.005  # part of a cost that is no difference
 
 
 def metric_key(metric: Metric) -> tuple[str, ...]:
     """Equal for numbers that can be compared: of the same task on the same examples."""
-    return (metric.name, *(str(metric.protocol.get(key)) for key in _SAME))
+    facts = metric.protocol
+    data = facts.get("data_fingerprint") or facts.get("data")  # a name depends on where one stands
+    return (metric.name, str(data), *(str(facts.get(key)) for key in _SAME))
 
 
 def other_baseline(report: ModelReport, metric: Metric) -> str | None:
     """Name of what a number was compared with, where that is not the model's own dense source."""
-    if metric.difference is None or report.source is None:
+    against = metric.difference and metric.difference.baseline
+    against = against or metric.protocol.get("baseline")
+    if against is None or report.source is None:
         return None
     # Models by their last folder: names differ by where one stands, or by the owner.
     name, *own = (
-        Path(ALIASES.get(name, name)).name
-        for name in (metric.difference.baseline, report.source, report.name)
+        Path(ALIASES.get(name, name)).name for name in (against, report.source, report.name)
     )
-    return None if name in own else Path(metric.difference.baseline).name
+    return None if name in own else Path(against).name
 
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
@@ -153,12 +157,34 @@ def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
     return (speed.batch * speed.length, speed.batch, speed.mode, tuple(map(str, found)))
 
 
+def numbers_of(reports: Sequence[ModelReport]) -> list[tuple[Metric, ...]]:
+    """Lists the metrics of each model, and first their means over the sets that all share.
+
+    Of a set that was measured on other examples before, such as fewer, the newest numbers count.
+    """
+    newest: list[dict[tuple[object, ...], Metric]] = []
+    keys: dict[tuple[object, ...], set[tuple[str, ...]]] = {}  # of the sets that all share
+    for report in reports:
+        names = ("task", "data", "split")
+        own = {(m.name, *map(m.protocol.get, names)): m for m in report.metrics}
+        newest.append(own)
+        for what in {place[:2] for place in own}:
+            found = {metric_key(metric) for place, metric in own.items() if place[:2] == what}
+            keys[what] = keys.get(what, found) & found
+    means = [
+        means_of(m for place, m in own.items() if metric_key(m) in keys[place[:2]])
+        for own in newest
+    ]
+    return [(*mean, *report.metrics) for mean, report in zip(means, reports, strict=True)]
+
+
 def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:
     """Picks the metric that most of the models have, the first of those, for each model."""
-    keys = (dict.fromkeys(map(metric_key, report.metrics)) for report in reports)
+    numbers = numbers_of(reports)
+    keys = (dict.fromkeys(map(metric_key, own)) for own in numbers)
     counts = Counter(key for found in keys for key in found)
     key = max(counts, key=lambda key: counts[key], default=None)
-    return [next((m for m in report.metrics if metric_key(m) == key), None) for report in reports]
+    return [next((m for m in own if metric_key(m) == key), None) for own in numbers]
 
 
 def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from tcompress import pipeline, sweeps
 from tcompress.artifact.manifest import Difference, Metric
-from tcompress.evaluation.scores import Baseline, ModelScores
+from tcompress.evaluation.scores import Baseline, ModelScores, SetScores
 from tcompress.models import SourceModel
 from tcompress.options import Evaluate, Recipe
 from tcompress.sweeps import Swept, sweep
@@ -77,8 +77,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_evaluate(models: Any, wanted: Evaluate, **options: Any) -> list[ModelScores]:
     """Scores models by the bytes of their weights, without running them."""
     size = Path(models[0], "model.safetensors").stat().st_size
-    examples = wanted.limit or len(Path(wanted.data).read_text().splitlines())
-    known = options.get("baseline")
+    examples = wanted.limit or len(Path(wanted.data[0]).read_text().splitlines())
+    known = next(iter(options.get("baseline") or ()), None)
     value = size / Path("bert/model.safetensors").stat().st_size
     value += 0.1 * Path(models[0]).name.endswith("-healed")
     options["progress"].stage(Path(models[0]).name, 1, "inputs")
@@ -87,10 +87,11 @@ def quick_evaluate(models: Any, wanted: Evaluate, **options: Any) -> list[ModelS
         value=value,
         difference=known
         and Difference(baseline=known.name, baseline_value=known.values[0], value=value - 1),
-        protocol={"task": wanted.task, "data": wanted.data, "examples": examples},
+        protocol={"task": wanted.task, "data": wanted.data[0], "examples": examples},
     )
     baseline = Baseline("bert", [value], [np.zeros(2)], [examples], "tokens")
-    return [ModelScores(str(models[0]), (found,), "examples", 1.0, baseline=baseline)]
+    numbers = SetScores((found,), found.protocol, 1.0, False, (), baseline)
+    return [ModelScores(str(models[0]), "examples", (numbers,))]
 
 
 class Counting:

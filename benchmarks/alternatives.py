@@ -43,7 +43,7 @@ import tcompress
 from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.data.calibration import load_batches
 from tcompress.hf.opening import load_model
-from tcompress.latency.paired_timing import peak_bytes
+from tcompress.latency.passes import Pass
 from tcompress.linalg.moments import Moments, MomentSums
 from tcompress.linalg.tensortrain import matrix_modes
 from tcompress.models import SourceModel
@@ -306,7 +306,7 @@ def memory(module: nn.Module, tokens: int, width: int) -> float:
     """Peak of a forward and a backward pass, in MB; the input needs a gradient, as in a model."""
     module = copy.deepcopy(module).train()
     x = torch.randn(tokens, width, requires_grad=True)
-    peak = peak_bytes(lambda: module(x).square().mean().backward(), torch.device("cpu"))
+    peak = Pass(lambda _: module(x).square().mean().backward()).peak_bytes(torch.device("cpu"))
     assert peak is not None
     return peak / 1e6
 

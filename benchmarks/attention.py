@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
 from tcompress.attention.module import ReplacementModule
-from tcompress.latency.paired_timing import peak_bytes
+from tcompress.latency.passes import Pass
 from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 
 HEADS, WIDTH = 12, 64
@@ -118,7 +118,9 @@ def measure(
             run()
         times = [[seconds(run, clock) for run in runs] for _ in range(repeats)]
         dense, own = (statistics.median(column) for column in zip(*times, strict=True))
-        memory = [peak_bytes(run, torch.device("cpu")) or 0 for run in runs]
+        memory = [
+            Pass(lambda _, run=run: run()).peak_bytes(torch.device("cpu")) or 0 for run in runs
+        ]
         row[mode] = {
             "sdpa_ms": 1000 * dense,
             "ms": 1000 * own,

@@ -13,7 +13,8 @@ from tcompress.artifact.manifest import Speed, read_manifest, record
 from tcompress.errors import InputError
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, same_pass
-from tcompress.latency.paired_timing import alternate, peak_bytes, spread, threads
+from tcompress.latency.paired_timing import threads
+from tcompress.latency.passes import Pass, alternate, spread
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
@@ -63,7 +64,9 @@ def test_eager_passes_come_first() -> None:
 def test_passes_alternate_and_take_turns_at_going_first() -> None:
     order: list[str] = []
     clock = Ticking(1.0, 10.0, 20.0, 2.0)
-    times = alternate(lambda: order.append("a"), lambda: order.append("b"), 2, clock)
+    times = alternate(
+        Pass(lambda _: order.append("a")), Pass(lambda _: order.append("b")), 2, clock
+    )
     assert order == ["a", "b", "b", "a"]
     assert times == ([1.0, 2.0], [10.0, 20.0])
 
@@ -71,15 +74,15 @@ def test_passes_alternate_and_take_turns_at_going_first() -> None:
 def test_the_device_is_waited_for_before_every_look_at_the_clock() -> None:
     log: list[str] = []
 
-    def noted(word: str) -> Callable[[], None]:
-        return lambda: log.append(word)
+    def noted(word: str) -> Callable[..., None]:
+        return lambda *_: log.append(word)
 
     def clock() -> float:
         log.append("clock")
         return 0.0
 
-    alternate(noted("a"), noted("b"), 1, clock, noted("wait"))
-    assert log[:5] == ["wait", "clock", "a", "wait", "clock"]
+    alternate(Pass(noted("a"), noted("fill")), Pass(noted("b")), 1, clock, noted("wait"))
+    assert log[:6] == ["fill", "wait", "clock", "a", "wait", "clock"]
 
 
 def test_medians_and_ratios(folder: Path) -> None:
@@ -265,16 +268,19 @@ def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
 def test_peak_memory_is_what_the_pass_holds_at_once() -> None:
     x = torch.zeros(256, 256)
 
-    def work() -> None:
+    def work(_: object) -> None:
         one = x + 1
         two = one + 1
         del one
         del two
         x + 1
 
-    peak = peak_bytes(work, torch.device("cpu"))
+    peak = Pass(work).peak_bytes(torch.device("cpu"))
     assert 2 * x.nbytes <= peak < 2.1 * x.nbytes
-    assert peak_bytes(work, torch.device("meta")) is None
+    assert Pass(work).peak_bytes(torch.device("meta")) is None
+    ready = Pass(work, lambda: x + 2).peak_bytes(torch.device("cpu"))
+    assert ready is not None
+    assert 0.9 * x.nbytes < ready - peak < 1.1 * x.nbytes
 
 
 def test_threads_are_set_for_a_while() -> None:

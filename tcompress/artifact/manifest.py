@@ -101,14 +101,20 @@ class Metric(_Section):
 
 
 class Speed(_Section):
-    """Time and memory of one forward pass, beside a baseline that ran alternately."""
+    """Time and memory of one forward pass, beside a baseline that ran alternately.
+
+    Of generated text: of the pass over a prompt, or of one of the steps after it.
+    """
 
     batch: int  # sequences or pictures
-    length: int  # tokens in a sequence
+    length: int  # tokens in a sequence, or in a prompt
     mode: str  # `eager` or `compiled`
+    phase: str = "forward"  # `prefill` and `decode` fill a cache
+    cache: str | None = None  # `dynamic` or `static`
     milliseconds: float  # median
-    tokens_per_second: float  # at that time
-    peak_bytes: int | None = None  # memory of the pass, without weights, where it is known
+    tokens_per_second: float  # at that time; read, or decoded
+    # Memory of the pass, its cache included, without weights, where it is known.
+    peak_bytes: int | None = None
     baseline: str
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
@@ -118,6 +124,14 @@ class Speed(_Section):
     weight_bytes: int | None = None  # of all weights in memory, cached ones included
     baseline_weight_bytes: int | None = None
     protocol: dict[str, Any]  # device, threads, dtype, repeats, versions
+
+    @property
+    def how(self) -> str:
+        """What tells passes of a size apart, such as `eager` or `decode, static, compiled`."""
+        if self.cache is None:
+            return self.mode
+        words = [self.phase, *(["static"] if self.cache == "static" else [])]
+        return ", ".join([*words, *([self.mode] if self.mode != "eager" else [])])
 
     @property
     def is_noisy(self) -> bool:

@@ -11,6 +11,7 @@ EXAMPLES = (
     "tcompress bench bert-base-lprod-p4 --against bert-base --batch 1,8",
     "tcompress bench bert-base-lprod-p4 --mode eager,compiled --threads 2",
     "tcompress bench bert-base-tt-25 --keep-weights",
+    "tcompress bench gpt2-svd-50 --generate 64 --cache dynamic,static",
 )
 
 

@@ -39,7 +39,7 @@ _COMMANDS = {
     "inspect": "Show the blocks and layers of a model, and what cannot be rewritten.",
     "report": "Show parameters, bytes, errors, quality and speed, side by side.",
     "evaluate": "Measure models on the same examples, with intervals and paired differences.",
-    "bench": "Time a forward pass beside the dense model's, and record it.",
+    "bench": "Time passes and generation beside the dense model's, and record it.",
     "export": "Write a converted model in another format.",
     "run": "Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep.",
     "sweep": "Compare methods and sizes: convert, heal, measure and time each, in one table.",

@@ -51,7 +51,7 @@ from tcompress.errors import InputError, PlanError
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.latency.benchmark import bench
-from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
+from tcompress.latency.predicted import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.fewer_layers import fixed_blocks
@@ -172,11 +172,11 @@ def convert(
 def _timed(source: SourceModel, output: Path, recipe: Convert) -> Manifest | None:
     """Measures the pass that was asked for, and records it beside what was predicted."""
     work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
-    if not work.decodes:
-        length = inputs.fitting([work.length]) if inputs.has_length else ()
-        options = {"batch": (work.batch,), "length": length, "repeats": REPEATS}
-        own = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
-        bench([str(output)], settings=Bench.model_validate({**options, **own}))
+    new = STEPS if work.decodes else None
+    length = inputs.fitting([work.length], new or 0) if inputs.has_length else ()
+    options = {"batch": (work.batch,), "length": length, "repeats": REPEATS, "generate": new}
+    own = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
+    bench([str(output)], settings=Bench.model_validate({**options, **own}))
     return read_manifest(output)
 
 

@@ -1,4 +1,4 @@
-"""How fast models are: one forward pass over a grid of sizes, beside a dense baseline."""
+"""How fast models are: passes over a grid of sizes, and generation, beside a dense baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.latency import paired_timing
-from tcompress.latency.paired_timing import Clock, PairedTiming, TimedModel, threads
+from tcompress.latency.generation import check_generates
+from tcompress.latency.paired_timing import PairedTiming, TimedModel, threads
+from tcompress.latency.passes import Clock
 from tcompress.latency.sizes import LENGTHS, RandomInputs, cells
 from tcompress.models import ALIASES, SourceModel
 from tcompress.models.names import local_folder
@@ -93,22 +95,25 @@ def _pair(
     if settings.length and not inputs.has_length:
         fixed = f"`{name}` reads pictures or sounds, whose length is fixed"
         raise InputError(fixed, "leave `--length` out")
+    if settings.generate:
+        for source in (model, baseline[1]):
+            check_generates(source)
     if settings.length:
-        inputs.check(settings.length)
+        inputs.check(settings.length, settings.generate or 0)
     return (name, model), baseline, inputs
 
 
 def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     settings, inputs, model = timing.settings, timing.inputs, timing.model
-    wanted = settings.length or inputs.fitting(LENGTHS)
+    wanted = settings.length or inputs.fitting(LENGTHS, settings.generate or 0)
     lengths = wanted if inputs.has_length else (timing.own_length(),)
-    grid = cells(settings.batch, lengths, settings.mode)
+    grid = cells(settings.batches, lengths, settings.mode, settings.caches)
     progress.stage(f"timing {model.name}", len(grid), "sizes")
     found: list[Speed] = []
     try:
         for cell in grid:
             found.append(timing.measure(cell))
-            progress.advance(1, f"batch {cell.batch}, length {cell.length}, {cell.mode}")
+            progress.advance(1, f"batch {cell.batch}, length {cell.length}, {found[-1].how}")
     finally:
         keeps = save and bool(found) and local_folder(model.name) is not None
         saved = keeps and record(model.source.folder, "speed", found, same_pass)
@@ -162,10 +167,10 @@ def _folder(manifest: Manifest) -> Path | None:
         return None
 
 
-_SAME = ("device", "device_name", "dtype", "threads", "kept_weights_bytes")
+_SAME = ("device", "device_name", "dtype", "threads", "kept_weights_bytes", "new_tokens")
 
 
 def same_pass(speed: Speed) -> tuple[object, ...]:
     """Equal for two times, of one machine, of which a manifest keeps the newer one."""
     machine = (str(speed.protocol.get(name)) for name in _SAME)
-    return (speed.batch, speed.length, speed.mode, speed.baseline, *machine)
+    return (speed.batch, speed.length, speed.how, speed.baseline, *machine)

@@ -2,96 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from itertools import accumulate
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from tcompress.artifact.manifest import Speed, environment
 from tcompress.errors import InputError, TCompressError, first_line
+from tcompress.latency.generation import Generation
+from tcompress.latency.passes import Clock, Pass, alternate, forward_pass, spread, waiting
 from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.options import Bench
 
-Pass = Callable[[], object]
-Clock = Callable[[], float]
-Seconds = tuple[list[float], list[float]]
-
 WARM_UPS = 2
-
-
-def spread(times: Sequence[float]) -> float | None:
-    """Returns the distance of the quartiles over the median; None for fewer than four times."""
-    if len(times) < 4:
-        return None
-    low, middle, high = quantiles(times, n=4, method="inclusive")
-    return (high - low) / middle if middle else None
-
-
-def alternate(
-    one: Pass,
-    other: Pass,
-    repeats: int,
-    clock: Clock = time.perf_counter,
-    wait: Callable[[], None] = lambda: None,
-) -> Seconds:
-    """Times two passes in turn, in seconds: what slows the machine down slows both.
-
-    Who goes first changes with every repeat; `wait` returns when the device has done all its work.
-    """
-    times: Seconds = ([], [])
-    passes = list(zip((one, other), times, strict=True))
-    for _ in range(repeats):
-        for run, seconds in passes:
-            wait()
-            start = clock()
-            run()
-            wait()
-            seconds.append(clock() - start)
-        passes.reverse()
-    return times
-
-
-def peak_bytes(run: Pass, device: torch.device) -> int | None:
-    """Runs a pass once and returns what it allocates itself at its peak.
-
-    On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
-    profiler's record of every allocation and release; scratch space that a library takes from the
-    system itself, without PyTorch, is not seen. On other devices it is unknown: None.
-    """
-    if device.type == "cpu":
-        return _peak_on_cpu(run)
-    if device.type != "cuda":
-        return None
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - before)
-
-
-def _peak_on_cpu(run: Pass) -> int:
-    # Read when the profiler first starts, which otherwise talks on stderr.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    assert profiled.profiler is not None
-    events = profiled.profiler.kineto_results.events()
-    changes = [event for event in events if event.name() == "[memory]"]
-    changes.sort(key=lambda event: event.start_ns())
-    return max(accumulate((change.nbytes() for change in changes), initial=0))
 
 
 def device_name(device: torch.device) -> str:
@@ -192,17 +123,15 @@ class PairedTiming:
         with torch.inference_mode():
             one = self._warmed(self.model, cell, inputs)
             other = self._warmed(self.baseline, cell, inputs)
-            cuda, mps = (lambda: torch.cuda.synchronize(self.device)), torch.mps.synchronize
-            wait = {"cuda": cuda, "mps": mps}.get(self.device.type, lambda: None)
-            times = alternate(one, other, self.settings.repeats, self.clock, wait)
-            peaks = [peak_bytes(run, self.device) for run in (one, other)]
+            repeats, wait = self.settings.repeats, waiting(self.device)
+            times = alternate(one, other, repeats, self.clock, wait)
+            peaks = [item.peak_bytes(self.device) for item in (one, other)]
         seconds, reference = map(median, times)
+        tokens = 1 if cell.phase == "decode" else cell.length
         return Speed(
-            batch=cell.batch,
-            length=cell.length,
-            mode=cell.mode,
+            **cell._asdict(),
             milliseconds=1e3 * seconds,
-            tokens_per_second=cell.batch * cell.length / seconds,
+            tokens_per_second=cell.batch * tokens / seconds,
             peak_bytes=peaks[0],
             baseline=self.baseline.name,
             baseline_milliseconds=1e3 * reference,
@@ -212,13 +141,14 @@ class PairedTiming:
             baseline_spread=spread(times[1]),
             weight_bytes=self.model.weight_bytes,
             baseline_weight_bytes=self.baseline.weight_bytes,
-            protocol=self._protocol(),
+            protocol=self._protocol(cell),
         )
 
-    def _protocol(self) -> dict[str, Any]:
-        kept = self.model.kept_bytes
+    def _protocol(self, cell: Cell) -> dict[str, Any]:
+        kept, new = self.model.kept_bytes, self.settings.generate
         return {
             **({} if kept is None else {"kept_weights_bytes": kept}),
+            **({"new_tokens": new} if cell.cache else {}),
             "device": self.device.type,
             "device_name": device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -227,7 +157,7 @@ class PairedTiming:
             "warm_ups": WARM_UPS,
             "statistic": "median; model and baseline in turn, the first one changing",
             "spread": "distance of the quartiles over the median",
-            "memory": "allocated during the pass, without weights and inputs",
+            "memory": "allocated during the pass, and the cache; without weights and inputs",
             "inputs": self.inputs.words(),
             "seed": self.settings.seed,
             "date": datetime.now(UTC).date().isoformat(),
@@ -239,20 +169,25 @@ class PairedTiming:
 
     def _warmed(self, timed: TimedModel, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
         """Returns a pass that was run before: compiled, and with warm caches."""
-        options: dict[str, Any] = dict(inputs)
-        if "use_cache" in self.inputs.inputs.names:
-            options["use_cache"] = False  # nothing is generated
-        forward: Callable[..., object] = timed.model
-
-        def run() -> object:
-            return forward(**options)
-
-        with _running(f"`{timed.name}` cannot run batch {cell.batch}, length {cell.length}"):
-            run()
+        with _running(f"`{timed.name}` cannot run {cell}"):
+            made = self._pass(timed.model, timed.model, cell, inputs)
+            made()
         if cell.mode == "compiled":
-            forward = torch.compile(timed.model, dynamic=False)
+            # Steps under a window see their place as a number, which is no constant.
+            forward = torch.compile(timed.model, dynamic=None if cell.cache else False)
+            made = self._pass(timed.model, forward, cell, inputs)
             with _compiling(f"on `{timed.name}`", "that needs no compiler"):
-                run()
+                made()
         for _ in range(WARM_UPS - 1):
-            run()
-        return run
+            made()
+        return made
+
+    def _pass(
+        self, model: nn.Module, forward: Callable[..., Any], cell: Cell, inputs: dict[str, Tensor]
+    ) -> Pass:
+        kinds = self.inputs.inputs
+        if cell.cache is None:
+            return forward_pass(forward, kinds, inputs)
+        tokens = self.settings.generate or 1
+        text = Generation(model, kinds, inputs, tokens, cell.cache, step=forward)
+        return text.prefilling() if cell.phase == "prefill" else text.decoding()

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
 
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
-from tcompress.latency.paired_timing import alternate, spread
+from tcompress.latency.generation import Generation
+from tcompress.latency.passes import Pass, alternate, forward_pass, spread, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.models.model import draw_model
@@ -32,7 +32,8 @@ from tcompress.structures.modules.linear import StructuredLinear
 USUAL_PASS = "32x128"
 """The pass that time counts of, where none is named."""
 DECODE = "decode"
-PAST = 128  # tokens before the one that is decoded
+PAST = 128  # tokens before those that are decoded
+STEPS = 4  # tokens that are decoded in a row, each of them the pass
 REPEATS = 9
 MOST_SECONDS = 5.0  # for one model, where the machine does not come to rest
 _SURE = 0.015  # standard error of a speed that is believed
@@ -45,13 +46,13 @@ class Workload:
 
     batch: int
     length: int
-    decodes: bool = False  # one token for each sequence, after `PAST` others
+    decodes: bool = False  # one token for each sequence, after so many others
 
     @classmethod
     def read(cls, text: str) -> Workload:
         """Reads `32x128`, or `decode`; raises `ValueError`."""
         if text == DECODE:
-            return cls(1, 1, decodes=True)
+            return cls(1, PAST, decodes=True)
         found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
         if found is None:
             raise ValueError(f"`{text}` is no batch and length such as `32x128`, nor `{DECODE}`")
@@ -75,6 +76,7 @@ class ModelClock:
     def __post_init__(self) -> None:
         drawn = draw_model(self.source.model_class, self.source.config, 0)
         self._dense = drawn.to(device=self.device, dtype=self.dtype).eval()
+        self._wait = waiting(self.device)
         self._inputs = self._batch()
         self.rows = self.work.batch
         """Rows that a layer reads in a pass."""
@@ -85,17 +87,17 @@ class ModelClock:
 
     def _batch(self) -> dict[str, Tensor]:
         inputs = RandomInputs.of(self.source, self.source)
-        if self.work.decodes and not hasattr(self._dense, "prepare_inputs_for_generation"):
+        self._kinds, kind = inputs.inputs, self.source.model_class
+        if self.work.decodes and (self._kinds.decoder or not kind.can_generate()):
             raise InputError(
-                f"`--at {DECODE}` is for models that generate text, not a "
-                f"`{self.source.model_class.__name__}`",
+                f"`--at {DECODE}` is for models that generate text and have no encoder, not a "
+                f"`{kind.__name__}`",
                 "give a batch and a length, such as `--at 32x128`",
             )
-        length = self.work.length
-        if self.named and inputs.has_length:
-            inputs.check([length])
-        self.work = replace(self.work, length=min(length, inputs.longest or length))
-        self.past = min(PAST, (inputs.longest or PAST + 1) - 1)
+        if self.named and inputs.has_length and not self.work.decodes:
+            inputs.check([self.work.length])
+        new = STEPS if self.work.decodes else 0
+        self.work = replace(self.work, length=inputs.fitting([self.work.length], new)[0])
         return inputs.batch(self.work.batch, self.work.length, 0, self.device, self.dtype)
 
     def speedup(self, plan: Plan) -> float:
@@ -110,7 +112,8 @@ class ModelClock:
         one, other = self._pass(self._dense), self._pass(small)
         with torch.inference_mode():
             for _ in range(2):
-                one(), other()
+                one()
+                other()
             ratios: list[float] = []
             start = time.perf_counter()
             while not _settled(ratios) and time.perf_counter() - start < MOST_SECONDS:
@@ -129,28 +132,12 @@ class ModelClock:
                     f"the model cannot run at {self.work} ({first_line(error)})",
                     "give another `--at`",
                 ) from error
-            return median(_timed(run, self._wait) for _ in range(REPEATS))
+            return median(run.seconds(wait=self._wait) for _ in range(REPEATS))
 
-    def _pass(self, model: nn.Module) -> Callable[[], object]:
-        if not self.work.decodes:
-            options: dict[str, Any] = dict(self._inputs)
-            if "use_cache" in getattr(model.forward, "__code__", _NO_CODE).co_varnames:
-                options["use_cache"] = False
-            return lambda: model(**options)
-        cache = DynamicCache(config=self.source.config)
-        ids = self._inputs["input_ids"]
-        with torch.inference_mode():
-            model(input_ids=ids.expand(-1, self.past), past_key_values=cache, use_cache=True)
-
-        def step() -> None:
-            model(input_ids=ids, past_key_values=cache, use_cache=True)
-            cache.crop(-1)
-
-        return step
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _pass(self, model: nn.Module) -> Pass:
+        if self.work.decodes:
+            return Generation(model, self._kinds, self._inputs, STEPS).decoding()
+        return forward_pass(model, self._kinds, self._inputs)
 
 
 def _settled(ratios: Sequence[float]) -> bool:
@@ -158,17 +145,6 @@ def _settled(ratios: Sequence[float]) -> bool:
     if len(ratios) < REPEATS:
         return False
     return (spread(ratios) or 0.0) / len(ratios) ** 0.5 < _SURE
-
-
-_NO_CODE = (lambda: None).__code__
-
-
-def _timed(run: Callable[[], object], wait: Callable[[], None]) -> float:
-    wait()
-    start = time.perf_counter()
-    run()
-    wait()
-    return time.perf_counter() - start
 
 
 def fill_at_random(module: nn.Module) -> None:
@@ -217,15 +193,11 @@ class LayerTimes:
 
     def _measure(self, layer: nn.Module, inputs: int) -> float:
         x = torch.randn(self.rows, inputs, dtype=self.dtype, device=self.device)
-
-        def wait() -> None:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
+        run, wait = Pass(lambda _: layer(x)), waiting(self.device)
         with torch.inference_mode():
-            first = min(_timed(lambda: layer(x), wait) for _ in range(3))
+            first = min(run.seconds(wait=wait) for _ in range(3))
             count = max(3, min(200, round(_LEAST / max(first, 1e-9))))
-            return median(_timed(lambda: layer(x), wait) for _ in range(count))
+            return median(run.seconds(wait=wait) for _ in range(count))
 
 
 def _around(size: int, whole: int) -> list[tuple[int, float]]:

@@ -25,9 +25,11 @@ from tcompress.data.inputs import (
 )
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
+from tcompress.options.steps import CacheName
 from tcompress.roles.find import find_roles
 
 Mode = Literal["eager", "compiled"]
+Phase = Literal["forward", "prefill", "decode"]
 LENGTHS = (32, 128)
 
 _LEAST_VOCABULARY = 16  # known of every model whose config does not say
@@ -39,15 +41,36 @@ class Cell(NamedTuple):
     """One point of the grid: sequences or pictures in a batch, tokens in a sequence, and how."""
 
     batch: int
-    length: int
+    length: int  # of a prompt, where text is generated
     mode: Mode
+    phase: Phase = "forward"
+    cache: CacheName | None = None  # that `prefill` and `decode` fill
+
+    def __str__(self) -> str:
+        filled = f", {self.phase} with a {self.cache} cache" if self.cache else ""
+        return f"batch {self.batch}, length {self.length}{filled}"
 
 
-def cells(batches: Sequence[int], lengths: Sequence[int], modes: Sequence[Mode]) -> list[Cell]:
-    """Lists the grid without repetitions, eager passes first: they cost no compilation."""
-    ordered = [mode for mode in get_args(Mode) if mode in modes]
-    grid = product(ordered, dict.fromkeys(lengths), dict.fromkeys(batches))
-    return [Cell(batch, length, mode) for mode, length, batch in grid]
+def cells(
+    batches: Sequence[int],
+    lengths: Sequence[int],
+    modes: Sequence[Mode],
+    caches: Sequence[CacheName] = (),
+) -> list[Cell]:
+    """Lists the grid without repetitions, eager passes first: they cost no compilation.
+
+    With caches text is generated too; compiled, as Transformers does it: steps with a static one.
+    """
+    every = product(get_args(Mode), get_args(Phase), (None, *dict.fromkeys(caches)))
+    ways = [
+        (mode, phase, cache)
+        for mode, phase, cache in every
+        if mode in modes
+        and (phase == "forward") == (cache is None)
+        and (mode == "eager" or (phase, cache) in (("forward", None), ("decode", "static")))
+    ]
+    grid = product(ways, dict.fromkeys(lengths), dict.fromkeys(batches))
+    return [Cell(batch, length, *way) for way, length, batch in grid]
 
 
 @dataclass(frozen=True)
@@ -83,16 +106,23 @@ class RandomInputs:
         """Whether sequences may have any length; pictures and sounds have their own."""
         return self.inputs.text or self.inputs.decoder
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Refuses lengths that the models have no positions for."""
-        if self.longest is not None and max(lengths) > self.longest:
-            text = f"length {max(lengths)} was asked for, the models have {self.longest} positions"
-            raise InputError(text, f"give `--length {self.longest}` or less")
+    def check(self, lengths: Sequence[int], new: int = 0) -> None:
+        """Refuses lengths that the models have no positions for, with `new` tokens after them."""
+        if self.longest is None or max(lengths) + new <= self.longest:
+            return
+        room, have = self.longest - new, f"the models have {self.longest} positions"
+        if room < 1:
+            text = f"{new} tokens after a prompt were asked for, {have}"
+            raise InputError(text, "give a smaller `--generate`")
+        more = f" with {new} tokens after it" if new else ""
+        text = f"length {max(lengths)}{more} was asked for, {have}"
+        raise InputError(text, f"give `--length {room}` or less")
 
-    def fitting(self, lengths: Sequence[int]) -> tuple[int, ...]:
+    def fitting(self, lengths: Sequence[int], new: int = 0) -> tuple[int, ...]:
         """Keeps those lengths that the models have positions for; the longest possible if none."""
-        fit = tuple(n for n in lengths if self.longest is None or n <= self.longest)
-        return fit or (self.longest or min(lengths),)
+        self.check([1], new)
+        fit = tuple(n for n in lengths if self.longest is None or n + new <= self.longest)
+        return fit or (self.longest - new if self.longest else min(lengths),)
 
     def batch(
         self, batch: int, length: int, seed: int, device: torch.device, dtype: torch.dtype

@@ -219,12 +219,19 @@ class Evaluate(Section):
 Sizes = tuple[Annotated[int, Field(gt=0, lt=10**9)], ...]
 
 
+CacheName = Literal["dynamic", "static"]
+
+
 class Bench(Section):
-    """Time of a forward pass beside the dense model's."""
+    """Time of forward passes, and of generating text, beside the dense model's."""
 
     panel = MEASURED
 
-    batch: Sizes = option((1, 8, 32), "sizes of batches", metavar="N,N,...", min_length=1)
+    batch: Sizes = option(
+        (),
+        "sizes of batches; default 1, 8 and 32, with `generate` 1 and 8",
+        metavar="N,N,...",
+    )
     length: Sizes = option(
         (),
         "tokens in a sequence; default 32 and 128, as far as the models go; pictures have a "
@@ -237,6 +244,20 @@ class Bench(Section):
         metavar="eager,compiled",
         min_length=1,
     )
+    generate: int | None = option(
+        None,
+        "tokens to generate: the prompt's pass (`prefill`) and steps of one token after it "
+        "(`decode`) are timed too; for language models",
+        metavar="N",
+        gt=0,
+        le=10**6,
+    )
+    cache: tuple[CacheName, ...] = option(
+        (),
+        "caches of Transformers that `generate` fills; default `dynamic`, which grows; `static` "
+        "has its full length from the start, and compiled steps need it",
+        metavar="dynamic,static",
+    )
     repeats: int = option(7, "timed passes of each model; medians count", gt=0, le=10**6)
     threads: int | None = option(None, "threads on a CPU; default PyTorch's", gt=0, le=4096)
     keep_weights: bool = option(
@@ -245,6 +266,23 @@ class Bench(Section):
     dtype: DType | None = option(None, "dtype of both; default as the dense is stored")
     device: Device = "auto"
     seed: int = option(0, "seed of the random inputs", ge=0, lt=2**32)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return self.batch or ((1, 8) if self.generate else (1, 8, 32))
+
+    @property
+    def caches(self) -> tuple[CacheName, ...]:
+        """Those to fill, if anything is generated."""
+        return (self.cache or ("dynamic",)) if self.generate else ()
+
+    @model_validator(mode="after")
+    def _check_caches(self) -> Bench:
+        if self.cache and not self.generate:
+            raise ValueError("`cache` belongs to `generate`: give the number of tokens too")
+        if self.generate and "compiled" in self.mode and "static" not in self.cache:
+            raise ValueError("compiled steps need a cache of one length: add `static` to `cache`")
+        return self
 
 
 class Words(Section):

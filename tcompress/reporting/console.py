@@ -49,7 +49,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
         table.add_row(
             str(speed.batch),
             str(speed.length),
-            speed.mode,
+            speed.how,
             *([fmt.machine_text(speed)] if several else []),
             fmt.median_text(speed.milliseconds, speed.spread),
             fmt.median_text(speed.baseline_milliseconds, speed.baseline_spread),

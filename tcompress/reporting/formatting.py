@@ -181,7 +181,7 @@ def speed_words(speeds: Sequence[Speed]) -> str:
     fast = max(speeds, key=lambda speed: speed.ratio)
     found = [slow, fast] if ratio_text(slow.ratio, 2) != ratio_text(fast.ratio, 2) else [fast]
     ends = " to ".join(ratio_text(speed.ratio, 2) for speed in found)
-    sizes = " and ".join(f"batch {item.batch}, length {item.length}" for item in found)
+    sizes = " and ".join(map(size_text, found))
     slower = "is slower than the dense model: it " if fast.ratio < 1 else ""
     return f"{slower}runs at {ends} the dense speed ({sizes})"
 
@@ -203,20 +203,28 @@ def machine_text(speed: Speed) -> str:
     return ", ".join(map(str, words))
 
 
+def size_text(speed: Speed) -> str:
+    """Says which pass was timed, such as `batch 8, length 32` or `batch 1, length 128, decode`."""
+    how = "" if speed.how == "eager" else f", {speed.how}"
+    return f"batch {speed.batch}, length {speed.length}{how}"
+
+
 def pass_text(speed: Speed) -> str:
-    """Says which pass was timed, such as `batch 8, length 32, cpu, 2 threads, float32`."""
-    mode = "" if speed.mode == "eager" else f"{speed.mode}, "
-    return f"batch {speed.batch}, length {speed.length}, {mode}{machine_text(speed)}"
+    """Says which pass was timed and on what, as `batch 8, length 32, cpu, 2 threads, float32`."""
+    return f"{size_text(speed)}, {machine_text(speed)}"
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Says how times and memory are to be read."""
     counted = [speed.weight_bytes is not None for speed in speeds]
     spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
+    steps = {str(s.protocol.get("new_tokens")) for s in speeds if s.phase == "decode"}
+    cached = ", with its cache" if steps else ""
     notes = {
+        f"decode is one token after the prompt, the mean of {' or '.join(steps)}": any(steps),
         "times are medians; ± is half the distance of the quartiles": any(spread),
         "? the machine was busy: give more --repeats when it is not": any(noisy),
-        "memory is that of the weights and the peak of the pass on top": any(counted),
+        f"memory is that of the weights and the peak of the pass on top{cached}": any(counted),
         "(pass) memory is the peak of the pass alone, without weights": not all(counted),
     }
     return [note for note, holds in notes.items() if holds]

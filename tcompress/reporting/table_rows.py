@@ -80,7 +80,7 @@ def rows_of(
     rows += _metrics(report, shown)
     machines = {fmt.machine_text(speed) for item in shown for speed in item.speed}
     for speed in report.speed:
-        mode = "time" if speed.mode == "eager" else speed.mode
+        mode = "time" if speed.how == "eager" else speed.how
         machine = f", {fmt.machine_text(speed)}" if len(machines) > 1 else ""
         label = f"{mode} B={speed.batch} T={speed.length}{machine}"
         now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
@@ -433,6 +433,6 @@ def _best_speed(report: ModelReport) -> Cell:
     speed = max(report.speed, key=lambda speed: speed.ratio, default=None)
     if speed is None:
         return Cell()
-    mode = "" if speed.mode == "eager" else f", {speed.mode}"
+    mode = "" if speed.how == "eager" else f", {speed.how}"
     note = f"B={speed.batch} T={speed.length}{mode}, {fmt.machine_text(speed)}"
     return Cell(fmt.ratio_text(speed.ratio, 2), note)

@@ -128,6 +128,8 @@ _Item = TypeVar("_Item")
 
 _SAME = ("task", "split", "data_fingerprint", "max_length", "layer")
 
+_SAME_RUN = ("device", "device_name", "dtype", "threads", "new_tokens")
+
 ALIKE = 0.005  # part of a cost that is no difference
 
 
@@ -153,8 +155,8 @@ def other_baseline(report: ModelReport, metric: Metric) -> str | None:
 
 def speed_key(speed: Speed) -> tuple[int, int, str, tuple[str, ...]]:
     """Equal for times that can be compared."""
-    found = (speed.protocol.get(key) for key in ("device", "device_name", "dtype", "threads"))
-    return (speed.batch * speed.length, speed.batch, speed.mode, tuple(map(str, found)))
+    found = (speed.protocol.get(key) for key in _SAME_RUN)
+    return (speed.batch * speed.length, speed.batch, speed.how, tuple(map(str, found)))
 
 
 def numbers_of(reports: Sequence[ModelReport]) -> list[tuple[Metric, ...]]:

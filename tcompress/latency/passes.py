@@ -1,0 +1,125 @@
+"""What is timed: passes, in turn, with their spread and the memory that they take."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tcompress.data.inputs import Inputs
+
+Clock = Callable[[], float]
+Seconds = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What is timed, and what must be done before it each time, which is not."""
+
+    run: Callable[[Any], object]  # of what `ready` gives
+    ready: Callable[[], Any] = lambda: None
+    steps: int = 1  # one after another; times are of one of them
+
+    def __call__(self) -> None:
+        self.run(self.ready())
+
+    def seconds(
+        self, clock: Clock = time.perf_counter, wait: Callable[[], None] = lambda: None
+    ) -> float:
+        """Times one step; `wait` returns when the device has done all its work."""
+        given = self.ready()
+        wait()
+        start = clock()
+        self.run(given)
+        wait()
+        return (clock() - start) / self.steps
+
+    def peak_bytes(self, device: torch.device) -> int | None:
+        """Runs it once and returns what it needs at its peak, with what was made ready for it.
+
+        On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
+        profiler's record of every allocation and release; scratch space that a library takes from
+        the system itself, without PyTorch, is not seen. On other devices it is unknown: None.
+        """
+        if device.type == "cpu":
+            return self._peak_on_cpu()
+        if device.type != "cuda":
+            return None
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        given = self.ready()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        self.run(given)
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+
+    def _peak_on_cpu(self) -> int:
+        # Read when the profiler first starts, which otherwise talks on stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            given = self.ready()
+            with record_function(_RUN):
+                self.run(given)
+        assert profiled.profiler is not None
+        events = sorted(profiled.profiler.kineto_results.events(), key=lambda one: one.start_ns())
+        start = next(event.start_ns() for event in events if event.name() == _RUN)
+        before, after = 0, []
+        for event in events:
+            if event.name() == "[memory]" and event.start_ns() < start:
+                before += event.nbytes()
+            elif event.name() == "[memory]":
+                after.append(event.nbytes())
+        return max(accumulate(after, initial=before))
+
+
+_RUN = "what is measured"
+
+
+def forward_pass(forward: Callable[..., object], kinds: Inputs, inputs: dict[str, Tensor]) -> Pass:
+    """A pass over inputs that fills no cache."""
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in kinds.names else {}
+    return Pass(lambda _: forward(**inputs, **options))
+
+
+def spread(times: Sequence[float]) -> float | None:
+    """Returns the distance of the quartiles over the median; None for fewer than four times."""
+    if len(times) < 4:
+        return None
+    low, middle, high = quantiles(times, n=4, method="inclusive")
+    return (high - low) / middle if middle else None
+
+
+def alternate(
+    one: Pass,
+    other: Pass,
+    repeats: int,
+    clock: Clock = time.perf_counter,
+    wait: Callable[[], None] = lambda: None,
+) -> Seconds:
+    """Times two passes in turn, in seconds: what slows the machine down slows both.
+
+    Who goes first changes with every repeat; `wait` returns when the device has done all its work.
+    """
+    times: Seconds = ([], [])
+    passes = list(zip((one, other), times, strict=True))
+    for _ in range(repeats):
+        for run, seconds in passes:
+            seconds.append(run.seconds(clock, wait))
+        passes.reverse()
+    return times
+
+
+def waiting(device: torch.device) -> Callable[[], None]:
+    """Gives what returns when a device has done all its work."""
+    if device.type == "cuda":
+        return lambda: torch.cuda.synchronize(device)
+    return torch.mps.synchronize if device.type == "mps" else lambda: None

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 import tcompress
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import Metric, Speed, read_manifest
+from tcompress.artifact.means import AGREEMENT
 from tcompress.artifact.workplace import check_output, check_place, remove_model
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.conversion.shared_statistics import Statistics
@@ -36,7 +37,6 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
-from tcompress.evaluation.statistics import AGREEMENT
 from tcompress.files import write_text
 from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
 from tcompress.models import SourceModel

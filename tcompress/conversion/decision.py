@@ -39,6 +39,7 @@ from tcompress.conversion.channels import (
 )
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
+from tcompress.conversion.plain import plan_in_time
 from tcompress.conversion.prices import Prices, TimeGoal
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
@@ -104,6 +105,9 @@ class Decision:
         if not self.plan.layers or not measured:
             return {label: self.plan}
         self._measure(progress, several=several)
+        if self.recipe.plain and self.recipe.time_budget:
+            progress.stage("timing widths", 1, "")
+            return {label: plan_in_time(self.source, self.recipe, self.plan, self.device)}
         if not self._layers:  # as with experts alone
             budget = self.recipe.budget
             if not by_loss or (budget is not None and budget.is_size):

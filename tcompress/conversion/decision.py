@@ -40,13 +40,13 @@ from tcompress.conversion.channels import (
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.conversion.plain import plan_in_time
-from tcompress.conversion.prices import Prices, TimeGoal
+from tcompress.conversion.prices import Prices, TimeGoal, clock_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import USUAL_PASS, LayerTimes, ModelClock, Workload
+from tcompress.latency.predicted import LayerTimes
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
@@ -154,15 +154,12 @@ class Decision:
             return None
         progress.stage("timing layers", 1, "")
         with threads(self.recipe.threads):
-            dtype = getattr(torch, self.recipe.dtype or "float32")
-            work = Workload.read(self.recipe.at or USUAL_PASS)
-            named = self.recipe.at is not None
-            clock = ModelClock(self.source, work, self.device, dtype, named)
+            clock = clock_of(self.source, self.recipe, self.device)
             entries = {item.key: item for item in self._entries.values()}
-            prices = Prices(clock, LayerTimes(clock.rows, self.device, dtype), entries)
+            prices = Prices(clock, LayerTimes(clock.rows, self.device, clock.dtype), entries)
             prices.price(problem.layers, problem.widths)
         self._rest = prices.rest(problem.layers)
-        progress.advance(1, str(work))
+        progress.advance(1, str(clock.work))
         return TimeGoal(budget, clock)
 
     def _in_time(self, goal: TimeGoal, answer: Callable[[int], Plan]) -> Plan:

@@ -26,7 +26,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import identity_of
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import WIDER, SharedFactors
+from tcompress.conversion.fit import WIDER, SharedFactors, is_finite
 from tcompress.conversion.plain import PlainTensors, fitted_parameters, fused_layers
 from tcompress.conversion.start import started_values
 from tcompress.data.calibration import CalibrationData
@@ -162,7 +162,10 @@ class Outputs:
     def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
         """Gives a tensor of a rewritten layer as it is stored."""
         if self.plain is not None:
-            return self.plain.value(item.key, self.made[item.key], result).to(item.dtype)
+            value = self.plain.value(item.key, self.made[item.key], result).to(item.dtype)
+            if not is_finite(value):
+                raise FitError(f"`{item.key}` does not fit into {item.dtype}", WIDER)
+            return value
         entry = next(e for e in self.made[item.key] if item.key.startswith(f"{e.name}."))
         leaf = item.key.removeprefix(f"{entry.name}.")
         if leaf == entry.parameter:

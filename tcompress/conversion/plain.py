@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.prices import CLOSE, TRIES, TimeGoal
+from tcompress.conversion.prices import CLOSE, TRIES, TimeGoal, clock_of
 from tcompress.errors import PlanError
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import USUAL_PASS, ModelClock, Workload
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.planning.costs import path_of
@@ -95,9 +94,7 @@ def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch
     assert plan.budget is not None
     widths = possible_widths(source)
     with threads(recipe.threads):
-        dtype = getattr(torch, recipe.dtype or "float32")
-        work = Workload.read(recipe.at or USUAL_PASS)
-        clock = ModelClock(source, work, device, dtype, named=recipe.at is not None)
+        clock = clock_of(source, recipe, device)
         wanted = TimeGoal(recipe.time_budget, clock).speedup
 
         def timed(width: int) -> tuple[Plan, float]:

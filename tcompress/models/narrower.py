@@ -16,7 +16,7 @@ from torch import nn
 from tcompress.models.fewer_layers import sections, write_keys
 from tcompress.models.model import SourceModel
 
-Keys = Mapping[str, int | float]
+Keys = Mapping[str, int]
 """New values in `config.json`, by key; those of a part such as `text_config.intermediate_size`."""
 
 Shape = tuple[int, ...]
@@ -35,7 +35,7 @@ def with_keys(source: SourceModel, keys: Keys) -> SourceModel:
 
 def find_keys(
     source: SourceModel, sizes: Sequence[tuple[int, int]], wanted: Mapping[str, Shape]
-) -> tuple[dict[str, int | float], list[str]]:
+) -> tuple[dict[str, int], list[str]]:
     """Finds the keys that make a model with these shapes of parameters, and no other change.
 
     Args:
@@ -47,7 +47,8 @@ def find_keys(
         New values by key, and the problems: what no key changes, or what changes with it.
     """
     dense = _facts(with_keys(source, {}).meta_model())
-    found: dict[str, int | float] = {}
+    tensors = source.keymap.model.state_dict()
+    found: dict[str, int] = {}
     reached: set[str] = set()
     beside: Counter[str] = Counter()
     for key, value in _candidates(source, sizes):
@@ -59,7 +60,8 @@ def find_keys(
             found[key] = value
             reached |= right
         elif right:
-            other = next(name for name in changed if name not in right)
+            others = [name for name in changed if name not in right]
+            other = next((name for name in others if name in tensors), others[0])
             beside[f"`{key}` in its config would change `{other}` too"] = len(right)
     missing = [name for name in wanted if name not in reached]
     if missing:
@@ -70,10 +72,8 @@ def find_keys(
     return found, []
 
 
-def _candidates(
-    source: SourceModel, sizes: Sequence[tuple[int, int]]
-) -> Iterator[tuple[str, int | float]]:
-    """Keys that hold a width come first, then those left to a default, then ratios of widths."""
+def _candidates(source: SourceModel, sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Keys that hold a width come first, then those left to a default."""
     config: Any = source.config
     parts = ("", *(part for part in getattr(config, "sub_configs", {})))
     owners = [(part, getattr(config, part) if part else config) for part in parts]
@@ -85,12 +85,8 @@ def _candidates(
     ]
     for before, after in sizes:
         yield from ((key, after) for key, value in values if type(value) is int and value == before)
-    for before, after in sizes:
+    for _, after in sizes:
         yield from ((key, after) for key, value in values if value is None)
-        for key, value in values:
-            if "ratio" in key and type(value) in (int, float):
-                ratio = value * after / before
-                yield key, int(ratio) if ratio.is_integer() else ratio
 
 
 def _changes(source: SourceModel, dense: Mapping[str, Any], keys: Keys) -> dict[str, Any]:

@@ -232,7 +232,8 @@ def _check_size(convert: Convert, typed: Given[Any]) -> None:
         return
     if method.name == "width" and convert.fixes_width:
         return
-    rank = "" if method.name == "auto" else f" or `{typed.name('method', 'rank')}`"
+    place = ("keep_neurons",) if method.name == "width" else ("method", "rank")
+    rank = "" if method.name == "auto" else f" or `{typed.name(*place)}`"
     raise RecipeError(
         f"method `{method.name}` needs a size: give `{typed.name('target')}`{rank}",
         f"{typed.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "

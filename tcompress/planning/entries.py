@@ -351,7 +351,7 @@ class Plan(Frozen):
     depth: DepthPlan | None = None  # which blocks stay, where some are dropped
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
-    plain: dict[str, int | float] | None = None
+    plain: dict[str, int] | None = None
     """New values in `config.json`, by key, of a plain model, which they say all about."""
     warnings: tuple[str, ...] = Field(default=())
 

@@ -109,8 +109,9 @@ def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
     problems = []
     asked = {False: recipe.head_size is None or recipe.keep_neurons is not None}
     asked[True] = recipe.head_size is not None
-    keys: dict[str, int | float] = {}
-    for heads, words in ((False, NO_NEURONS), (True, "no attention of it can have smaller heads")):
+    keys: dict[str, int] = {}
+    same = "all its feed-forwards would keep their width" if possible_widths(source) else NO_NEURONS
+    for heads, words in ((False, same), (True, "no attention of it can have smaller heads")):
         if not shapes[heads]:
             problems += [words] if asked[heads] else []
             continue

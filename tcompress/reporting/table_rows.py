@@ -93,11 +93,11 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
     return rows
 
 
-def plain_rows(plain: Mapping[str, float] | None) -> list[Row]:
+def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
     """A line about the keys of `config.json` that say all of a plain model."""
     if not plain:
         return []
-    return [Row("in config.json", ", ".join(f"{key} {value:g}" for key, value in plain.items()))]
+    return [Row("in config.json", ", ".join(f"{key} {value:,}" for key, value in plain.items()))]
 
 
 def calibration_text(report: ModelReport) -> str:

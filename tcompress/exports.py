@@ -21,7 +21,13 @@ from tcompress.files import write_text
 from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.names import CARD, auxiliary_files, carry_files, local_folder
+from tcompress.models.names import (
+    CARD,
+    auxiliary_files,
+    carry_files,
+    local_folder,
+    stands_alone,
+)
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
 from tcompress.structures.modules.linear import StructuredLinear, widened
@@ -223,11 +229,6 @@ def _has_own_code(config: Mapping[str, Any]) -> bool:
     types = {getattr(getattr(item, "config_class", None), "model_type", None) for item in found}
     native = kind in CONFIG_MAPPING and kind in types
     return bool(own) and (not native or not own.isdisjoint(names))
-
-
-def stands_alone(config: Mapping[str, Any]) -> bool:
-    """Tells by its config whether a plain model loads without tcompress: our own models do not."""
-    return not str(config.get("model_type")).startswith("tcompress_")
 
 
 def _card(artifact: Artifact) -> str:

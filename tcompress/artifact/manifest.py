@@ -258,7 +258,7 @@ def model_card(manifest: Manifest) -> str:
     base = "" if local or random else f"base_model: {source.id}\n"
     shown = Path(source.id).name if local else source.id
     tag = loading = ""
-    if plan.changes_model or plan.depth:
+    if plan.compresses:
         done = "from scratch" if random else "compressed"
         title, body = f"{shown}, {done} with `{plan.method}`", _conversion(manifest)
         tag, loading = f"- {done.replace(' ', '-')}\n", "It loads without tcompress. "

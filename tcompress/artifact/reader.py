@@ -63,9 +63,9 @@ class Artifact:
 
 
 def _not_converted(folder: Path) -> ArtifactError:
-    if (manifest := read_manifest(folder)) is not None and manifest.plan.depth:
+    if (manifest := read_manifest(folder)) is not None and manifest.plan.compresses:
         return ArtifactError(
-            f"`{folder}` has fewer blocks than its source, but no rewritten layer: it is a plain "
+            f"`{folder}` is smaller than its source, but says so in its own config: it is a plain "
             "model already",
             "use it as it is; it needs no tcompress",
         )

@@ -13,7 +13,8 @@ EXAMPLES = ("tcompress export bert-base-lprod-p4 --to dense -o bert-base-plain",
 
 def export(call: Exported, written: Written, manner: Manner) -> None:
     """Does what `tcompress export` says."""
-    from tcompress.exports import export_dense, stands_alone
+    from tcompress.exports import export_dense
+    from tcompress.models.names import stands_alone
 
     model = Path(call.model)
     folder = Path(written.output or f"{model.name or model.resolve().name}-{call.to}")

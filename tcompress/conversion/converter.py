@@ -151,7 +151,7 @@ def convert(
             format_version=needed_version(
                 job.plan.entries, job.plan.attention, drawn=source.seed is not None
             ),
-            source=source_facts(job.source, source),
+            source=source_facts(job.source, source, job.plan),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
             calibration=calibration_facts(job.data, job.comparison),
@@ -379,7 +379,7 @@ class _Job:
         self.plan = plan if depth is None else with_depth(plan, depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
-        self.outputs = Outputs.of(self.source, *parts)
+        self.outputs = Outputs.of(self.source, *parts, plain=self.plan.plain is not None)
         blocks = roles_of(self.source).blocks
         self.block_of = {layer.name: block.name for block in blocks for layer in block.layers}
         for entry in self.plan.embeddings:

@@ -41,13 +41,14 @@ from tcompress.conversion.channels import (
 )
 from tcompress.conversion.fit import EvaluationMoments
 from tcompress.conversion.output_sampler import sampler_of
-from tcompress.conversion.prices import Prices, TimeGoal
+from tcompress.conversion.plain import plan_in_time
+from tcompress.conversion.prices import Prices, TimeGoal, clock_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import USUAL_PASS, LayerTimes, ModelClock, Workload
+from tcompress.latency.predicted import LayerTimes
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
@@ -132,6 +133,9 @@ class Decision:
             return {label: self.plan}
         if self._layers is None:
             self._layers = self._measure(progress, several=several)
+        if self.recipe.plain and self.recipe.time_budget:
+            progress.stage("timing widths", 1, "")
+            return {label: plan_in_time(self.source, self.recipe, self.plan, self.device)}
         if not self._layers:  # as with experts alone
             budget = self.recipe.budget
             if not by_loss or (budget is not None and budget.is_size):
@@ -182,11 +186,9 @@ class Decision:
 
     def _timed(self, problem: BudgetProblem) -> ModelClock:
         """Times the dense model, and gives all candidates their time."""
-        dtype = getattr(torch, self.recipe.dtype or "float32")
-        work = Workload.read(self.recipe.at or USUAL_PASS)
-        clock = ModelClock(self.source, work, self.device, dtype, self.recipe.at is not None)
+        clock = clock_of(self.source, self.recipe, self.device)
         entries = {item.key: item for item in self._entries.values()}
-        prices = Prices(clock, LayerTimes(clock.rows, self.device, dtype), entries)
+        prices = Prices(clock, LayerTimes(clock.rows, self.device, clock.dtype), entries)
         prices.price(problem.layers, problem.widths)
         self._rest = prices.rest(problem.layers)
         return clock

@@ -27,7 +27,8 @@ from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import identity_of
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.fit import WIDER, SharedFactors
+from tcompress.conversion.fit import WIDER, SharedFactors, is_finite
+from tcompress.conversion.plain import PlainTensors, fitted_parameters, fused_layers
 from tcompress.conversion.start import started_values
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
@@ -37,6 +38,7 @@ from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
+from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
@@ -67,6 +69,7 @@ class Outputs:
     made: dict[str, Cluster] = field(default_factory=dict)  # layers that yield a tensor, by name
     positions: dict[str, FormPlan] = field(default_factory=dict)  # tables made anew, by name
     attention: Sequence[AttentionPlan] = ()
+    plain: PlainTensors | None = None  # where layers are stored as those of the source
     adapted: dict[str, Tensor] = field(default_factory=dict)
     """First values of attention replacements that calibration data told, by name."""
     _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
@@ -81,12 +84,15 @@ class Outputs:
         dtype: torch.dtype | None,
         attention: Sequence[AttentionPlan] = (),
         forms: Sequence[FormPlan] = (),
+        *,
+        plain: bool = False,
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype, attention=attention)
+        self.plain = PlainTensors(source) if plain else None
         self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
         replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
-        for cluster in clusters_of(layers):
+        for cluster in fused_layers(source, layers) if plain else clusters_of(layers):
             for entry in cluster:
                 for key in self._sources(entry):
                     replaced.setdefault(key, []).append(cluster)
@@ -116,7 +122,8 @@ class Outputs:
                     done.add(id(cluster))
                     self._add_cluster(cluster)
         # Dense parameters that the checkpoint has fused with what is rewritten.
-        for name, path in keymap.apart(rewritten_names(source, layers)).items():
+        fused = {} if plain else keymap.apart(rewritten_names(source, layers))
+        for name, path in fused.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
         for other in attention:
@@ -155,6 +162,11 @@ class Outputs:
 
     def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
         """Gives a tensor of a rewritten layer as it is stored."""
+        if self.plain is not None:
+            value = self.plain.value(item.key, self.made[item.key], result).to(item.dtype)
+            if not is_finite(value):
+                raise FitError(f"`{item.key}` does not fit into {item.dtype}", WIDER)
+            return value
         entry = next(e for e in self.made[item.key] if item.key.startswith(f"{e.name}."))
         leaf = item.key.removeprefix(f"{entry.name}.")
         if leaf == entry.parameter:
@@ -194,6 +206,11 @@ class Outputs:
         return own if self.dtype is None or not own.is_floating_point else self.dtype
 
     def _add_cluster(self, cluster: Cluster) -> None:
+        if self.plain is not None:
+            for key, shape in self.plain.add(cluster).items():
+                self.made[key] = cluster
+                self.tensors.append(Stored(key, shape, self._cast(key)))
+            return
         for entry in cluster:
             dtype = self.dtype_of(entry)
             shapes = {stored_name(entry, name): s for name, s in entry.tensor_shapes.items()}
@@ -249,14 +266,15 @@ def conversion_identity(
     )
 
 
-def source_facts(source: SourceModel, dense: SourceModel) -> SourceFacts:
+def source_facts(source: SourceModel, dense: SourceModel, plan: Plan) -> SourceFacts:
     """Says what was converted: the dense model without dropped blocks, and with all of them."""
+    same = source is dense and plan.plain is None
     return SourceFacts(
         id=source.id,
         revision=source.revision,
         fingerprint=source.store.fingerprint(),
         bytes=dense.store.total_bytes,
-        config=None if source is dense else dense.settings,
+        config=None if same else dense.settings,
         init="pretrained" if source.seed is None else "random",
         seed=source.seed,
     )
@@ -294,11 +312,11 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
 
 def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
     """Renders `config.json`; arguments as for `write_rest`."""
-    raw = dict(source.settings)
+    raw = dict(with_keys(source, plan.plain).settings if plan.plain else source.settings)
     if dtype is not None:
         raw.pop("torch_dtype", None)
         raw["dtype"] = dtype
-    if plan.changes_model:  # else it is a plain model
+    if plan.changes_model:
         facts: dict[str, Any] = {}
         if source.model_class.__name__ not in (raw.get("architectures") or []):
             facts["stored_as"] = source.model_class.__name__
@@ -376,7 +394,9 @@ def check_written(
                 raise differs(item.key, "its values are others")
     entries = (*plan.embeddings[:1], *(entry for entry in plan.layers if entry.block in blocks))
     for cluster in {id(c): c for c in outputs.made.values()}.values():
-        if cluster[0] in entries:
+        if cluster[0] in entries and outputs.plain is not None:
+            _check_plain(written, outputs, cluster, fit(cluster))
+        elif cluster[0] in entries:
             _check_cluster(written, outputs, cluster, fit(cluster), factors)
 
 
@@ -393,6 +413,15 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
         first = roles_of(source).blocks[:1]
         blocks = {source.keymap.checkpoint_prefix(block.name) for block in first}
     return blocks
+
+
+def _check_plain(
+    written: Reopened, outputs: Outputs, cluster: Cluster, result: BlockResult
+) -> None:
+    for entry in cluster:
+        for name, fitted in fitted_parameters(outputs.source, entry, result):
+            if not _same(written.tensor(name), fitted.to(outputs.dtype_of(entry))):
+                raise differs(name, "its values are others")
 
 
 def _check_cluster(

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import WidthSite, forms_of
 from tcompress.errors import PlanError
-from tcompress.latency.predicted import LayerTimes, ModelClock, interpolated
+from tcompress.latency.predicted import (
+    USUAL_PASS,
+    LayerTimes,
+    ModelClock,
+    Workload,
+    interpolated,
+)
+from tcompress.models import SourceModel
+from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.channels import Coupling
 from tcompress.planning.entries import Form, LayerPlan, Plan
@@ -19,6 +29,12 @@ TRIES = 4  # plans of one answer, each with the time that the last one missed ma
 CLOSE = 0.02  # of the speed asked for: no better plan is looked for
 
 _NANO = 1e9
+
+
+def clock_of(source: SourceModel, recipe: Convert, device: torch.device) -> ModelClock:
+    """Times a dense model at the pass that a recipe is about."""
+    work, dtype = Workload.read(recipe.at or USUAL_PASS), getattr(torch, recipe.dtype or "float32")
+    return ModelClock(source, work, device, dtype, named=recipe.at is not None)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tcompress.latency.passes import Pass, alternate, forward_pass, spread, wait
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.models.model import draw_model
+from tcompress.models.narrower import with_keys
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.structures.modules.linear import StructuredLinear
 
@@ -102,13 +103,7 @@ class ModelClock:
 
     def speedup(self, plan: Plan) -> float:
         """How many times as fast a model of these forms is, weights aside."""
-        small = copy.deepcopy(self._dense)
-        keymap = self.source.keymap
-        made = install_layers(
-            small, plan.layers, keymap.runtime_name, dtype=self.dtype, device=self.device
-        )
-        for module in made.values():
-            fill_at_random(module)
+        small = self._small(plan)
         one, other = self._pass(self._dense), self._pass(small)
         with torch.inference_mode():
             for _ in range(2):
@@ -120,6 +115,17 @@ class ModelClock:
                 times = alternate(one, other, REPEATS, wait=self._wait)
                 ratios += [dense / own for dense, own in zip(*times, strict=True)]
         return median(ratios)
+
+    def _small(self, plan: Plan) -> nn.Module:
+        if plan.plain is not None:
+            config = with_keys(self.source, plan.plain).config
+            drawn = draw_model(self.source.model_class, config, 0)
+            return drawn.to(device=self.device, dtype=self.dtype).eval()
+        small, name = copy.deepcopy(self._dense), self.source.keymap.runtime_name
+        made = install_layers(small, plan.layers, name, dtype=self.dtype, device=self.device)
+        for module in made.values():
+            fill_at_random(module)
+        return small
 
     def _median(self, model: nn.Module) -> float:
         run = self._pass(model)

@@ -39,20 +39,28 @@ def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
     result = deepcopy(source.settings)
     for path, indices in kept.items():
         part, owner = _owner(source.config, model, path)
-        # Old CLIP files say the same twice, and the second time counts.
-        targets = [result] if part is None else [result.setdefault(part, {})]
-        twice = result.get(f"{part}_dict")
-        targets += [twice] if isinstance(twice, dict) else []
-        for target in targets:
+        for target in sections(result, part):
             target |= _by_block(owner, indices) | _routed(owner, indices)
             target |= _stages(owner, target, indices)
-            counts = _counts(owner, model, path, kept, part)
-            # Files use other names of these keys too, and any of them may count.
-            aliases = getattr(owner, "attribute_map", {}).items()
-            target |= counts
-            known = ((name, real) for name, real in aliases if name in target)
-            target |= {name: counts[real] for name, real in known if real in counts}
+            write_keys(target, owner, _counts(owner, model, path, kept, part))
     return result
+
+
+def sections(settings: dict[str, Any], part: str | None) -> list[dict[str, Any]]:
+    """Lists what of `config.json` a part of a config is read from; None stands for the whole."""
+    found = [settings] if part is None else [settings.setdefault(part, {})]
+    # Old CLIP files say the same twice, and the second time counts.
+    twice = settings.get(f"{part}_dict")
+    return [*found, twice] if isinstance(twice, dict) else found
+
+
+def write_keys(section: dict[str, Any], owner: Any, values: Mapping[str, Any]) -> None:
+    """Puts values into what a config is read from."""
+    section |= values
+    # Files use other names of these keys too, and any of them may count.
+    aliases = getattr(owner, "attribute_map", {}).items()
+    known = [(name, real) for name, real in aliases if name in section]
+    section |= {name: values[real] for name, real in known if real in values}
 
 
 def _owner(config: Any, model: nn.Module, path: str) -> tuple[str | None, Any]:

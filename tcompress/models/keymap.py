@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +20,7 @@ from transformers.core_model_loading import (
     apply_renamings,
     dot_natural_key,
     rename_source_key,
+    revert_weight_conversion,
 )
 
 from tcompress.errors import FitError, SourceError, after_colon, listed
@@ -104,6 +105,30 @@ class KeyMap:
                 module, _, leaf = name.rpartition(".")
                 found[f"{self.checkpoint_prefix(module)}.{leaf}"] = name
         return found
+
+    def stored_together(self, param_name: str) -> tuple[str, ...]:
+        """Give the parameters, itself included, that are made of the same checkpoint tensors."""
+        sources = self.sources(param_name)
+        return tuple(name for name, own in self._sources.items() if own is sources)
+
+    def as_stored(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give the checkpoint tensors of parameters that are stored together, by their keys.
+
+        The inverse of `read_parameter`; shapes may be others than those of the model.
+        """
+        sources = self.sources(next(iter(values)))
+        keys = sources.keys
+        if sources.converter is None:
+            return dict(zip(keys, values.values(), strict=True))
+        found = revert_weight_conversion(self.model, dict(values))
+        named = {key: name for key in keys for name in found if f".{key}".endswith(f".{name}")}
+        if len(named) != len(found) or len(named) != len(keys):
+            raise SourceError(
+                f"Transformers would store {listed(values)} as {listed(found)}, and the checkpoint "
+                f"has {listed(keys)}",
+                hint="load the model with Transformers and save it again, then convert that",
+            )
+        return {key: found[name] for key, name in named.items()}
 
     def runtime_name(self, checkpoint_prefix: str) -> str | None:
         """Translate the stored name of a module back, across heads; None if there is none."""

@@ -7,7 +7,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatch
@@ -383,3 +383,8 @@ def shorten_texts(folder: Path, longest: int) -> None:
             if known is None or known > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
                 write_text(path, text + "\n")
+
+
+def stands_alone(config: Mapping[str, Any]) -> bool:
+    """Tells by its config whether a plain model loads without tcompress: our own models do not."""
+    return not str(config.get("model_type")).startswith("tcompress_")

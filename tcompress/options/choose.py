@@ -67,7 +67,8 @@ def conversion(
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
     cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings"))
-    data["method"] = _method(said, base.get("method") or {}, option, typed, without=cuts)
+    usual = "width" if data.get("plain") else "lprod"
+    data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)
     for name in _LISTS:
         data[name] = [*base.get(name, ()), *said.get(name, ())]
     result: Convert = typed.read(data)
@@ -91,7 +92,13 @@ def _options_of(name: str, option: str) -> type[Spec]:
 
 
 def _method(
-    said: Said, base: Mapping[str, Any], option: str, typed: Given[Any], *, without: bool
+    said: Said,
+    base: Mapping[str, Any],
+    option: str,
+    typed: Given[Any],
+    usual: str,
+    *,
+    without: bool,
 ) -> Said | None:
     """What a recipe would say of the method."""
     chosen = dict(said.get("method") or {})
@@ -100,7 +107,7 @@ def _method(
     if name is None and any(said.get(field) for field in WIDTHS):
         name = "width"
     if name is None and (about_layers or not without):
-        name = "lprod"
+        name = usual
     if name in (None, NO_METHOD):
         if chosen:
             listed = typed.names([("method", field) for field in chosen])
@@ -225,7 +232,8 @@ def _check_size(convert: Convert, typed: Given[Any]) -> None:
         return
     if method.name == "width" and convert.fixes_width:
         return
-    rank = "" if method.name == "auto" else f" or `{typed.name('method', 'rank')}`"
+    place = ("keep_neurons",) if method.name == "width" else ("method", "rank")
+    rank = "" if method.name == "auto" else f" or `{typed.name(*place)}`"
     raise RecipeError(
         f"method `{method.name}` needs a size: give `{typed.name('target')}`{rank}",
         f"{typed.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "

@@ -433,6 +433,13 @@ class Convert(Section):
         panel=METHOD,
         metavar="N|FRACTION",
     )
+    plain: bool = option(
+        False,
+        "a model that plain Transformers, and engines with model code of their own, load without "
+        "tcompress; one width of feed-forward for all blocks, and fewer blocks, as far as the keys "
+        "of its own `config.json` can say it",
+        panel=METHOD,
+    )
     residual_rank: int = option(
         0, "rank of a low-rank summand; 0 leaves it to the budget", panel=METHOD, ge=0
     )
@@ -481,7 +488,12 @@ class Convert(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Convert:
-        found = (self._init_problems(), self._depth_problems(), self._budget_problems())
+        found = (
+            self._init_problems(),
+            self._depth_problems(),
+            self._budget_problems(),
+            self._plain_problems(),
+        )
         problems = list(chain.from_iterable(found))
         if problems:
             raise ValueError("; ".join(problems))
@@ -591,6 +603,25 @@ class Convert(Section):
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
+    def _plain_problems(self) -> Iterator[str]:
+        if not self.plain:
+            return
+        name = getattr(self.method, "name", "width")
+        if name != "width":
+            yield (
+                f"no model's own config can say `{name}`: with `plain` allowed are the method "
+                "`width` and fewer blocks"
+            )
+        others = ("attention", "embeddings", "residual_rank", "layers", "max_error")
+        given = [f"`{name}`" for name in others if getattr(self, name)]
+        if given:
+            names = ", ".join(given)
+            yield f"with `plain` all layers are ordinary, and of one width: leave {names} out"
+        if self.init == "random":
+            yield "with `init: random` give widths in the configuration, in place of `plain`"
+        if self.keep_neurons is not None and any(getattr(self, name) for name in SIZES):
+            yield "`keep_neurons` and a target each set the one width: with `plain` allowed is one"
+
     @property
     def changes_depth(self) -> bool:
         """Whether blocks are dropped, or put on top."""
@@ -687,7 +718,7 @@ class Convert(Section):
         """Whether sizes, or structures, follow predicted loss."""
         if self.budget is None or self.method is None or self.method.shares_factors:
             return False
-        if self.fixes_width:  # predictions are of whole layers
+        if self.fixes_width or self.plain:  # predictions are of whole layers
             return False
         return self._only_predicted or self._asks_for_loss
 

@@ -156,6 +156,7 @@ def short_name(convert: Convert) -> str:
             if (value := getattr(method, field, None)) is not None:
                 words.append(letter + _joined(value))
         words += _other_options(method)
+    words += ["plain"] if convert.plain else []
     if convert.residual_rank:
         words.append(f"plus{convert.residual_rank}")
     words += getattr(method, "offer", ())

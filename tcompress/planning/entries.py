@@ -352,6 +352,8 @@ class Plan(Frozen):
     depth: DepthPlan | None = None  # which blocks stay, where some are dropped
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
+    plain: dict[str, int] | None = None
+    """New values in `config.json`, by key, of a plain model, which they say all about."""
     warnings: tuple[str, ...] = Field(default=())
 
     def warned(self, note: str) -> Plan:
@@ -409,8 +411,13 @@ class Plan(Frozen):
 
     @property
     def changes_model(self) -> bool:
-        """Whether the result needs tcompress to load: a plain model only lost blocks."""
-        return bool(self.entries or self.attention)
+        """Whether the result needs tcompress to load."""
+        return self.plain is None and bool(self.entries or self.attention)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything is done: a plain model has fewer blocks, or a smaller width."""
+        return bool(self.entries or self.attention or self.depth)
 
     @property
     def kept(self) -> float:

@@ -16,6 +16,7 @@ from tcompress.planning.channels import Coupling, couplings
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan
+from tcompress.planning.plain import plan_plain
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
@@ -314,9 +315,12 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
-    plan = plan_within(
-        recipe, source, lambda target: _plan(recipe.with_target(target), source, label)
-    )
+    if recipe.plain and recipe.method is not None:
+        plan = plan_plain(recipe, source, lambda own: _plan(own, source, label))
+    else:
+        plan = plan_within(
+            recipe, source, lambda target: _plan(recipe.with_target(target), source, label)
+        )
     plan = covered(plan, source)
     notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})

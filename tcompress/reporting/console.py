@@ -20,6 +20,7 @@ from tcompress.reporting.table_rows import (
     budget_rows,
     calibration_text,
     depth_rows,
+    plain_rows,
     published,
     rows_of,
     sets_note,
@@ -97,6 +98,7 @@ def render_plan(
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
+    rows += plain_rows(plan.plain)
     rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:

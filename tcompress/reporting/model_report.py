@@ -19,6 +19,7 @@ from tcompress.artifact.reader import Artifact, check_files
 from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
+from tcompress.planning.costs import weight_bytes
 from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
 from tcompress.reporting.formatting import describe_entry
 from tcompress.reporting.tree import (
@@ -59,7 +60,7 @@ def report_of(
     manifest = read_manifest(source.folder) if artifact is None else artifact.manifest
     now = _Counted.of(source, artifact)
     dense = _Counted(now.model, now.roles)
-    if manifest is not None and manifest.source.config is not None:  # it had more blocks
+    if manifest is not None and manifest.source.config is not None:  # it had other numbers
         dense = _Counted.of(source.with_settings(manifest.source.config))
     length = now.usual_tokens(length)
     size = sum((source.store.folder / file).stat().st_size for file in source.store.files)
@@ -69,13 +70,14 @@ def report_of(
     if artifact is not None:
         before = _dense_bytes(artifact)
         facts |= _converted(artifact, now, length)
-    elif manifest is not None and manifest.plan.depth is not None:
-        # A dense model that lost blocks to tcompress; others may have been trained by it.
+    elif manifest is not None and manifest.plan.compresses:
+        # A plain model that tcompress made smaller; others may have been trained by it.
         facts["method"], before = manifest.plan.method, manifest.source.bytes
+        facts |= _plain(manifest, now, source, length) if manifest.plan.layers else {}
     return ModelReport(
         name=str(name),
         family=now.roles.family,
-        parameters=_parameters(dense, now),
+        parameters=_parameters(dense, now, facts.get("layers", ())),
         bytes_on_disk=Amount.of(before, size),
         macs_per_token=Macs.of(*macs, length=length),
         **facts,
@@ -91,6 +93,17 @@ def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]
         return {**facts, "method": first, "source": None, "left": _left(now)}
     known = {"method": manifest.plan.method, "left": manifest.plan.left}
     return {**facts, **known, "calibration": manifest.calibration}
+
+
+def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) -> dict[str, Any]:
+    """What is known of a plain model with narrower layers."""
+    plan, found = manifest.plan, []
+    for entry in plan.layers:
+        runs = experts_per_token(now.model.config, entry.experts)
+        size, errors = weight_bytes(source, entry, None), manifest.fit.get(entry.key, {})
+        found.append(layer_report(entry, errors, runs, size, length, plan.method))
+    facts = {"left": plan.left, "calibration": manifest.calibration, "plain": plan.plain}
+    return {**facts, "layers": tuple(found), "errors": mean_errors(found)}
 
 
 def layer_report(
@@ -283,22 +296,19 @@ class _Counted:
         return int(weight.numel()) * length
 
 
-def _parameters(dense: _Counted, now: _Counted) -> Parameters:
+def _parameters(dense: _Counted, now: _Counted, reported: Sequence[LayerReport]) -> Parameters:
     """Counts a model and the dense one that it was, which may have had more blocks."""
     tables = [entry for entry in now.layers.values() if entry.kind == "embedding"]
     layers = [entry for entry in now.layers.values() if entry.kind != "embedding"]
     shrunk = sum(entry.dense_parameters - entry.parameters for entry in tables)
-    rewritten = Amount.of(
-        sum(entry.dense_parameters for entry in layers), sum(entry.parameters for entry in layers)
-    )
-    saved = rewritten.dense - rewritten.now
+    saved = sum(e.dense_parameters - e.parameters + e.biases_saved for e in layers)
     saved += sum(entry.saved for entry in now.attention.values())
     all_before, blocks_before, tables_before = _sizes(dense)
     whole, blocks, embeddings = _sizes(now)
     return Parameters(
         embeddings=Amount.of(tables_before, embeddings - shrunk),
         blocks=Amount.of(blocks_before, blocks - saved),
-        rewritten=rewritten,
+        rewritten=Amount.sum_of(item.parameters for item in reported if item.role != "embedding"),
         other=Amount.of(all_before - blocks_before - tables_before, whole - blocks - embeddings),
         total=Amount.of(all_before, whole - saved - shrunk),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
@@ -50,6 +50,7 @@ def rows_of(
         rows += depth_rows(report.depth)
     elif any(other.depth is not None for other in beside):
         rows.append(Row("blocks"))
+    rows += plain_rows(report.plain)
     if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
     if parts.rewritten.dense:
@@ -100,6 +101,13 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
         value = "out of reach" if change is None else fmt.value_text(change)
         rows.append(Row(label, value, "", ratio))
     return rows
+
+
+def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
+    """A line about the keys of `config.json` that say all of a plain model."""
+    if not plain:
+        return []
+    return [Row("in config.json", ", ".join(f"{key} {value:,}" for key, value in plain.items()))]
 
 
 def calibration_text(report: ModelReport) -> str:

@@ -91,6 +91,7 @@ class ModelReport(_Node):
     layers: tuple[LayerReport, ...] = ()
     depth: DepthPlan | None = None  # which blocks stay; dense numbers are of all of them
     budget: BudgetPlan | None = None  # and the error predicted for it
+    plain: dict[str, int] | None = None  # keys of `config.json` that say all of it
     attention: tuple[AttentionPlan, ...] = ()  # what is replaced
     left: tuple[Left, ...] = ()  # layers of the blocks that stayed dense, and why
     errors: dict[str, float] = Field(default_factory=dict)  # means of the layers' errors by kind

@@ -23,7 +23,7 @@ def find_teacher(
         return None
     if asked != "source":
         return open_checked(asked, token=token, trust=trust)
-    if manifest is None or not (manifest.plan.changes_model or manifest.plan.depth):
+    if manifest is None or not manifest.plan.compresses:
         return None
     facts = manifest.source
     if facts.init == "random":  # the dense model knows nothing either

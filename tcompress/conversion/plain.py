@@ -1,0 +1,136 @@
+"""Plain models: rewritten layers as the family stores its own, and a width that is fast enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tcompress.conversion.blocks import BlockResult
+from tcompress.conversion.prices import CLOSE, TRIES, TimeGoal, clock_of
+from tcompress.errors import PlanError
+from tcompress.latency.paired_timing import threads
+from tcompress.models import SourceModel, read_finite
+from tcompress.options import Convert
+from tcompress.planning.costs import path_of
+from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.plain import possible_widths, shapes_of, width_of, with_width
+from tcompress.planning.planner import make_plan
+from tcompress.structures.modules.linear import tensor_prefix
+
+Fused = tuple[LayerPlan, ...]
+"""Layers whose weights a checkpoint stores in the same tensors."""
+
+
+def fused_layers(source: SourceModel, layers: Sequence[LayerPlan]) -> list[Fused]:
+    """Groups layers by the tensors that store them."""
+    groups: dict[tuple[str, ...], list[LayerPlan]] = {}
+    for entry in layers:
+        groups.setdefault(source.keymap.sources(path_of(source, entry)).keys, []).append(entry)
+    return [*map(tuple, groups.values())]
+
+
+def fitted_parameters(
+    source: SourceModel, entry: LayerPlan, result: BlockResult
+) -> Iterator[tuple[str, Tensor]]:
+    """Gives the weight of a layer, and its bias, as the model has them, by name."""
+    path, tensors = path_of(source, entry), result.layers[entry.key].tensors
+    names = (f"{tensor_prefix(entry.parts, index, 0)}w" for index in range(len(entry.parts)))
+    yield path, entry.as_stored(torch.cat([tensors[name] for name in names], -2))
+    if entry.name in result.biases:
+        yield f"{path.rpartition('.')[0]}.bias", result.biases[entry.name]
+
+
+@dataclass
+class PlainTensors:
+    """Tensors of rewritten layers by the keys that the source has for them."""
+
+    source: SourceModel
+    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters that are stored together, by every key that stores them."""
+    _last: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})  # names, and what stores them
+
+    def add(self, fused: Fused) -> dict[str, tuple[int, ...]]:
+        """Notes layers, and gives the shapes of all tensors that store them."""
+        own = {k: shape for entry in fused for k, shape in shapes_of(entry, self.source).items()}
+        keymap = self.source.keymap
+        found: dict[str, tuple[int, ...]] = {}
+        for names in dict.fromkeys(map(keymap.stored_together, own)):
+            dense = keymap.model.get_parameter_or_buffer
+            shapes = {name: own.get(name) or tuple(dense(name).shape) for name in names}
+            empty = {name: torch.empty(size, device="meta") for name, size in shapes.items()}
+            stored = keymap.as_stored(empty)
+            self._names |= dict.fromkeys(stored, names)
+            found |= {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        return found
+
+    def value(self, key: str, fused: Fused, result: BlockResult) -> Tensor:
+        """Gives one of these tensors as it was fitted."""
+        names = self._names[key]
+        if self._last[0] != names:  # experts are made of one stack
+            known: Mapping[str, Tensor] = {
+                name: tensor
+                for entry in fused
+                for name, tensor in fitted_parameters(self.source, entry, result)
+            }
+            values = {name: self._value(name, known) for name in names}
+            self._last = names, self.source.keymap.as_stored(values)
+        return self._last[1][key]
+
+    def _value(self, name: str, known: Mapping[str, Tensor]) -> Tensor:
+        if name in known:
+            return known[name]
+        return read_finite(self.source.store, self.source.keymap, name)
+
+
+def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Plan:
+    """Plans the largest width with which a pass is as fast as asked for, within a size if any.
+
+    Time is taken to grow evenly between two widths that were timed.
+    """
+    assert recipe.time_budget is not None
+    assert plan.budget is not None
+    widths = possible_widths(source)
+    with threads(recipe.threads):
+        clock = clock_of(source, recipe, device)
+        wanted = TimeGoal(recipe.time_budget, clock).speedup
+
+        def timed(width: int) -> tuple[Plan, float]:
+            made = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
+            return made, clock.speedup(made)
+
+        most = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
+        found, speed = _fast_enough(widths, most, timed, wanted)
+    if speed < wanted:
+        raise PlanError(
+            f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
+            f"{widths[0]} neurons {speed:.3g} x was reached",
+            "allow more time, drop blocks too, or leave `--plain` out",
+        )
+    facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
+    facts |= {"chosen": "uniform", "fraction": found.kept}
+    return found.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
+
+
+def _fast_enough(
+    widths: range, most: int, timed: Callable[[int], tuple[Plan, float]], wanted: float
+) -> tuple[Plan, float]:
+    """Looks for the largest width of this speed; gives the smallest where none has it."""
+    fast, slow, slowest = widths[0], widths.stop, 1.0  # the dense model
+    best = timed(fast)
+    for _ in range(TRIES):
+        if best[1] < wanted or best[1] <= (1 + CLOSE) * wanted or fast >= most:
+            break
+        share = (1 / wanted - 1 / best[1]) / (slowest - 1 / best[1])
+        between = fast + int(share * (slow - fast)) // widths.step * widths.step
+        width = min(most, max(between, fast + widths.step))
+        if width >= slow:
+            break
+        made = timed(width)
+        if made[1] >= wanted:
+            fast, best = width, made
+        else:
+            slow, slowest = width, 1 / made[1]
+    return best

@@ -1,0 +1,156 @@
+"""Plain models: one width for all layers, which the family's own config can say."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import torch
+
+from tcompress.errors import PlanError, after_colon
+from tcompress.models import SourceModel
+from tcompress.models.names import stands_alone
+from tcompress.models.narrower import Shape, find_keys
+from tcompress.options import Convert
+from tcompress.planning.channels import couplings
+from tcompress.planning.costs import STAND_IN, path_of, size_of
+from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
+from tcompress.planning.sites import roles_of
+from tcompress.structures.modules.linear import Channels
+from tcompress.structures.width import WidthLayout
+
+PlanOf = Callable[[Convert], Plan]
+"""Plans what a recipe says that gives the width."""
+
+
+def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
+    """Plans the largest width that a budget allows; one of time is looked at when converting."""
+    budget, widths = recipe.budget, possible_widths(source)
+    if not widths and (budget or recipe.head_size is None):
+        raise _refusal(source, [NO_NEURONS])
+    if budget is None:
+        return with_keys_of(plan_of(recipe), recipe, source)
+    share = _largest(recipe, source, plan_of, widths) if budget.is_size else STAND_IN
+    plan = with_keys_of(plan_of(with_width(recipe, share)), recipe, source)
+    chosen = "later" if recipe.time_budget else "uniform"
+    facts = BudgetPlan(kind=budget.kind, limit=budget.limit, chosen=chosen, fraction=plan.kept)
+    return plan.model_copy(update={"budget": facts})
+
+
+def possible_widths(source: SourceModel) -> range:
+    """Lists numbers of neurons that the widest feed-forward may keep; it stops at all of them."""
+    found = {
+        coupling.size: coupling.step
+        for block in roles_of(source).blocks
+        for coupling in couplings(block)
+        if coupling.kind == "neurons"
+    }
+    widest = max(found, default=1)
+    return range(found.get(widest, 1), widest, found.get(widest, 1))
+
+
+def width_of(plan: Plan) -> int:
+    """Tells how many neurons the widest feed-forward keeps."""
+    channels = (own for entry in plan.layers for own in _channels(entry) if not own.padded)
+    return max((own.size, own.kept) for own in channels)[1]
+
+
+def with_width(recipe: Convert, fraction: float) -> Convert:
+    """The same with a share of neurons in place of a budget."""
+    return recipe.with_target(None).model_copy(update={"keep_neurons": fraction})
+
+
+def _largest(recipe: Convert, source: SourceModel, plan_of: PlanOf, widths: range) -> float:
+    budget = recipe.budget
+    assert budget is not None
+
+    @cache
+    def planned(width: int) -> Plan:
+        return plan_of(with_width(recipe, width / widths.stop))
+
+    def exceeds(width: int) -> bool:
+        plan = planned(width)
+        if budget.is_fraction:
+            return plan.kept > budget.limit
+        return size_of(plan, source, recipe) > budget.limit
+
+    index = bisect_left(widths, True, key=exceeds)
+    if index:
+        return widths[index - 1] / widths.stop
+    least = planned(widths[0])
+    size = f"{size_of(least, source, recipe):,} {budget.unit}"
+    if budget.is_fraction:
+        size = f"{least.kept:.3g} of the rewritten layers"
+    raise PlanError(
+        f"`{budget}` is out of reach of a plain model: the smallest possible is {size}",
+        "what its config has no width for stays as large as it is; allow more, drop blocks too, or "
+        "leave `--plain` out",
+    )
+
+
+NO_NEURONS = "no feed-forward of it is known to have neurons that could go"
+
+
+def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
+    """Completes a plan by the keys of `config.json` that say it; fails naming all that none can."""
+    if not stands_alone(source.settings):
+        raise _refusal(source, ["its class comes with tcompress"])
+    shapes: dict[bool, dict[str, Shape]] = {False: {}, True: {}}  # of neurons, of heads
+    sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
+    for entry in plan.layers:
+        for own in _channels(entry):
+            sizes[own.padded].add((own.size, own.kept))
+            shapes[own.padded] |= {
+                name: shape
+                for name, shape in shapes_of(entry, source).items()
+                if shape != source.keymap.model.get_parameter(name).shape
+            }
+    problems = []
+    asked = {False: recipe.head_size is None or recipe.keep_neurons is not None}
+    asked[True] = recipe.head_size is not None
+    keys: dict[str, int] = {}
+    same = "all its feed-forwards would keep their width" if possible_widths(source) else NO_NEURONS
+    for heads, words in ((False, same), (True, "no attention of it can have smaller heads")):
+        if not shapes[heads]:
+            problems += [words] if asked[heads] else []
+            continue
+        found, wrong = find_keys(source, sorted(sizes[heads]), shapes[heads])
+        keys |= found
+        before = ", ".join(f"{size} to {kept}" for size, kept in sorted(sizes[heads]))
+        what = f"{'heads' if heads else 'feed-forwards'} from {before}"
+        problems += [f"{what}: {text}" for text in wrong]
+    if problems:
+        raise _refusal(source, problems)
+    return plan.model_copy(update={"plain": keys})
+
+
+def _channels(entry: LayerPlan) -> Iterator[Channels]:
+    if any(not isinstance(term, WidthLayout) for part in entry.parts for term in part.terms):
+        raise PlanError(
+            f"layer `{entry.name}` has a structure, which no plain model has",
+            "leave `plain` out, or take the method `width`",
+        )
+    yield from (part.channels for part in entry.parts if part.channels)
+    if entry.reads:
+        yield entry.reads
+
+
+def shapes_of(entry: LayerPlan, source: SourceModel) -> dict[str, Shape]:
+    """Gives the shapes of a layer's weight and bias in a plain model, by name in the model."""
+    path = path_of(source, entry)
+    lead = (entry.experts,) if entry.experts else ()
+    matrix = torch.empty(*lead, entry.outputs_left, entry.inputs_left, device="meta")
+    shapes = {path: tuple(entry.as_stored(matrix).shape)}
+    if entry.bias and entry.kind != "experts":
+        shapes[f"{path.rpartition('.')[0]}.bias"] = (entry.outputs_left,)
+    return shapes
+
+
+def _refusal(source: SourceModel, problems: list[str]) -> PlanError:
+    kind = source.config.model_type
+    return PlanError(
+        f"a plain `{kind}` model cannot be narrower like this:{after_colon(problems)}",
+        "leave `--plain` out, for a model that loads with `import tcompress`, or what cannot be "
+        "said; `--drop-layers` alone makes plain models too",
+    )

@@ -7,8 +7,9 @@ from typing import Any
 
 from tcompress.errors import RecipeError
 from tcompress.fields import Options, Place, method_options
-from tcompress.options.convert_options import BUDGETS, DEPTH, WIDTHS, Convert
+from tcompress.options.convert_options import BUDGETS, DEPTH, TIMES, WIDTHS, Convert
 from tcompress.options.method_options import (
+    AUTO,
     METHODS,
     REPLACEMENTS,
     ReplacementSpec,
@@ -67,7 +68,8 @@ def conversion(
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
     cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings"))
-    usual = "width" if data.get("plain") else "lprod"
+    searched = any(data.get(name) is not None for name in (*TIMES, "max_loss"))
+    usual = "width" if data.get("plain") else AUTO if searched else "lprod"
     data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)
     for name in _LISTS:
         data[name] = [*base.get(name, ()), *said.get(name, ())]

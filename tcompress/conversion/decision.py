@@ -48,7 +48,7 @@ from tcompress.conversion.state import FitWorkplace
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import LayerTimes
+from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec

@@ -38,14 +38,16 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
     """Lists what `auto` chooses among near a kept fraction: options by name, preferred first."""
-    offer = spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
-    return {name: own.offered(target) for name, own in _specs(offer).items()}
+    return {name: own.offered(target) for name, own in _specs(_offer(spec)).items()}
 
 
 def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists methods to try alone beside `auto`: those on offer, else one of each structure."""
-    offer = spec.offer or tuple(item.spec.names()[0] for item in structures())
-    return {name: own.alone(target) for name, own in _specs(offer).items()}
+    """Lists methods to try alone beside `auto`: those on offer."""
+    return {name: own.alone(target) for name, own in _specs(_offer(spec)).items()}
+
+
+def _offer(spec: AutoSpec) -> tuple[str, ...]:
+    return spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
 
 
 def _specs(names: Sequence[str]) -> dict[str, Spec]:

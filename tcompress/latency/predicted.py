@@ -109,8 +109,8 @@ class ModelClock:
         )
         for module in made.values():
             fill_at_random(module)
-        one, other = self._pass(self._dense), self._pass(small)
         with torch.inference_mode():
+            one, other = self._pass(self._dense), self._pass(small)
             for _ in range(2):
                 one()
                 other()
@@ -122,9 +122,9 @@ class ModelClock:
         return median(ratios)
 
     def _median(self, model: nn.Module) -> float:
-        run = self._pass(model)
         with torch.inference_mode():
             try:
+                run = self._pass(model)
                 for _ in range(2):
                     run()
             except Exception as error:

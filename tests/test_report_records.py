@@ -76,6 +76,9 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
     two = bare.model_copy(update={"metrics": (metric(0.7),), "speed": (speed(1), speed(8))})
     assert main_metrics([one, two, bare]) == [metric(), metric(0.7), None]
     assert main_speeds([one, two, bare]) == [speed(8), speed(8), None]
+    longer = speed(64, phase="decode", cache="dynamic")
+    both = bare.model_copy(update={"speed": (speed(1), longer)})
+    assert main_speeds([both]) == [speed(1)]
 
 
 def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:

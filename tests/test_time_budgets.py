@@ -1,9 +1,12 @@
 """Budgets of time: on a machine whose times are counted, so that tests do not depend on one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 from torch import nn
 
 from tcompress.conversion import decision
@@ -15,7 +18,9 @@ from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
 from tests.support.conversions import make
+from tests.support.tiny import TINY, build
 
+CPU = torch.device("cpu")
 REST = 20_000  # numbers that every model multiplies by, whatever becomes of its layers
 
 
@@ -78,10 +83,29 @@ def test_an_encoder_does_not_decode(tmp_path: Path) -> None:
         _made(tmp_path, speedup=2, at="decode")
 
 
-def test_a_decoder_decodes(counted: None, tmp_path: Path) -> None:
+def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Mock()
+    monkeypatch.setattr("tcompress.conversion.converter.bench", measure)
     made = make("llama", tmp_path, aware=True, method={"name": "width"}, speedup=1.1, at="decode")
     assert made.plan.budget is not None
     assert made.plan.budget.at == "decode"
+    settings = measure.call_args.kwargs["settings"]
+    assert (settings.batch, settings.length, settings.generate) == ((1,), (60,), predicted.STEPS)
+
+
+def test_a_window_decodes_beyond_its_end(tmp_path: Path) -> None:
+    tiny = TINY["mistral"]
+    replace(tiny, options={**tiny.options, "sliding_window": 8}).build().save_pretrained(tmp_path)
+    clock = ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
+    assert clock.work.length > 8
+    assert clock.seconds > 0
+    assert clock.speedup(Plan(layers=())) > 0
+
+
+def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
+    build("t5").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="and have no encoder, not a `T5For"):
+        ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
 
 
 @pytest.mark.parametrize(
@@ -119,11 +143,9 @@ def test_times_between_sizes_are_interpolated() -> None:
 
 
 def test_a_real_pass_is_timed(tmp_path: Path) -> None:
-    from tests.support.tiny import build
-
     build("bert").save_pretrained(tmp_path / "dense")
     source = SourceModel.open(str(tmp_path / "dense"))
-    clock = ModelClock(source, Workload.read("2x8"), predicted.torch.device("cpu"))
+    clock = ModelClock(source, Workload.read("2x8"), CPU)
     assert clock.rows == 16
     assert clock.seconds > 0
     assert clock.speedup(Plan(layers=())) > 0

@@ -104,8 +104,8 @@ class ModelClock:
     def speedup(self, plan: Plan) -> float:
         """How many times as fast a model of these forms is, weights aside."""
         small = self._small(plan)
-        one, other = self._pass(self._dense), self._pass(small)
         with torch.inference_mode():
+            one, other = self._pass(self._dense), self._pass(small)
             for _ in range(2):
                 one()
                 other()
@@ -128,9 +128,9 @@ class ModelClock:
         return small
 
     def _median(self, model: nn.Module) -> float:
-        run = self._pass(model)
         with torch.inference_mode():
             try:
+                run = self._pass(model)
                 for _ in range(2):
                     run()
             except Exception as error:

@@ -246,8 +246,8 @@ class Bench(Section):
     )
     generate: int | None = option(
         None,
-        "tokens to generate: the prompt's pass (`prefill`) and steps of one token after it "
-        "(`decode`) are timed too; for language models",
+        "time generating so many tokens too: reading a prompt (`prefill`), then one token after "
+        "another (`decode`); for language models",
         metavar="N",
         gt=0,
         le=10**6,

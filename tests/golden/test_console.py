@@ -17,7 +17,7 @@ from tcompress.reporting.tree import ModelReport, mean_errors
 from tests.support.cli import shown
 from tests.support.converted import converted
 from tests.support.golden import Golden
-from tests.support.records import metric, speed, training
+from tests.support.records import MACHINE, metric, speed, training
 
 SUM = {"name": "lprod", "p": 8}
 Planned = Callable[..., Plan]
@@ -149,7 +149,10 @@ def test_times(golden: Golden) -> None:
     known = {"weight_bytes": 4_000_000, "baseline_weight_bytes": 8_000_000}
     calm = speed(spread=0.04, baseline_spread=0.1, **known)
     noisy = speed(32, spread=0.04, baseline_spread=0.5, **known)
-    tables = [shown(speed_table(speeds), 110) for speeds in (plain, [calm], [calm, noisy])]
+    new = {"protocol": MACHINE | {"new_tokens": 32}, **known}
+    text = [calm, speed(phase="prefill", cache="dynamic", **new)]
+    text.append(speed(mode="compiled", phase="decode", cache="static", **new))
+    tables = [shown(speed_table(speeds), 110) for speeds in (plain, [calm], [calm, noisy], text)]
     golden.text("console/times.txt", "\n".join(tables))
 
 
@@ -171,4 +174,6 @@ def test_verdicts(bare: ModelReport, golden: Golden) -> None:
     for ratios in ([0.42], [0.42, 0.5], [0.42, 1.5]):
         speeds = [speed(batch, ratio=ratio) for batch, ratio in enumerate(ratios, 1)]
         said.append(f"{ratios}: {speed_words(speeds)}")
+    steps = [speed(ratio=0.9), speed(1, phase="decode", cache="dynamic")]
+    said.append(f"steps too: {speed_words(steps)}")
     golden.text("console/verdicts.txt", "\n".join(said))

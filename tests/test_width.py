@@ -219,7 +219,7 @@ def _check_fits(plan: Plan) -> None:
 
 def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="allow at least"):
-        make("gpt_neox", tmp_path, aware=True, method={"name": "width"}, target=0.2)
+        make("deberta-v2", tmp_path, aware=True, method={"name": "width"}, target=0.2)
 
 
 # ---------------------------------------------------------------- words

@@ -434,7 +434,7 @@ class BlockFitter:
                     f"layer `{name}` reads other tokens once others are rewritten",
                     "convert this model without data: `--calib none`",
                 )
-            pairs = y.reshape(len(rows), -1)
+            pairs = y.flatten(0, -2)
             if y is not x and group[0].reads:
                 pairs = group[0].reads.gather(pairs)
             if mask is not None:

@@ -175,20 +175,24 @@ class BudgetProblem:
     ) -> dict[tuple[str, ...], BudgetSite]:
         """Lists what a budget chooses from, by the keys of the layers that it is chosen for."""
         timed = self._timed
-        own = {}
+        found: dict[tuple[str, ...], BudgetSite] = {}
         for item in self.layers:
             allowed = [name for name in methods if (item.key, name) not in barred]
-            own[item.key] = item.site(allowed, may_stay=may_stay, timed=timed)
-        found: dict[tuple[str, ...], BudgetSite] = {}
-        for site in self.widths if WIDTH in methods else ():
-            keys, options = site.keys, site.options
-            members = [own.pop(key) for key in keys]
-            offered = [replace(o, cost=o.time) for o in options] if timed else [*options]
-            if any(member.options for member in members):
-                offered += [_flattened(option, keys) for option in joint(members)]
+            found[item.key,] = item.site(allowed, may_stay=may_stay, timed=timed)
+        for site in self.widths if WIDTH in methods else ():  # an attention after its parts
+            if site.is_attention and self._budget.limits_each:
+                continue
+            offered = [replace(o, cost=o.time) for o in site.options] if timed else [*site.options]
+            parts = [keys for keys in found if {*keys} <= {*site.keys}]
+            members = [found.pop(keys) for keys in parts]
+            if len(members) == 1:
+                offered += members[0].options
+            elif any(member.options for member in members):
+                offered += [_flattened(option, parts) for option in joint(members)]
             dense, time = (sum(getattr(m, name) for m in members) for name in ("dense", "time"))
+            keys = tuple(chain.from_iterable(parts))
             found[keys] = BudgetSite(keys[0], offered, dense, may_stay, time)
-        return {**{(key,): site for key, site in own.items()}, **found}
+        return found
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
         if self._alike:
@@ -288,10 +292,11 @@ class BudgetProblem:
         return covered(plan.model_copy(update={"budget": facts}), self.source)
 
 
-def _flattened(option: Option, keys: Sequence[str]) -> Option:
-    """Gives an option of several layers their forms as its label."""
+def _flattened(option: Option, parts: Sequence[Sequence[str]]) -> Option:
+    """Gives an option of several sites the forms of their layers, by key, as its label."""
     labels: Any = option.label
-    forms = [((key, None),) if own == DENSE else own for key, own in zip(keys, labels, strict=True)]
+    pairs = zip(parts, labels, strict=True)
+    forms = [[(key, None) for key in keys] if own == DENSE else own for keys, own in pairs]
     return replace(option, label=tuple(chain.from_iterable(forms)))
 
 

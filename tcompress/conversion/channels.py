@@ -63,6 +63,10 @@ Reductions = Mapping[tuple[str, str], Reduction]
 """By name of the weight in the checkpoint, and of its part, or `READ`."""
 
 
+def _reduction(known: Reductions, entry: LayerPlan, part: str, left: Channels) -> Reduction:
+    return known[entry.key, part] if left.kept else Reduction(torch.empty(0))
+
+
 def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor:
     """Gives a dense weight ([experts,] out, in), or a bias, without outputs that are gone."""
     if not any(part.channels for part in entry.parts):
@@ -74,7 +78,8 @@ def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor
 
 
 def _of_part(entry: LayerPlan, part: PartLayout, rows: Tensor, known: Reductions) -> Tensor:
-    return known[entry.key, part.name].narrow(rows, part.channels) if part.channels else rows
+    left = part.channels
+    return _reduction(known, entry, part.name, left).narrow(rows, left) if left else rows
 
 
 def lift_of(entry: LayerPlan, known: Reductions) -> Tensor:
@@ -82,30 +87,28 @@ def lift_of(entry: LayerPlan, known: Reductions) -> Tensor:
     assert entry.reads is not None
     eye = torch.eye(entry.in_features, dtype=torch.float64)
     eye = eye.expand(entry.experts, -1, -1) if entry.experts else eye
-    return known[entry.key, READ].lifted(eye, entry.reads)
+    return _reduction(known, entry, READ, entry.reads).lifted(eye, entry.reads)
 
 
 def narrowed_curvature(entry: LayerPlan, curvature: Tensor, known: Reductions) -> Tensor:
     """Gives moments of gradients at the outputs that are left.  # (out, out)."""
-    start = 0
-    blocks: list[Tensor] = []
-    for part in entry.parts:
-        own = curvature[:, start : start + part.dense_features]
-        start += part.dense_features
-        blocks.append(
-            known[entry.key, part.name].lifted(own, part.channels) if part.channels else own
-        )
-    wide = torch.cat(blocks, 1)
-    if wide.shape == curvature.shape and not any(part.channels for part in entry.parts):
+    if not any(part.channels for part in entry.parts):
         return curvature
-    start, rows = 0, []
-    for part in entry.parts:
-        own = wide[start : start + part.dense_features].mT
-        start += part.dense_features
-        rows.append(
-            known[entry.key, part.name].lifted(own, part.channels) if part.channels else own
+
+    def lifted(matrix: Tensor) -> Tensor:  # (any, out)
+        columns = matrix.split([part.dense_features for part in entry.parts], 1)
+        pairs = zip(entry.parts, columns, strict=True)
+        return torch.cat(
+            [
+                _reduction(known, entry, part.name, left).lifted(own, left)
+                if (left := part.channels)
+                else own
+                for part, own in pairs
+            ],
+            1,
         )
-    return torch.cat([row.mT for row in rows], 0)
+
+    return lifted(lifted(curvature).mT).mT
 
 
 def stored_reductions(found: Reductions) -> dict[str, Tensor]:
@@ -159,12 +162,6 @@ class Widths:
     losses: Tensor  # with 0, 1, ... channels of every group, in the unit of losses
     reductions: dict[tuple[str, str], Reduction] = field(default_factory=dict)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Numbers that may stay, the whole last."""
-        step, size = self.coupling.step, self.coupling.size
-        return [*range(step, size, step), size]
-
 
 @dataclass(frozen=True)
 class Seen:
@@ -179,6 +176,8 @@ def widths_of(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> W
     """Orders the channels of a coupling by what is known of its layers, by weight name."""
     if coupling.kind == "neurons":
         return _neurons(coupling, seen, damping)
+    if coupling.kind == "attention":
+        return _nothing(coupling, seen, damping)
     return (_values if coupling.kind == "values" else _scores)(coupling, seen, damping)
 
 
@@ -237,6 +236,14 @@ def _metrics(own: Seen, damping: float) -> tuple[Tensor, Tensor]:
         energy = float(own.statistics.weight.double().square().sum()) or 1.0
         return gram, torch.eye(own.entry.out_features).to(gram) / energy
     return gram, damped_curvature(whole.curvature, CURVATURE_DAMPING)
+
+
+def _nothing(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    """Without any channel the reader's bias stays, which takes the mean of what it put out."""
+    assert coupling.reader is not None
+    own = seen[coupling.reader.weight_name]
+    lost = curved_constant(own.statistics.weight.double(), *_metrics(own, damping))
+    return Widths(coupling, lost[None] * own.statistics.whole.rows)
 
 
 def _neurons(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
@@ -340,8 +347,13 @@ class WidthSite:
     """Layers that have channels in common, and what they may become together."""
 
     couplings: list[Coupling]
-    sizes: list[tuple[int, ...]]  # of each option, by coupling; the last one is whole
+    sizes: list[tuple[int, ...]]  # of each option, by coupling
     options: list[Option]  # labelled with `Forms`
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it says no more than that an attention may go."""
+        return self.couplings[0].kind == "attention"
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -362,7 +374,7 @@ def width_site(
     if not {entries[layer.weight_name].key for layer in layers} <= units.keys():
         return None
     couplings = [own.coupling for own in found]
-    sizes = list(product(*(own.sizes for own in found)))
+    sizes = list(product(*(own.coupling.sizes for own in found)))
     options = []
     for chosen in sizes:
         forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))

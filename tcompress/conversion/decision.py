@@ -52,7 +52,7 @@ from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.channels import couplings
+from tcompress.planning.channels import couplings, whole_attention
 from tcompress.planning.costs import Choice, plan_terms, weight_bytes
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
@@ -60,6 +60,7 @@ from tcompress.planning.planner import follows_rules, grouped, regrouped, site_o
 from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer, Roles
+from tcompress.roles.find import attentions_of
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25
@@ -225,6 +226,8 @@ class Decision:
             runtime(e.name) or e.name: e for e in self.plan.layers if e.kind != "experts"
         }
         roles = roles_of(self.source)
+        replaced = self.recipe.attention is not None
+        self._attentions = () if replaced else attentions_of(self.source.keymap.model, roles)
         self._fitted = blocks_to_fit(roles.blocks)
         walk = self._weights if self.data is None else self._walk
         for block, seen in walk(roles, progress):
@@ -354,6 +357,10 @@ class Decision:
             ]
             found = [group for group in found if group not in shared]
             found.append([*chain.from_iterable(shared), own])
+        whole = [whole_attention(item) for item in self._attentions if item.block == block.name]
+        for gone in filter(None, whole):  # after what it is made of
+            if all(layer.weight_name in known for layer in gone.layers):
+                found.append([widths_of(gone, known, self.recipe.calibration.damping)])
         self.place.keep_moments("channels", block.name, stored_reductions(kept))
         return found
 

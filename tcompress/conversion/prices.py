@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from tcompress.latency.predicted import (
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
-from tcompress.planning.channels import Coupling
+from tcompress.planning.channels import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
 
@@ -47,44 +48,76 @@ class Prices:
 
     def price(self, layers: Iterable[LayerCandidates], widths: Sequence[WidthSite]) -> None:
         """Gives all options their time."""
-        slopes = self._slopes([coupling for site in widths for coupling in site.couplings])
-        extra = {}  # beside structures all channels are there
+        beside = self._beside([coupling for site in widths for coupling in site.couplings])
+        scores = {site.keys[0]: beside["attention"] for site in widths if site.is_attention}
+        extra = defaultdict(float, scores)  # beside structures all channels are there
         for site in widths:
-            beside = [_NANO * sum(map(_times(slopes), site.couplings, own)) for own in site.sizes]
-            extra[site.keys[0]] = round(beside[-1])
+            fixed = sum(scores.get(key, 0.0) for key in site.keys) * (not site.is_attention)
+            kinds = [coupling.kind for coupling in site.couplings]
+            more = [
+                sum(beside[kind] * size for kind, size in zip(kinds, own, strict=True))
+                for own in site.sizes
+            ]
+            extra[site.keys[0]] += more[-1]
             site.options = [
-                replace(own, time=round(self._products(own.label) + more))  # type: ignore[arg-type]
-                for own, more in zip(site.options, beside, strict=True)
+                replace(own, time=round(self._products(own.label) + _NANO * (fixed + seconds)))  # type: ignore[arg-type]
+                for own, seconds in zip(site.options, more, strict=True)
             ]
         for item in layers:
-            entry, more = self.entries[item.key], extra.get(item.key, 0)
-            item.time = round(_NANO * self._dense(entry)) + more
+            entry, nanos = self.entries[item.key], round(_NANO * extra.get(item.key, 0.0))
+            item.time = round(_NANO * self._dense(entry)) + nanos
             for offers in (item.offers, item.quick, item.alone):
                 for name, options in offers.items():
-                    offers[name] = self._priced(entry, options, more)
+                    offers[name] = self._priced(entry, options, nanos)
 
     def rest(self, layers: Iterable[LayerCandidates]) -> int:
         """Time of the dense model that none of these layers takes."""
         return round(_NANO * self.clock.seconds) - sum(item.time for item in layers)
 
-    def _slopes(self, couplings: Sequence[Coupling]) -> dict[bool, float]:
-        """Seconds that a neuron, and a dimension of heads, takes beside products."""
+    def _beside(self, couplings: Sequence[Coupling]) -> dict[Kind, float]:
+        """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
+
+        Models without feed-forwards, and without attentions, say what these take as a whole: more
+        than their products by themselves, or less, and then all products are less.
+        """
+        kinds: tuple[Kind, ...] = ("neurons", "attention")
+        gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
+        taken = [self._saved(own) for own in gone]
+        products = [self._products_saved(own) for own in gone]
+        if sum(taken) < sum(products):
+            self.times.share *= max(0.0, sum(taken)) / sum(products)
+        neurons, attentions = (
+            seconds - self._products_saved(own) for seconds, own in zip(taken, gone, strict=True)
+        )
+        heads = [own for own in couplings if own.kind in ("values", "scores")]
+        narrow = {own: own.near(0.25) for own in heads}
+        more = self._saved(narrow) - self._products_saved(narrow)
+        dimension = max(0.0, more) / max(1, sum(own.size - narrow[own] for own in heads))
+        inside = {layer for own in gone[1] for layer in own.layers}
+        attentions -= dimension * sum(own.size for own in heads if inside.issuperset(own.layers))
         return {
-            neurons: self._slope([c for c in couplings if (c.kind == "neurons") == neurons])
-            for neurons in (True, False)
+            "neurons": max(0.0, neurons) / max(1, sum(own.size for own in gone[0])),
+            "values": dimension,
+            "scores": dimension,
+            "attention": max(0.0, attentions) / max(1, len(gone[1])),
         }
 
-    def _slope(self, couplings: Sequence[Coupling]) -> float:
-        chosen = {own: own.near(0.25) for own in couplings}
-        fewer = sum(own.size - size for own, size in chosen.items())
-        if not fewer:
+    def _saved(self, chosen: Mapping[Coupling, int]) -> float:
+        """Seconds that a model of these sizes saves."""
+        if not chosen:
             return 0.0
+        plan = Plan(
+            layers=tuple(e.model_copy(update=form._asdict()) for e, form in self._narrow(chosen))
+        )
+        return self.clock.seconds * (1 - 1 / self.clock.speedup(plan))
+
+    def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
+        pairs = self._narrow(chosen)
+        return sum(self._dense(entry) - self._matrix(entry, form) for entry, form in pairs)
+
+    def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, Form]]:
         forms = forms_of(chosen, {self._path(e): e for e in self.entries.values()})
-        narrow = [(self.entries[key], form) for key, form in forms]
-        plan = Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in narrow))
-        saved = self.clock.seconds * (1 - 1 / self.clock.speedup(plan))
-        products = sum(self._dense(entry) - self._matrix(entry, form) for entry, form in narrow)
-        return max(0.0, (saved - products) / fewer)
+        return [(self.entries[key], form) for key, form in forms]
 
     def _path(self, entry: LayerPlan) -> str:
         name = self.clock.source.keymap.runtime_name(entry.name) or entry.name
@@ -112,10 +145,6 @@ class Prices:
     def _matrix(self, entry: LayerPlan, form: Form) -> float:
         inputs = form.parts[0].terms[0].in_features
         return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
-
-
-def _times(slopes: Mapping[bool, float]) -> Callable[[Coupling, int], float]:
-    return lambda coupling, size: slopes[coupling.kind == "neurons"] * size
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,8 @@ def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
     """Lets attentions whose projections all have narrower heads compute with these.
 
     That needs an attention that counts its heads itself, and keeps the scale of its scores apart
-    from their width. Any other sees zeros in the place of what is gone.
+    from their width. Any other sees zeros in the place of what is gone. Where nothing is left of
+    heads, none is computed.
     """
     for name in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         attention = root.get_submodule(name)
@@ -82,7 +83,12 @@ def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
         dense = any(isinstance(m, nn.Linear | Conv1D) for m in attention.children())
         kept = [part.channels for m in layers if m.reads is None for part in m.parts]
         fused = any(len(layer.parts) > 1 for layer in layers)
-        if dense or fused or not kept or not all(own is not None and own.padded for own in kept):
+        if not kept or not all(own is not None and own.padded for own in kept):
+            continue
+        if not any(own.kept for own in kept if own is not None):
+            _take_over(attention)
+            continue
+        if dense or fused:
             continue
         found = _HEADS.search(_source_of(type(attention).forward))
         if found is None or not isinstance(getattr(attention, "scaling", None), float):
@@ -335,8 +341,14 @@ def mix_tokens(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Mixes tokens by the replacement that an attention owns; there are no weights to return."""
-    own: ReplacementModule = getattr(module, CHILD)
+    """Mixes tokens by the replacement that an attention owns; there are no weights to return.
+
+    Without one nothing is left of its heads: what they would put out is zero.
+    """
+    own: ReplacementModule | None = getattr(module, CHILD, None)
+    if own is None:
+        batch, heads, tokens, _ = query.shape
+        return query.new_zeros(()).expand(batch, tokens, heads, value.shape[-1]), None
     if kwargs.get("cache") is not None:
         hint = "generate without continuous batching"
         raise DataError(f"attention `{own.name}` cannot fill a paged cache", hint)
@@ -350,29 +362,34 @@ def mix_tokens(
     return own(query, key, value, attention_mask, causal=causal, scaling=scaling), None
 
 
+def _take_over(attention: Any) -> Any:
+    """Lets an attention call `mix_tokens`; gives the config that it had.
+
+    Every attention looks up its function by the name in its config. One that is replaced gets a
+    config of its own, which names ours; all others keep what they have, and so does the model,
+    which goes on making masks as before. `Visible` reads whatever form these have.
+    """
+    usual, attention.config = attention.config, copy.copy(attention.config)
+    # The setter would hand the name on to configs of parts, which are shared.
+    attention.config._attn_implementation_internal = METHOD
+    return usual
+
+
 def install_attention(
     root: nn.Module,
     entries: Iterable[AttentionPlan],
     runtime_name: Callable[[str], str | None],
     **place: Any,
 ) -> dict[str, ReplacementModule]:
-    """Gives planned attentions their replacement, with empty tensors; see `install_layers`.
-
-    Every attention looks up its function by the name in its config. One that is replaced gets a
-    config of its own, which names ours; all others keep what they have, and so does the model,
-    which goes on making masks as before. `Visible` reads whatever form these have.
-    """
+    """Gives planned attentions their replacement, with empty tensors; see `install_layers`."""
     made: dict[str, ReplacementModule] = {}
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
             continue
         attention: Any = root.get_submodule(path)
-        usual, attention.config = attention.config, copy.copy(attention.config)
-        # The setter would hand the name on to configs of parts, which are shared.
-        attention.config._attn_implementation_internal = METHOD
         made[entry.name] = own = ReplacementModule(entry.layout, path, **place)
-        own.host_config = usual
+        own.host_config = _take_over(attention)
         attention.add_module(CHILD, own.train(attention.training))
         new: dict[str, nn.Module] = {
             layer.name: UnusedProjection(layer.out_features, **place) for layer in entry.unused

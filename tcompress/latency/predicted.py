@@ -23,7 +23,8 @@ from tcompress.models import SourceModel
 from tcompress.models.model import draw_model
 from tcompress.models.narrower import with_keys
 from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.structures.modules.linear import StructuredLinear
+from tcompress.structures.modules.linear import PartLayout, StructuredLinear
+from tcompress.structures.width import WidthLayout
 
 # A layer of a form is timed by itself, at the rows that a pass of the model gives it; forms in
 # between two sizes are interpolated. What is no layer (activations, attention, norms, embeddings)
@@ -167,6 +168,8 @@ class LayerTimes:
     rows: int
     device: torch.device
     dtype: torch.dtype = torch.float32
+    share: float = 1.0
+    """Of these times, what layers take within a model."""
     _known: dict[str, float] = field(default_factory=dict)
 
     def of(self, form: Form, bias: bool = True) -> float:
@@ -177,7 +180,7 @@ class LayerTimes:
             layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **place).eval()
             fill_at_random(layer)
             self._known[key] = self._measure(layer, layer.in_features)
-        return self._known[key]
+        return self.share * self._known[key]
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
         """Times a plain matrix that is no larger than a layer, between sizes that were timed."""
@@ -191,11 +194,14 @@ class LayerTimes:
         return total
 
     def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
+        if not inputs or not outputs:  # which PyTorch's own layer warns of
+            term = WidthLayout(in_features=inputs, out_features=outputs)
+            return self.of(Form((PartLayout(name="", terms=(term,)),)), bias)
         key = repr((inputs, outputs, bias))
         if key not in self._known:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
             self._known[key] = self._measure(layer, inputs)
-        return self._known[key]
+        return self.share * self._known[key]
 
     def _measure(self, layer: nn.Module, inputs: int) -> float:
         x = torch.randn(self.rows, inputs, dtype=self.dtype, device=self.device)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from tcompress.roles import Block, Layer, Part
+from tcompress.roles import Attention, Block, Layer, Part
 from tcompress.structures.modules.linear import Channels
 
 # Neurons lie between a feed-forward's first layers and its last one; the values of heads between
 # the value and the output projection. What queries and keys compute meets in scores, which only
-# know their product: no layer reads them.
+# know their product: no layer reads them. A whole attention is all of them, with what positions
+# turn: only nothing of it is smaller.
 
-Kind = Literal["neurons", "values", "scores"]
+Kind = Literal["neurons", "values", "scores", "attention"]
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...], str | None], ...] = (
     ("scores", ("q", "k"), None),
@@ -46,6 +47,14 @@ class Coupling:
         if self.kind == "neurons":
             return 16 if self.size >= 256 else max(1, self.size // 16)
         return 4 if self.size >= 16 else 1
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers that may stay; the last one is the whole, but for an attention."""
+        if self.kind == "attention":
+            return [0]
+        goes = self.kind == "neurons" and self.writers[0][0].kind != "experts"
+        return [*range(0 if goes else self.step, self.size, self.step), self.size]
 
     def written(self, part: Part, kept: int) -> Channels:
         """What a writer's part keeps."""
@@ -89,5 +98,13 @@ def couplings(block: Block) -> Iterator[Coupling]:
             yield Coupling(kind, writers, reader, size)
 
 
-Sizes = Mapping[Kind, float]
-"""How many channels stay, by kind: a number, or a fraction below one."""
+def whole_attention(found: Attention) -> Coupling | None:
+    """All that an attention computes, if something may stand in for it."""
+    layers = [found.layers[role] for role in ("q", "k", "v", "qkv") if role in found.layers]
+    writers = tuple((layer, part) for layer in layers for part in layer.parts)
+    reader, size = found.layers.get("o"), found.head_dim
+    if found.reason is not None or reader is None:
+        return None
+    widths = [part.size for _, part in writers] + [reader.in_features]
+    fits = all(width % size == 0 for width in widths)
+    return Coupling("attention", writers, reader, size) if fits else None

@@ -266,7 +266,8 @@ class _Counted:
         for block in self.roles.blocks:
             replaced = self.attention.get(block.name)
             if replaced is None:
-                total += 2 * length * length * sum(_attention_widths(block, config))
+                widths = _attention_widths(block, config, self.layers)
+                total += 2 * length * length * sum(widths)
                 unused = set()
             else:
                 tokens = _fixed_tokens(replaced) or length
@@ -388,9 +389,16 @@ def _fixed_tokens(entry: AttentionPlan) -> int | None:
     return getattr(layout, "length", None)
 
 
-def _attention_widths(block: Block, config: Any) -> list[int]:
-    """Heads x head size of each attention of a block."""
-    widths = [layer.in_features for layer in block.layers if layer.role in ("o", "cross_o")]
+def _attention_widths(
+    block: Block, config: Any, made: Mapping[tuple[str, str], LayerPlan]
+) -> list[int]:
+    """Heads x head size of each attention of a block; none where nothing is left of its heads."""
+    readers = [layer for layer in block.layers if layer.role in ("o", "cross_o")]
+    entries = [made.get((layer.name, layer.parameter)) for layer in readers]
+    widths = [
+        layer.in_features if entry is None or entry.inputs_left else 0
+        for layer, entry in zip(readers, entries, strict=True)
+    ]
     if not widths and all(layer.role == "linear" for layer in block.layers):
         size = getattr(config, "hidden_size", None)
         widths = [size if isinstance(size, int) else block.layers[0].in_features]

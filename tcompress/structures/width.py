@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from pydantic import Field
+
 from tcompress import linalg
 from tcompress.structures.base import (
     Layout,
@@ -44,6 +46,8 @@ class WidthLayout(Layout):
     """A plain matrix (out, in) of the channels that stay."""
 
     structure: Literal["width"] = "width"
+    in_features: int = Field(ge=0)
+    out_features: int = Field(ge=0)
 
 
 class Width(Structure[WidthSpec, WidthLayout]):

@@ -90,12 +90,12 @@ class Channels(Frozen):
     """What is left of the channels between layers: the first `kept` of each of some groups.
 
     Groups are heads, or all neurons of a feed-forward. Heads are `padded`: an attention sees them
-    as wide as they were, with zeros at the end.
+    as wide as they were, with zeros at the end. None may be left.
     """
 
     groups: int = Field(gt=0)
     size: int = Field(gt=0)  # of one group in the dense model
-    kept: int = Field(gt=0)
+    kept: int = Field(ge=0)
     padded: bool = False
 
     @property
@@ -124,7 +124,7 @@ class Channels(Frozen):
 
     def widened(self, weight: Tensor, dim: int) -> Tensor:
         """Puts zeros in a weight where channels are gone, so that it fits the dense model."""
-        wide = weight.movedim(dim, -1).unflatten(-1, (self.groups, -1))
+        wide = weight.movedim(dim, -1).unflatten(-1, (self.groups, self.kept))
         return pad(wide, (0, self.size - self.kept)).flatten(-2).movedim(-1, dim)
 
 
@@ -308,7 +308,8 @@ class StructuredLinear(nn.Module):
             module = self._input_transform(term)
             if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
-                found.append(encoded(layout, rows.reshape(-1, layout.in_features)))
+                flat = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
+                found.append(encoded(layout, flat))
             else:
                 found.append(module(x, id(self)))
         return found
@@ -416,6 +417,8 @@ class StructuredLinear(nn.Module):
         """Gives heads the width that an attention expects."""
         if not self._spreads:
             return y
+        if not y.shape[-1]:  # zeros without memory
+            return y.new_zeros(()).expand(*y.shape[:-1], self.out_features)
         pairs = zip(
             self.parts, y.split([part.out_features for part in self.parts], -1), strict=True
         )

@@ -161,17 +161,26 @@ class Decision:
             own = replace(problem, room=room)
             return own.best(names, whole) if name == label else own.alone(name)
 
+        room = None if goal is None else round(goal.room(self._rest))
         for name in (label, *self._alone):
             try:
-                plan = answer(name) if goal is None else self._in_time(goal, partial(answer, name))
+                plan = answer(name, room)
             except PlanError as error:
                 refused.append(error)
                 continue
             if all(plan.layers != other.layers for other in answers.values()):
                 answers[name] = plan
+        answers = dict(_in_question(answers))
+        if goal is not None:  # whole models are timed for those in question alone
+            answers, untimed = {}, answers or {label: self.plan}
+            for name in untimed:
+                try:
+                    answers[name] = self._in_time(goal, partial(answer, name))
+                except PlanError as error:
+                    refused.append(error)
         if not answers:
-            raise refused[0]
-        return dict(_in_question(answers))
+            raise refused[-1]
+        return answers
 
     def _time_goal(self, problem: BudgetProblem, progress: Progress) -> TimeGoal | None:
         """Times what candidates take, where time is limited."""
@@ -215,7 +224,7 @@ class Decision:
         method = self.recipe.with_target(None).method  # a tolerance is no option of any layer
         self._offers: dict[str, tuple[Spec, ...]] = {}  # options in the order of preference
         if isinstance(method, AutoSpec):
-            self._offers = offered_by(method, fraction)
+            self._offers = offered_by(method, fraction, timed=self.recipe.counts_time)
         elif method is not None:
             self._offers = {structure_of(method).name: (method,)}
         self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
@@ -446,7 +455,9 @@ class Decision:
 
 def _in_question(answers: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
     """Leaves out answers predicted to lose far more than the first, or of the same structure."""
-    first = next(iter(answers.values()))
+    first = next(iter(answers.values()), None)
+    if first is None:
+        return
     kinds = _structures(first)
     for name, plan in answers.items():
         known = first.budget, plan.budget
@@ -491,7 +502,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
             return False
         return True
 
-    offered = alone_of(recipe.method, plan.budget.fraction).items()
+    offered = alone_of(recipe.method, plan.budget.fraction, timed=recipe.counts_time).items()
     found = {name: next(filter(suits, specs), None) for name, specs in offered}
     return {name: spec for name, spec in found.items() if spec is not None}
 

@@ -26,7 +26,7 @@ from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
-TRIES = 4  # plans of one answer, each with the time that the last one missed made up for
+TRIES = 3  # plans of one answer, each with the time that the last one missed made up for
 CLOSE = 0.02  # of the speed asked for: no better plan is looked for
 
 _NANO = 1e9
@@ -161,6 +161,10 @@ class TimeGoal:
             return self.budget.limit
         return 1e3 * self.clock.seconds / self.budget.limit
 
+    def room(self, rest: int) -> float:
+        """Nanoseconds for layers, as far as single times add up; `rest` is for all else."""
+        return _NANO * self.clock.seconds / self.speedup - rest
+
     def reach(self, solve: Callable[[int], Plan], rest: int) -> tuple[Plan, float]:
         """Plans with room for layers, in nanoseconds, until a model is as fast as asked for.
 
@@ -168,7 +172,7 @@ class TimeGoal:
         """
         whole = _NANO * self.clock.seconds
         allowed = whole / self.speedup
-        room = allowed - rest
+        room = self.room(rest)
         best: tuple[Plan, float] | None = None
         for _ in range(TRIES):
             if room <= 0:

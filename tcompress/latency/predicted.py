@@ -37,7 +37,8 @@ DECODE = "decode"
 PAST = 128  # tokens before those that are decoded
 STEPS = 4  # tokens that are decoded in a row, each of them the pass
 REPEATS = 9
-MOST_SECONDS = 5.0  # for one model, where the machine does not come to rest
+FEWEST = 4  # repeats, where a pass is long
+MOST_SECONDS = 3.0  # for one model, where the machine does not come to rest
 _SURE = 0.015  # standard error of a speed that is believed
 _LEAST = 4e-3  # seconds that one measurement of a layer takes at least
 
@@ -107,13 +108,12 @@ class ModelClock:
         small = self._small(plan)
         with torch.inference_mode():
             one, other = self._pass(self._dense), self._pass(small)
-            for _ in range(2):
-                one()
-                other()
+            one()
+            other()
             ratios: list[float] = []
             start = time.perf_counter()
-            while not _settled(ratios) and time.perf_counter() - start < MOST_SECONDS:
-                times = alternate(one, other, REPEATS, wait=self._wait)
+            while len(ratios) < FEWEST or not (_settled(ratios) or _late(start)):
+                times = alternate(one, other, 2, wait=self._wait)
                 ratios += [dense / own for dense, own in zip(*times, strict=True)]
         return median(ratios)
 
@@ -139,12 +139,19 @@ class ModelClock:
                     f"the model cannot run at {self.work} ({first_line(error)})",
                     "give another `--at`",
                 ) from error
-            return median(run.seconds(wait=self._wait) for _ in range(REPEATS))
+            start, found = time.perf_counter(), list[float]()
+            while len(found) < FEWEST or not (len(found) >= REPEATS or _late(start)):
+                found.append(run.seconds(wait=self._wait))
+            return median(found)
 
     def _pass(self, model: nn.Module) -> Pass:
         if self.work.decodes:
             return Generation(model, self._kinds, self._inputs, STEPS).decoding()
         return forward_pass(model, self._kinds, self._inputs)
+
+
+def _late(start: float) -> bool:
+    return time.perf_counter() - start > MOST_SECONDS
 
 
 def _settled(ratios: Sequence[float]) -> bool:
@@ -174,7 +181,7 @@ class LayerTimes:
 
     def of(self, form: Form, bias: bool = True) -> float:
         """Times one layer of a form."""
-        key = repr((form, bias))
+        key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
         if key not in self._known:
             place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
             layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **place).eval()

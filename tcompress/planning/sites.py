@@ -36,18 +36,24 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
     return next(item for item in structures() if isinstance(spec, item.spec))
 
 
-def offered_by(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
-    """Lists what `auto` chooses among near a kept fraction: options by name, preferred first."""
-    return {name: own.offered(target) for name, own in _specs(_offer(spec)).items()}
+def offered_by(
+    spec: AutoSpec, target: float, *, timed: bool = False
+) -> dict[str, tuple[Spec, ...]]:
+    """Lists what `auto` chooses among near a kept fraction: options by name, preferred first.
+
+    Where time counts, structures that no pass is faster with are not on offer by themselves.
+    """
+    return {name: own.offered(target) for name, own in _specs(_offer(spec, timed)).items()}
 
 
-def alone_of(spec: AutoSpec, target: float) -> dict[str, tuple[Spec, ...]]:
+def alone_of(spec: AutoSpec, target: float, *, timed: bool = False) -> dict[str, tuple[Spec, ...]]:
     """Lists methods to try alone beside `auto`: those on offer."""
-    return {name: own.alone(target) for name, own in _specs(_offer(spec)).items()}
+    return {name: own.alone(target) for name, own in _specs(_offer(spec, timed)).items()}
 
 
-def _offer(spec: AutoSpec) -> tuple[str, ...]:
-    return spec.offer or tuple(item.spec.names()[0] for item in structures() if item.in_auto)
+def _offer(spec: AutoSpec, timed: bool) -> tuple[str, ...]:
+    usual = (item for item in structures() if item.in_auto and (item.saves_time or not timed))
+    return spec.offer or tuple(item.spec.names()[0] for item in usual)
 
 
 def _specs(names: Sequence[str]) -> dict[str, Spec]:

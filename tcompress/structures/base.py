@@ -208,6 +208,8 @@ class Structure(ABC, Generic[S, L]):
     layout_type: type[L]
     in_auto: ClassVar[bool] = False
     """Whether `auto` offers it without being told to."""
+    saves_time: ClassVar[bool] = False
+    """Whether it is offered where time counts: no other structure is faster at its loss."""
     exact_losses: ClassVar[bool] = False
     """Whether `losses` are those of the fits themselves, to the rows that they are told of."""
 

@@ -65,6 +65,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
     spec = LowRankSpec
     layout_type = LowRankLayout
     in_auto = True
+    saves_time = True
     exact_losses = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:

@@ -59,6 +59,7 @@ class Width(Structure[WidthSpec, WidthLayout]):
     spec = WidthSpec
     layout_type = WidthLayout
     in_auto = True
+    saves_time = True
     exact_losses = True
 
     def layout(self, spec: WidthSpec, site: Site, budget: int | None = None) -> WidthLayout:

@@ -63,24 +63,36 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
 
 
 def _pivots(gram: Tensor, target: Tensor, least: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Picks the best of a pool one after another: places, and what each explains."""
-    gram, products = gram.clone(), target.mT @ target
-    taken = torch.zeros(len(gram), dtype=torch.bool, device=gram.device)
+    """Picks the best of a pool one after another: places, and what each explains.
+
+    Of the moments that are left only diagonals are kept up to date, and columns of those taken.
+    """
+    products = target.mT @ target
+    variance, promise = gram.diagonal().clone(), products.diagonal().clone()
+    columns = gram.new_zeros(size, len(gram))  # l, of the Cholesky factor
+    seen = torch.zeros_like(columns)  # y T, of the yields y = T[:, place] / s as they were then
+    among = gram.new_zeros(size, size)  # y y', of the yields
+    free = torch.ones(len(gram), dtype=torch.bool, device=gram.device)
     places, gains = [], []
-    for _ in range(size):
-        variance, promise = gram.diagonal(), products.diagonal()
+    for index in range(size):
         useful = torch.where(variance > least, promise / variance, 0.0)
-        place = torch.where(taken, -1.0, useful).argmax()
+        place = int(torch.where(free, useful, -1.0).argmax())
+        gain = useful[place].clamp_min(0)
         places.append(place)
-        gains.append(useful[place].clamp_min(0))
-        taken[place] = True
-        if not bool(gains[-1] > 0):
+        gains.append(gain)
+        free[place] = False
+        if not float(gain) > 0:
             continue
-        column = gram[:, place] / variance[place]
-        mixed = torch.outer(products[:, place], column)
-        products = products - mixed - mixed.mT + promise[place] * torch.outer(column, column)
-        gram = gram - variance[place] * torch.outer(column, column)
-    return torch.stack(places), torch.stack(gains)
+        before, scale = columns[:index, place], variance[place].sqrt()
+        column = (gram[place] - before @ columns[:index]) / scale
+        shared = (seen[:index, place] - before @ among[:index, :index]) / scale
+        own = (products[place] - before @ seen[:index]) / scale
+        promise = promise - column * (2 * (own - shared @ columns[:index]) - column * gain)
+        variance = variance - column.square()
+        columns[index], seen[index] = column, own
+        among[index, :index] = among[:index, index] = shared
+        among[index, index] = gain
+    return torch.tensor(places, device=gram.device), torch.stack(gains)
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,17 @@ def test_out_of_reach_says_what_is_possible(counted: None, tmp_path: Path) -> No
         _made(tmp_path, speedup=50)
 
 
+def test_a_tight_budget_takes_whole_halves(counted: None, tmp_path: Path) -> None:
+    plan = _made(tmp_path, speedup=2.1, at="4x8").plan
+    assert plan.budget.speedup >= 2.1 * 0.98
+    gone = {(entry.block, entry.role) for entry in plan.layers if not entry.inputs_left}
+    assert gone
+    for block, role in gone:
+        own = {entry.role: entry for entry in plan.layers if entry.block == block}
+        writers = ("q", "k", "v") if role == "o" else ("up",)
+        assert not any(own[name].outputs_left for name in writers)
+
+
 def test_both_budgets_hold(counted: None, tmp_path: Path) -> None:
     plan = _made(tmp_path, speedup=1.1, target=0.6).plan
     assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten

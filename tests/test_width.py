@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.errors import PlanError, RecipeError
 from tcompress.exports import export_dense
@@ -17,10 +18,12 @@ from tcompress.linalg.channels import head_bases, order_neurons
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
-from tcompress.planning.channels import couplings
+from tcompress.planning.channels import couplings, whole_attention
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.knapsack import BudgetSite, Option, joint
 from tcompress.planning.sites import roles_of
+from tcompress.reporting.model_report import report_of
+from tcompress.roles.find import attentions_of
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import randn
 from tests.support.tiny import build
@@ -190,6 +193,106 @@ def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
     plain = made.load(tmp_path / "whole")
     inputs = made.inputs()
     assert distance(outputs(plain, inputs), outputs(made.load(), inputs)) <= 1e-5
+
+
+# ---------------------------------------------------------------- nothing left
+@pytest.mark.parametrize(
+    ("family", "goes"),
+    [
+        ("bert", True),
+        ("gpt2", True),
+        ("gpt_neox", True),  # all of its projection may go, though no part of it
+        ("t5", True),
+        ("vit", True),
+        ("llama", True),  # with queries and keys, which keep all their channels else
+        ("mixtral", True),
+        ("deberta-v2", False),  # it computes attention itself
+        ("mpnet", False),
+    ],
+)
+def test_whose_attention_may_go(family: str, goes: bool, tmp_path: Path) -> None:
+    build(family).save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    found = attentions_of(source.keymap.model, roles_of(source))
+    wholes = [own for item in found if (own := whole_attention(item)) is not None]
+    assert bool(wholes) == goes
+    for own in wholes:
+        assert own.sizes == [0]
+
+
+def test_experts_keep_neurons(tmp_path: Path) -> None:
+    build("mixtral").save_pretrained(tmp_path / "dense")
+    roles = roles_of(SourceModel.open(str(tmp_path / "dense")))
+    found = [own for own in couplings(roles.blocks[0]) if own.kind == "neurons"]
+    assert [min(own.sizes) > 0 for own in found] == [True]
+
+
+TIGHT = {"t5": 0.1, "mixtral": 0.1}  # attention to another text, and experts, stay
+
+
+def _halved(family: str, folder: Path, *, aware: bool = True) -> Any:
+    """A conversion whose budget pays for no feed-forward and no attention to the own text."""
+    target = TIGHT.get(family, 0.003)
+    return make(family, folder, aware=aware, method={"name": "width"}, target=target)
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "gpt2", "gpt_neox", "llama", "qwen3", "phi3", "mixtral", "t5", "vit"]
+)
+def test_nothing_of_half_a_block_is_a_model_like_any_other(family: str, tmp_path: Path) -> None:
+    made = _halved(family, tmp_path)
+    gone = {e.role for e in made.plan.layers if not e.inputs_left}
+    assert gone == ({"o"} if family == "mixtral" else {"o", "down"})
+    small, inputs = made.load(), made.inputs()
+    wanted = outputs(small, inputs)
+    small.save_pretrained(tmp_path / "again")
+    assert distance(outputs(made.load(tmp_path / "again"), inputs), wanted) == 0
+    export_dense(str(made.folder), tmp_path / "whole")
+    assert distance(outputs(made.load(tmp_path / "whole"), inputs), wanted) <= 1e-5
+    assert report_of(made.folder).parameters.total.now == sum(
+        parameter.numel() for parameter in small.parameters()
+    )
+
+
+def test_biases_take_the_mean_of_what_is_gone(tmp_path: Path) -> None:
+    made, rows = _halved("bert", tmp_path), []
+    output = made.dense.get_submodule("bert.encoder.layer.0.attention.output.dense")
+    output.register_forward_hook(lambda _, __, y: rows.append(y[batch["attention_mask"].bool()]))
+    for batch in calibration("bert").batches[:2]:
+        outputs(made.dense, batch)
+    bias = made.load().get_parameter("bert.encoder.layer.0.attention.output.dense.bias")
+    assert_close(bias.detach(), torch.cat(rows).mean(0), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_what_is_gone_is_not_computed(family: str, tmp_path: Path) -> None:
+    made = _halved(family, tmp_path)
+    small, tokens = made.load(attn_implementation="eager"), made.inputs()["input_ids"].numel()
+    with FlopCounterMode(display=False) as counter:
+        outputs(small, made.inputs())
+    assert not counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm)
+    macs = report_of(made.folder).macs_per_token.now
+    assert made.dense.config.vocab_size * 32 * tokens <= counter.get_total_flops() // 2
+    assert macs == made.dense.config.vocab_size * 32  # the output head
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_generation_with_a_cache_is_that_without(family: str, tmp_path: Path) -> None:
+    made = _halved(family, tmp_path)
+    small, ids = made.load(), made.inputs()["input_ids"]
+    one, two = (
+        small.generate(ids, max_new_tokens=4, do_sample=False, use_cache=flag, pad_token_id=0)
+        for flag in (True, False)
+    )
+    assert torch.equal(one, two)
+
+
+def test_gradients_reach_all_parameters_around_what_is_gone(tmp_path: Path) -> None:
+    """As training on several devices asks for."""
+    small = _halved("llama", tmp_path).load().train()
+    inputs = calibration("llama").batches[0]
+    small(**inputs).logits.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in small.parameters())
 
 
 # ---------------------------------------------------------------- budgets

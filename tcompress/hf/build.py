@@ -348,7 +348,8 @@ def mix_tokens(
     own: ReplacementModule | None = getattr(module, CHILD, None)
     if own is None:
         batch, heads, tokens, _ = query.shape
-        return query.new_zeros(()).expand(batch, tokens, heads, value.shape[-1]), None
+        zero = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
+        return zero.expand(batch, tokens, heads, value.shape[-1]), None
     if kwargs.get("cache") is not None:
         hint = "generate without continuous batching"
         raise DataError(f"attention `{own.name}` cannot fill a paged cache", hint)

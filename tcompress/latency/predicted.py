@@ -223,10 +223,14 @@ def _around(size: int, whole: int) -> list[tuple[int, float]]:
     """Sizes to time beside a size, with their shares; eighths of the whole, and small ones."""
     step = max(1, whole // 8)
     low = size // step * step
-    if low == size or low + step > whole:
+    high = low + step
+    if low == size or high > whole:
         return [(size, 1.0)]
-    share = (size - low) / step
-    return [(low or max(1, step // 4), 1 - share), (low + step, share)]
+    if not low:
+        small = max(1, step // 4)
+        low, high = (0, small) if size < small else (small, step)
+    share = (size - low) / (high - low)
+    return [(low, 1 - share), (high, share)]
 
 
 def interpolated(

@@ -417,8 +417,8 @@ class StructuredLinear(nn.Module):
         """Gives heads the width that an attention expects."""
         if not self._spreads:
             return y
-        if not y.shape[-1]:  # zeros without memory
-            return y.new_zeros(()).expand(*y.shape[:-1], self.out_features)
+        if not y.shape[-1]:  # zeros without memory, which gradients pass
+            return y.sum().expand(*y.shape[:-1], self.out_features)
         pairs = zip(
             self.parts, y.split([part.out_features for part in self.parts], -1), strict=True
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,9 +238,11 @@ def test_without_data_weights_decide(folder: Path, tmp_path: Path) -> None:
 def test_the_same_share_for_all_layers(folder: Path, tmp_path: Path) -> None:
     plan = _convert(folder, tmp_path / "o", {**PREDICTED, "allocation": "uniform"}).manifest.plan
     assert plan.budget.chosen == "uniform"
-    shares = [entry.parameters / entry.dense_parameters for entry in plan.layers]
-    assert len(shares) == 12
-    assert 0.3 < min(shares) <= max(shares) <= 0.45  # sides are counted with their owners
+    assert len(plan.layers) == 12
+    for half in product((0, 1), (True, False)):  # of blocks: attention may go as a whole
+        own = [e for e in plan.layers if (int(e.block[-1]), ".attention." in e.name) == half]
+        share = sum(e.parameters for e in own) / sum(e.dense_parameters for e in own)
+        assert 0.3 < share <= 0.45  # sides are counted with their owners
 
 
 @pytest.mark.parametrize(
@@ -279,7 +282,7 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
     model = BertForMaskedLM(BertConfig(vocab_size=100, num_hidden_layers=2, **sizes))
     model.save_pretrained(tmp_path / "odd")
     tried = _convert(tmp_path / "odd", tmp_path / "out", AUTO).manifest.plan.budget.tried
-    assert set(tried) >= {"auto", "tt"}
+    assert set(tried) >= {"auto", "svd"}
     assert "lprod" not in tried  # there are no slices
     assert min(tried.values()) > 0
     plan = _convert(tmp_path / "odd", tmp_path / "predicted", PREDICTED).manifest.plan

@@ -479,8 +479,11 @@ def test_a_report_says_what_the_fit_changed_on_each_source(
             ]
         count = sum(len(batch["input_ids"]) for batch in own)
         assert change == pytest.approx(sum(found) / count, rel=1e-3)
+    agreement = done.manifest.calibration.agreement
+    assert agreement.keys() == changes.keys()
+    assert all(0 < own < 1 for own in agreement.values())
     labels = [row.label for row in rows_of(report_of(done.folder))]
-    assert [f"  change of output, {name}" in labels for name in changes] == [True, True]
+    assert [f"  agreement, {name}" in labels for name in changes] == [True, True]
     alone = recipe.calibration.model_copy(update={"source": (both[0],)})
     one = convert(bert, recipe.model_copy(update={"calibration": alone}), tmp_path / "one")
     assert one.manifest.calibration.changes == {}

@@ -20,7 +20,7 @@ from tcompress.artifact.workplace import Workplace
 from tcompress.conversion import blocks
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.state import FitWorkplace
+from tcompress.conversion.state import Distance, FitWorkplace
 from tcompress.errors import DiskError, FitError, InputError, SourceError, WriteError
 from tcompress.hf.opening import unloadable
 from tcompress.planning.entries import Plan
@@ -193,14 +193,14 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
 def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     """Whatever a conversion keeps is written whole; what is damaged all the same is done again."""
     place = FitWorkplace(tmp_path / "out", "x")
-    place.keep_change(0.5)
+    place.keep_distance(Distance(0.5, 0.1))
     place.keep_factors({("a", "b"): {"c": torch.ones(2)}})
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     place.keep_moments("curvature", "block", {"q": torch.ones(2, 2)})
     place.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})
     place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
     assert place.block("block").attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]
-    assert place.change() == 0.5
+    assert place.distance() == (0.5, 0.1)
     assert place.answers() is not None
     assert place.factors() is not None
     (place.folder / "curvature" / "block.safetensors").write_bytes(b"cut off")
@@ -208,7 +208,7 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     for path in place.folder.rglob("*"):
         if path.is_file() and path.name != "lock":
             path.write_bytes(b"\xff{")
-    assert (place.change(), place.answers(), place.factors()) == (None,) * 3
+    assert (place.distance(), place.answers(), place.factors()) == (None,) * 3
     assert (place.depth(), place.block("block")) == (None, None)
     assert place.moments("curvature", "block") == place.moments("inputs", "block") == {}
 

@@ -315,7 +315,7 @@ MOMENTS: tuple[tuple[str, tuple[str, int] | str], ...] = (
     ("one", ("fitting blocks", 2)),
     ("one", ("writing", 20)),
     ("weighed", ("fitting blocks", 3)),
-    ("weighed", f"{STATE}.keep_change"),
+    ("weighed", f"{STATE}.keep_distance"),
     ("weighed", f"{STATE}.adopt"),
     ("weighed", f"{STATE}.keep_depth"),
     ("weighed", ("writing", 20)),

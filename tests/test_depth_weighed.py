@@ -33,7 +33,7 @@ def idle(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("method", ["svd", "auto"])
 def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path) -> None:
     recipe = _recipe(method={"name": method}, target=0.35)
-    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5)))
+    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
     plan = done.manifest.plan
     assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}
     none, _, two = plan.depth.weighed[:3]

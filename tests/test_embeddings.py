@@ -21,6 +21,7 @@ import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.cli.convert import default_output
 from tcompress.conversion import converter as running
+from tcompress.conversion import sensitivity
 from tcompress.conversion.converter import convert
 from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import PlanError, SourceError
@@ -47,6 +48,7 @@ from tests.support.conversions import (
 )
 from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.model_folders import save_tokenizer
+from tests.support.numerics import alike
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import make_layer, randn, reference_of
 from tests.support.tiers import tiered
@@ -275,8 +277,11 @@ def test_counts_leave_padding_and_held_out_data_out() -> None:
     assert counts[0][0] == 0  # padding
 
 
-def test_layers_are_fitted_to_what_the_rewritten_table_gives(tmp_path: Path) -> None:
+def test_layers_are_fitted_to_what_the_rewritten_table_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The shift of the first bias makes up for the means of both sides of the fit."""
+    monkeypatch.setattr(sensitivity, "token_weights", alike)
     small = {"method": {"name": "svd"}, "target": 0.1}
     found = make("bert", tmp_path, "svd", aware=True, embeddings=small)
     dense: Any = found.dense

@@ -177,9 +177,9 @@ def test_padding_is_no_row_of_listed_experts(
     fitted: dict[SplitSums, int] = {}
     add = SplitSums.add
 
-    def counted(sums: SplitSums, dense: Tensor, new: Tensor, *, holdout: bool) -> None:
+    def counted(sums: SplitSums, dense: Tensor, new: Tensor, **options: Any) -> None:
         fitted[sums] = fitted.get(sums, 0) + len(dense)
-        add(sums, dense, new, holdout=holdout)
+        add(sums, dense, new, **options)
 
     monkeypatch.setattr(SplitSums, "add", counted)
     dense: Any = EXPERTS[layout].build()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 import tcompress
-from tcompress.conversion import whole_model_fits
+from tcompress.conversion import sensitivity, whole_model_fits
 from tcompress.conversion.converter import convert
 from tcompress.conversion.state import FitWorkplace
 from tcompress.errors import ArtifactError
@@ -33,6 +33,7 @@ from tests.support.conversions import (
     structured,
 )
 from tests.support.interrupted import contents, convert_until_killed, partial_folder
+from tests.support.numerics import alike
 from tests.support.structures import fill_random, randn
 from tests.support.tiny import TINY, build
 
@@ -207,6 +208,7 @@ def test_both_walks_measure_the_same_inputs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The survey's moments and those of the walk without gradients lead to the same factors."""
+    monkeypatch.setattr(sensitivity, "token_weights", alike)
     made = []
     for allocation in ("loss", "uniform"):
         options = {"allocation": allocation, **METHODS["layers"]}

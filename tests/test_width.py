@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
+from tcompress.conversion import sensitivity
 from tcompress.errors import PlanError, RecipeError
 from tcompress.exports import export_dense
 from tcompress.hf import build as installing
@@ -25,7 +26,7 @@ from tcompress.planning.sites import roles_of
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
 from tests.support.conversions import calibration, distance, make, outputs
-from tests.support.numerics import randn
+from tests.support.numerics import alike, randn
 from tests.support.tiny import build
 
 quick = settings(deadline=None, derandomize=True, max_examples=20)
@@ -254,7 +255,10 @@ def test_nothing_of_half_a_block_is_a_model_like_any_other(family: str, tmp_path
     )
 
 
-def test_biases_take_the_mean_of_what_is_gone(tmp_path: Path) -> None:
+def test_biases_take_the_mean_of_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "token_weights", alike)
     made, rows = _halved("bert", tmp_path), []
     output = made.dense.get_submodule("bert.encoder.layer.0.attention.output.dense")
     output.register_forward_hook(lambda _, __, y: rows.append(y[batch["attention_mask"].bool()]))

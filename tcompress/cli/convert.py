@@ -43,7 +43,7 @@ class Job:
         """Opens the dense model."""
         if self.architecture is None:
             seed = self.convert.seed if self.convert.init == "random" else None
-            return open_source(self.model, self.access, self.manner, seed)
+            return terminal.open_source(self.model, self.access, self.manner, seed)
         from tcompress.own_models.architecture import open_architecture
 
         return open_architecture(self.architecture, self.convert.seed, self.access.token)
@@ -55,22 +55,6 @@ def default_output(model: str, convert: Convert) -> str:
     from tcompress.options.schema import short_name
 
     return default_output_name(model, short_name(convert))
-
-
-def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
-    """Opens a dense model, with weights drawn by a seed if one is given."""
-    from tcompress.models import ALIASES, SourceModel
-    from tcompress.models.names import local_folder
-
-    if name in ALIASES and local_folder(name) is None:
-        terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
-    return SourceModel.open(
-        name,
-        revision=access.revision,
-        token=access.token,
-        trust_remote_code=access.allow_remote_code,
-        seed=seed,
-    )
 
 
 def show_plan(job: Job) -> None:

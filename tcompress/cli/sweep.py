@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcompress.cli import terminal
-from tcompress.cli.convert import open_source
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
@@ -57,7 +56,7 @@ def sweep(
 
     recipe = recipe_of(call, cells, measured, said)
     folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
-    source = open_source(one.model, access, manner)
+    source = terminal.open_source(one.model, access, manner)
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)
     else:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
+    from tcompress.models import SourceModel
+    from tcompress.options.commands import Access, Manner
+
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
 
@@ -389,3 +392,19 @@ class _Lines:
             seconds = time.monotonic() - self._stage.start
             say(f"{self._stage.name}: {self._stage} in {seconds:.1f} s")
         self._stage = None
+
+
+def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
+    """Opens a dense model, with weights drawn by a seed if one is given."""
+    from tcompress.models import ALIASES, SourceModel
+    from tcompress.models.names import local_folder
+
+    if name in ALIASES and local_folder(name) is None:
+        say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
+    return SourceModel.open(
+        name,
+        revision=access.revision,
+        token=access.token,
+        trust_remote_code=access.allow_remote_code,
+        seed=seed,
+    )

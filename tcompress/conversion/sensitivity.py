@@ -66,7 +66,7 @@ class Sensitivity:
             return
         weights = token_weights(gradient)
         if not self.rows:
-            self.centre = centre_of(x)
+            self.centre = centre_of(x.float(), weights)
         x = x.float() - self.centre
         self.total += weights @ x.double()
         add_gram(self.gram, *multipliable(weights.sqrt()[:, None] * x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -134,7 +135,7 @@ class FitWorkplace(Workplace):
 
     def answers(self) -> dict[str, Plan] | None:
         """Reads them, as an interrupted run had made them; none if what led to them is gone."""
-        moments = [*self.folder.glob("curvature/*"), *self.folder.glob("inputs/*")]
+        moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
         whole = all(_load(path) is not None for path in moments)
         return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 
@@ -201,7 +202,7 @@ def _read(path: Path, meaning: Callable[[str], _T]) -> _T | None:
     """Reads a small file; none where there is no such file, or a damaged one."""
     try:
         return meaning(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, TypeError):
         return None
 
 

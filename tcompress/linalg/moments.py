@@ -107,9 +107,12 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
         total[first:last, last:] += tile[_TILE:].T
 
 
-def centre_of(rows: Tensor) -> Tensor:
-    """Returns the mean of rows, float32; moments about it do not cancel, nor leave rounding."""
-    return rows.mean(0, dtype=torch.float64).float()
+def centre_of(rows: Tensor, weights: Tensor) -> Tensor:
+    """Returns the weighed mean of rows, float32; moments about it do not cancel, nor round.
+
+    (rows, d), (rows,) -> (d,)
+    """
+    return (weights @ rows.double() / weights.sum()).float()
 
 
 def token_weights(gradients: Tensor) -> Tensor:
@@ -142,11 +145,11 @@ class MomentSums:
         if not len(dense):
             return
         dense, new = dense.float(), new.float()
-        if not self.rows:
-            self._centres = [centre_of(new), centre_of(dense)]
-        new, dense = new - self._centres[0], dense - self._centres[1]
         if weights is None:
             weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
+        if not self.rows:
+            self._centres = [centre_of(new, weights), centre_of(dense, weights)]
+        new, dense = new - self._centres[0], dense - self._centres[1]
         root = weights.sqrt()[:, None]
         for total, rows in zip(self._means, (new, dense), strict=True):
             total += weights @ rows.double()

@@ -30,9 +30,18 @@ def idle(tmp_path: Path) -> Path:
     return tmp_path / "dense"
 
 
-@pytest.mark.parametrize("method", ["svd", "auto"])
-def test_idle_blocks_pay_for_the_others(idle: Path, method: str, tmp_path: Path) -> None:
-    recipe = _recipe(method={"name": method}, target=0.35)
+def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path: Path) -> None:
+    recipe = _recipe(method={"name": "auto"}, target=0.35, drop_layers=None)
+    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
+    sizes = dict.fromkeys(range(5), 0)
+    for entry in done.manifest.plan.layers:
+        sizes[int(entry.block[-1])] += entry.parameters
+    assert [sizes[index] > 0 for index in range(5)] == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("method", [{"name": "svd"}, {"name": "auto", "offer": ["svd", "lprod"]}])
+def test_idle_blocks_pay_for_the_others(idle: Path, method: dict[str, Any], tmp_path: Path) -> None:
+    recipe = _recipe(method=method, target=0.35)
     done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
     plan = done.manifest.plan
     assert set(plan.depth.stacks[0].kept) <= {0, 2, 4}

@@ -1,5 +1,6 @@
 """Budgets of time: on a machine whose times are counted, so that tests do not depend on one."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModel
 
 from tcompress.conversion import decision
 from tcompress.errors import InputError, PlanError
@@ -17,7 +20,9 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
+from tests.support.cli import run
 from tests.support.conversions import make
+from tests.support.evaluation import headed
 from tests.support.tiny import TINY, build
 
 CPU = torch.device("cpu")
@@ -187,3 +192,36 @@ def test_two_budgets_are_met_at_the_least_loss() -> None:
     assert found.loss == pytest.approx(min(every))
     with pytest.raises(PlanError, match="contradict"):
         allocate_both(sites, 3, 3)
+
+
+def test_several_speeds_are_models_of_one_measurement(
+    counted: None, own_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
+    walked = Mock(side_effect=decision.BackwardWalk)
+    monkeypatch.setattr(decision, "BackwardWalk", walked)
+    options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
+    done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
+    assert done.code == 0, done.err
+    assert walked.call_count == 1
+    names = {line.lstrip("*t ").split()[0] for line in done.lines}
+    assert {"dense", "width-1.2x", "width-1.4x", "drop1"} <= names
+    found = json.loads(Path("out/sweep.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["metric"] == "agreement"
+    for name, speed in (("width-1.2x", 1.2), ("width-1.4x", 1.4)):
+        assert rows[name]["predicted"] == pytest.approx(speed, rel=0.06)
+        assert 0 < rows[name]["quality"] < rows["dense"]["quality"] == 1
+        AutoModel.from_pretrained(f"out/{name}")
+    assert rows["drop1"]["quality"] is not None
+    alone = run("convert", "dense", "--speedup", "1.4", *options, "-o", "alone")
+    assert alone.code == 0
+    one, other = (load_file(f"{name}/model.safetensors") for name in ("alone", "out/width-1.4x"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    planned = run("convert", "dense", "--speedup", "1.2,1.4", *options, "--dry-run")
+    assert "Nothing was written" in planned.out
+
+
+def test_one_conversion_has_one_speed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="asks for 2 models"):
+        _made(tmp_path, speedup=[2, 4])

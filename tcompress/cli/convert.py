@@ -150,10 +150,8 @@ def _convert_family(job: Job, dry_run: bool) -> None:
     from tcompress.options.schema import Recipe, Sweep
     from tcompress.sweeps import bench_of
 
-    convert = job.convert.model_copy(update={"speedup": None})
-    cells = Sweep(speedups=job.convert.speedups)
-    bench = bench_of(convert)
-    recipe = Recipe(recipe_version=1, convert=convert, sweep=cells, bench=bench)
+    cells, bench = Sweep(speedups=job.convert.speedups), bench_of(job.convert)
+    recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells, bench=bench)
     source = job.open()
     if dry_run:
         show_cells(recipe, source, job.output, job.manner)

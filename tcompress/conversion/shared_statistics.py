@@ -24,6 +24,8 @@ class Statistics:
 
     def answers(self, decision: Decision, progress: Progress, *, several: bool) -> dict[str, Plan]:
         """Answers a decision; what one like it has measured is not measured again."""
+        if not decision.plan.layers:  # fewer blocks alone: nothing is measured
+            return decision.answers(progress, several=several)
         recipe = decision.recipe.model_copy(update=dict.fromkeys(TIMES, None))
         data = decision.data and decision.data.fingerprint
         facts = (decision.source.store.fingerprint(), data, len(decision.plan.layers))

@@ -73,6 +73,7 @@ def report_of(
     elif manifest is not None and manifest.plan.compresses:
         # A plain model that tcompress made smaller; others may have been trained by it.
         facts["method"], before = manifest.plan.method, manifest.source.bytes
+        facts["calibration"] = manifest.calibration
         facts |= _plain(manifest, now, source, length) if manifest.plan.layers else {}
     return ModelReport(
         name=str(name),
@@ -102,7 +103,7 @@ def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) 
         runs = experts_per_token(now.model.config, entry.experts)
         size, errors = weight_bytes(source, entry, None), manifest.fit.get(entry.key, {})
         found.append(layer_report(entry, errors, runs, size, length, plan.method))
-    facts = {"left": plan.left, "calibration": manifest.calibration, "plain": plan.plain}
+    facts = {"left": plan.left, "plain": plan.plain}
     return {**facts, "layers": tuple(found), "errors": mean_errors(found)}
 
 

@@ -74,7 +74,8 @@ def _plain(
             if own.grad is None:
                 continue
             back = own.grad.reshape(len(rows), -1)
-            found[layer.name].add(*((rows, back) if mask is None else (rows[mask], back[mask])))
+            kept = (rows, back) if mask is None else (rows[mask], back[mask])
+            found[layer.name].add(*kept, weighed=sampler.weighs_tokens)
     return found
 
 

@@ -54,6 +54,12 @@ class OutputSampler:
         independent: bool = False,
         per_token: bool = False,
     ) -> None:
+        self.weighs_tokens = False
+        """Whether gradients tell what tokens are worth, of the output seen last: not of scores.
+
+        Where a model is sure, its scores hardly have gradients, but a large change costs as much
+        as anywhere; and what a drawn outcome says of a single token is mostly chance.
+        """
         self._pooling = pooling
         self._independent = independent
         self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
@@ -63,6 +69,7 @@ class OutputSampler:
         """Gives tensors of the output, and a gradient for each."""
         scored, parts = self._parts(output, batch)
         _require_numbers(parts)
+        self.weighs_tokens = not scored
         draw = self._outcome if scored else self._direction
         return [(item, _masked(draw(item), mask)) for item, mask in parts]
 

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from tcompress.conversion.fit import is_finite
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
@@ -34,10 +35,6 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 #
 # Only one block holds weights at a time. Forward, the inputs of every block go to disk; backward,
 # each block is run once more from there. So memory does not grow with depth.
-
-
-Probe = Callable[[Any, Mapping[str, Tensor]], Sequence[tuple[Tensor, Tensor]]]
-"""From a model's output and its inputs to tensors of the output and their random gradients."""
 
 
 @dataclass
@@ -60,11 +57,14 @@ class Sensitivity:
         total = torch.zeros(inputs, dtype=torch.float64, device=device)
         return cls(gram, curvature, total, total.float())
 
-    def add(self, x: Tensor, gradient: Tensor, batch: int = 0) -> None:
-        """Adds rows of a batch.  # (rows, in), (rows, out)."""
+    def add(self, x: Tensor, gradient: Tensor, batch: int = 0, *, weighed: bool = True) -> None:
+        """Adds rows of a batch, which all count alike where not `weighed`.
+
+        (rows, in), (rows, out)
+        """
         if not len(x):
             return
-        weights = token_weights(gradient)
+        weights = token_weights(gradient) if weighed else torch.ones_like(x[:, 0]).double()
         if not self.rows:
             self.centre = centre_of(x.float(), weights)
         x = x.float() - self.centre
@@ -73,7 +73,8 @@ class Sensitivity:
         add_gram(self.curvature, *multipliable(gradient))
         self.rows += len(x)
         self.weight += float(weights.sum())
-        self.weights[batch] = weights
+        if weighed:
+            self.weights[batch] = weights
 
     def include(self, other: Sensitivity, sign: int = 1) -> Sensitivity:
         """Returns the sums of both; without the other one where the sign is -1."""
@@ -140,7 +141,7 @@ class BackwardWalk:
         source: SourceModel,
         roles: Roles,
         batches: Sequence[Mapping[str, Tensor]],
-        sampler: Probe,
+        sampler: OutputSampler,
         folder: Path,
         device: torch.device,
         halved: Collection[str] = (),
@@ -228,6 +229,7 @@ class BackwardWalk:
         ):
             for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
                 watch.begin(stream.batch, second if index % 2 else first, index)
+                watch.weighed = self._sampler.weighs_tokens
                 self._backward_visit(visits.pop())
         if second is first:
             return first
@@ -334,6 +336,8 @@ class _Watch:
     ) -> None:
         self._rows = TokenRows(module, block)
         self._gradients = gradients
+        self.weighed = False
+        """Whether tokens count as much as the gradients that come back to them."""
         self._handles = []
         for layer in layers:
             hooked = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
@@ -370,11 +374,11 @@ class _Watch:
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",
                 )
-            self._sums[name].add(*kept, self._index)
+            self._sums[name].add(*kept, self._index, weighed=self.weighed)
 
         if not self._gradients and name not in self._called:
             own = rows if mask is None else rows[mask]
-            self._sums[name].add(own, own.new_empty(len(own), 0))
+            self._sums[name].add(own, own.new_empty(len(own), 0), weighed=False)
         elif self._gradients and output.requires_grad:
             output.register_hook(arrived)
         self._called.add(name)

@@ -1,12 +1,14 @@
-"""Every kind of candidate at equal size and at equal time, converted only: quality on several sets.
+"""Every kind of candidate at equal size and at equal time: quality on several sets, and speed.
 
     python benchmarks/kinds.py MODEL OUT --calibrate stsb/train.parquet sick/train.parquet \
         sst2_sentence/train.parquet --task sts --data stsb/validation.parquet \
-        sick/validation.parquet --budgets target=0.25 target=0.5 speedup=2 speedup=4
+        sick/validation.parquet --budgets target=0.25 target=0.5 speedup=2 speedup=4 --drop 3
+    python benchmarks/kinds.py MODEL OUT --split tinystories_sample/test.parquet \
+        --task perplexity --options '{"pack": "newline"}' --max-length 256 --heal 200
 
 Agreement is with the dense model, labels unread. Speed is that of the written model beside the
-dense one, in turns; `predicted` was known before anything was fitted. What is done is not done
-again.
+dense one, in turns; `predicted` was known before anything was fitted. Healing imitates the dense
+model on the calibration data. What is done is not done again.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import pandas as pd
 from rows import recorded
 
 import tcompress
-from tcompress.api import bench, evaluate
+from tcompress.api import bench, evaluate, finetune
 from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 
@@ -44,15 +47,24 @@ def main() -> None:
     parser.add_argument("--calibrate", nargs="+", default=["builtin"], help="calibration data")
     parser.add_argument("--samples", type=int, help="of it; default as `convert` does")
     parser.add_argument("--task", required=True, help="task of `tcompress evaluate`")
-    parser.add_argument("--data", nargs="+", required=True, help="sets to measure on")
+    parser.add_argument("--data", nargs="+", default=[], help="sets to measure on")
+    parser.add_argument(
+        "--split", type=Path, help="text: four fifths to calibrate, a fifth to measure"
+    )
+    parser.add_argument("--options", type=json.loads, default={}, help="of the task")
     parser.add_argument("--max-length", type=int, help="longest text, in tokens")
     parser.add_argument("--limit", type=int, help="most examples to measure on")
     parser.add_argument("--at", default="32x128", help="the pass that is timed")
-    parser.add_argument("--budgets", nargs="+", default=["target=0.25", "target=0.5"])
+    parser.add_argument("--budgets", nargs="*", default=["target=0.25", "target=0.5"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--drop", nargs="*", type=int, default=[], help="numbers of blocks to drop")
+    parser.add_argument("--heal", type=int, default=0, help="steps of healing")
+    parser.add_argument("--finetune", type=json.loads, default={}, help="more settings of it")
     args = parser.parse_args()
     record, rows = recorded(args.out)
+    if args.split:
+        train, test = split(args.split, args.out)
+        args.calibrate, args.data = [train], [test, *args.data]
     wanted = [
         (f"{kind}, {budget}", {"method": KINDS[kind], **budget_of(budget, args.at)})
         for budget, kind in product(args.budgets, args.kinds)
@@ -62,7 +74,7 @@ def main() -> None:
         if name not in rows:
             rows[name] = row(args, said)
             record.write_text(json.dumps(rows, indent=1) + "\n")
-        print(name, line(rows[name]), flush=True)
+        print(f"{name}: {line(rows[name])}", flush=True)
 
 
 def budget_of(text: str, at: str) -> dict[str, Any]:
@@ -71,9 +83,20 @@ def budget_of(text: str, at: str) -> dict[str, Any]:
     return {name: float(value), **({"at": at} if name == "speedup" else {})}
 
 
+def split(text: Path, out: Path) -> tuple[str, str]:
+    """Writes the first four fifths of a text, and the rest, as files of lines."""
+    lines = [line for line in pd.read_parquet(text)["text"].tolist() if line.strip()]
+    cut, names = len(lines) * 4 // 5, []
+    for name, part in (("train.txt", lines[:cut]), ("test.txt", lines[cut:])):
+        (out / name).write_text("\n".join(part) + "\n", encoding="utf-8")
+        names.append(str(out / name))
+    return names[0], names[1]
+
+
 def row(args: argparse.Namespace, said: dict[str, Any]) -> dict[str, Any]:
-    """Converts and measures; a refusal is a row as well."""
-    calibration = {"source": args.calibrate, "samples": args.samples}
+    """Converts, measures, heals and measures again; a refusal is a row as well."""
+    calibration = {"source": args.calibrate, "samples": args.samples, "max_length": args.max_length}
+    calibration = {name: value for name, value in calibration.items() if value is not None}
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder) / "model", time.perf_counter()
         try:
@@ -82,46 +105,66 @@ def row(args: argparse.Namespace, said: dict[str, Any]) -> dict[str, Any]:
         except tcompress.TCompressError as error:
             return {"refused": str(error)}
         seconds = time.perf_counter() - start
-        options = {"max_length": args.max_length, "limit": args.limit}
-        scores = evaluate([args.model, out], args.task, args.data, save=False, **options)[1]
-        batch, length = map(int, args.at.split("x"))
-        shape: dict[str, Any] = {"batch": [batch], "repeats": 9}
-        if args.task != "image-classification":
-            shape["length"] = [length]
-        [timed] = bench([out], args.model, save=False, **shape)
+        budget = done.plan.budget
+        found = {
+            "kept": done.plan.kept,
+            "seconds": round(seconds, 1),
+            **measured(args, out),
+            "predicted": budget and budget.speedup,
+            "taken": budget and budget.taken,
+            "speed": speed(args, out),
+            "samples": done.calibration.samples,
+        }
+        if args.heal:
+            data = {"source": args.calibrate, "max_length": args.max_length or 128}
+            options = {"steps": args.heal, "evaluate_every": args.heal, **args.finetune}
+            healed = finetune(out, output=Path(folder) / "healed", data=data, **options)
+            found["healed"] = measured(args, healed.folder)
+    return found
+
+
+def measured(args: argparse.Namespace, model: Path) -> dict[str, list[float]]:
+    """The main number on every set, as it is and over the dense model's, and agreement."""
+    options = {"max_length": args.max_length, "limit": args.limit, "options": args.options}
+    scores = evaluate([args.model, model], args.task, args.data, save=False, **options)[1]
+    everything = [metric for own in scores.sets for metric in own.metrics]
     main_numbers = [own.metrics[0] for own in scores.sets]
-    budget = done.plan.budget
     return {
-        "kept": done.plan.kept,
-        "seconds": round(seconds, 1),
         "values": [metric.value for metric in main_numbers],
         "ratios": [metric.ratio for metric in main_numbers],
-        "agreement": [
-            metric.value
-            for own in scores.sets
-            for metric in own.metrics
-            if metric.name == "agreement"
-        ],
-        "predicted": budget and budget.speedup,
-        "taken": budget and budget.taken,
-        "speed": timed.speed[0].ratio,
-        "samples": done.calibration.samples,
+        "agreement": [metric.value for metric in everything if "agreement" in metric.name],
     }
+
+
+def speed(args: argparse.Namespace, model: Path) -> float:
+    """Times as fast as the dense model, in turns."""
+    batch, _, length = args.at.partition("x")
+    shape: dict[str, Any] = {"batch": [int(batch)], "repeats": 9}
+    if args.task != "image-classification":
+        shape["length"] = [int(length)]
+    [timed] = bench([model], args.model, save=False, **shape)
+    return timed.speed[0].ratio
 
 
 def line(found: dict[str, Any]) -> str:
     """One row, for people."""
     if "refused" in found:
         return f"refused: {found['refused']}"
-    ratios, agreement = (
-        " ".join(f"{value:.4f}" for value in found[name]) for name in ("ratios", "agreement")
-    )
     predicted = f" ({found['predicted']:.2f} predicted)" if found["predicted"] else ""
     taken = f", {found['taken']} taken" if found["taken"] else ""
+    healed = f"; healed {quality(found['healed'])}" if "healed" in found else ""
     return (
-        f"{ratios} mean {fmean(found['ratios']):.4f}, agreement {agreement}, kept "
-        f"{found['kept']:.1%}, {found['speed']:.2f} x{predicted}, {found['seconds']:.0f} s{taken}"
+        f"{quality(found)}, kept {found['kept']:.1%}, {found['speed']:.2f} x{predicted}, "
+        f"{found['seconds']:.0f} s{taken}{healed}"
     )
+
+
+def quality(found: dict[str, Any]) -> str:
+    """Ratios, or values where they have none, and agreement."""
+    numbers, unit = (found["values"], "") if None in found["ratios"] else (found["ratios"], " x")
+    listed = " ".join(f"{value:.4f}" for value in numbers)
+    agreement = " ".join(f"{value:.4f}" for value in found["agreement"])
+    return f"{listed}, mean {fmean(numbers):.4f}{unit}, agreement {agreement}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tcompress.conversion import budget
-from tcompress.conversion.candidates import CalibrationFits, LayerCandidates, blocks_to_fit
+from tcompress.conversion.candidates import LayerCandidates, WeightFits, blocks_to_fit
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.decision import BudgetProblem
 from tcompress.errors import PlanError
@@ -159,7 +159,7 @@ def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> LayerC
 
 
 def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
-    trials = CalibrationFits(0.25)
+    trials = WeightFits(0.25)
     trials._ratios["b", "q"] += [0.5, 0.125]
     trials._ratios["b", "k"] += [0.25]
     assert trials.ratio("b", "q") == pytest.approx(0.25)
@@ -171,13 +171,13 @@ def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
 
 def test_the_size_closest_to_the_budget_is_tried() -> None:
     item = _sized("w", "q", b=[(10, 9.0), (22, 5.0), (60, 1.0)])
-    option = CalibrationFits(0.25).option(item, "b")
+    option = WeightFits(0.25).option(item, "b")
     assert option.cost == 22
-    assert CalibrationFits(0.25).option(item, "a") is None
+    assert WeightFits(0.25).option(item, "a") is None
 
 
 def test_methods_that_are_clearly_worse_at_all_sizes_are_dropped() -> None:
-    trials = CalibrationFits(0.25)
+    trials = WeightFits(0.25)
     trials.drop(
         [
             _sized("w", "q", a=[(20, 5.0), (40, 2.0)], b=[(25, 7.0), (45, 4.0)]),
@@ -282,7 +282,7 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
     model = BertForMaskedLM(BertConfig(vocab_size=100, num_hidden_layers=2, **sizes))
     model.save_pretrained(tmp_path / "odd")
     tried = _convert(tmp_path / "odd", tmp_path / "out", AUTO).manifest.plan.budget.tried
-    assert set(tried) >= {"auto", "svd"}
+    assert "auto" in tried
     assert "lprod" not in tried  # there are no slices
     assert min(tried.values()) > 0
     plan = _convert(tmp_path / "odd", tmp_path / "predicted", PREDICTED).manifest.plan

@@ -116,7 +116,7 @@ def test_finished_work_is_not_done_again(
     assert all((output / name).stat().st_mtime_ns == time for name, time in kept.items())
 
 
-@pytest.mark.parametrize(("aware", "after"), [(False, 40), (True, 10), (True, 40)])
+@pytest.mark.parametrize(("aware", "after"), [(False, 40), (True, 14), (True, 40)])
 def test_an_interrupt_keeps_the_work(
     aware: bool,
     after: int,

@@ -100,16 +100,16 @@ class Routing:
     """
 
     def __init__(self, dense: nn.Module, inside: Collection[str]) -> None:
-        self._inside = tuple(inside)
+        self.inside = tuple(inside)
         self._routes: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self.current = 0
-        for path in self._inside:
+        for path in self.inside:
             hook = partial(self._record, path)
             dense.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
     def replay_in(self, new: nn.Module) -> None:
         """Makes the experts of the compressed block follow the recorded routing."""
-        for path in self._inside:
+        for path in self.inside:
             hook = partial(self._replay, path)
             new.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -177,7 +177,7 @@ class BlockResult:
 
 
 @dataclass
-class _Pair:
+class BlockPair:
     """One block as it is, and its copy that is being rewritten."""
 
     block: Block
@@ -193,13 +193,14 @@ class _Pair:
         self, path: str, one: Stream, two: Stream, arguments: Callable[..., Any] = first_tensor
     ) -> tuple[Any, Any]:
         """What a module reads in both streams."""
-        dense = _input(one, self.forward, self.dense.get_submodule(path), arguments)
-        return dense, _input(two, self.new.forward, self.new.get_submodule(path), arguments)
+        dense = input_of(one, self.forward, self.dense.get_submodule(path), arguments)
+        return dense, input_of(two, self.new.forward, self.new.get_submodule(path), arguments)
 
 
-def _input(
+def input_of(
     stream: Stream, forward: Callable[..., Any], module: nn.Module, arguments: Callable[..., Any]
 ) -> Any:
+    """What a module of a block reads in a pass that waits at the block."""
     call = stream.waiting
     with torch.no_grad():
         return run_to_input(lambda: forward(*call.args, **call.kwargs), module, arguments)
@@ -280,7 +281,7 @@ class BlockFitter:
                     stored = done(block.name)
                     new = copy.deepcopy(dense)
                     del new.forward  # the copy runs by itself; the original pauses its stream
-                    pair = _Pair(block, dense, own, new)
+                    pair = BlockPair(block, dense, own, new)
                     result = stored or BlockResult(block.name, {}, {})
                     routing = self._fit(pair, result, progress, fresh=stored is None)
                     if not left and self.sampler is None:  # the output head was never loaded
@@ -291,7 +292,12 @@ class BlockFitter:
                     yield result
 
     def _fit(
-        self, pair: _Pair, result: BlockResult, progress: Callable[[str, str], None], *, fresh: bool
+        self,
+        pair: BlockPair,
+        result: BlockResult,
+        progress: Callable[[str, str], None],
+        *,
+        fresh: bool,
     ) -> Routing:
         """Rewrites a block's copy; what is fresh is fitted first."""
         block = pair.block
@@ -313,7 +319,7 @@ class BlockFitter:
         routing.replay_in(pair.new)
         return routing
 
-    def _replace_attention(self, pair: _Pair, known: dict[str, Tensor]) -> None:
+    def _replace_attention(self, pair: BlockPair, known: dict[str, Tensor]) -> None:
         """Replaces the block's attention, before anything is fitted.
 
         What an interrupted run stored of it is known; what is missing is added.
@@ -333,7 +339,7 @@ class BlockFitter:
             module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
-            calls = (_input(s, new.forward, target, queries_and_keys) for s in fit)
+            calls = (input_of(s, new.forward, target, queries_and_keys) for s in fit)
             adapt(module, f"{stored}.{CHILD}", known, calls)
 
     def _check_end(self, name: str) -> None:
@@ -365,7 +371,7 @@ class BlockFitter:
                 self.comparison.add(origin, one.output, two.output, one.batch)
                 one.output = two.output = None  # at once: logits are large
 
-    def _fit_group(self, pair: _Pair, group: Group, result: BlockResult) -> None:
+    def _fit_group(self, pair: BlockPair, group: Group, result: BlockResult) -> None:
         first = group[0]
         inside = pair.inside(self._paths[first.name])
         try:
@@ -410,7 +416,7 @@ class BlockFitter:
                 shift = 0.0 if layer.shift is None else layer.shift
                 result.biases[entry.name] = (bias.double() + shift).to(dtype)
 
-    def _moments(self, pair: _Pair, group: Group, inside: str) -> dict[bool, LayerMoments]:
+    def _moments(self, pair: BlockPair, group: Group, inside: str) -> dict[bool, LayerMoments]:
         """Moments of a group's input, by whether they are centred (layers with a bias)."""
         sums = SplitSums()
         name, path = group[0].name, self._paths[group[0].name]
@@ -426,19 +432,21 @@ class BlockFitter:
                 y = x  # in the two streams other tokens may choose it
             if x is None or y is None:
                 raise DataError(f"layer `{name}` did not run on calibration data")
+            same = y is x
             x = channels_last(pair.dense.get_submodule(inside), x)
-            y = channels_last(pair.new.get_submodule(inside), y)
+            y = x if same else channels_last(pair.new.get_submodule(inside), y)
             rows, mask = self._rows.of(x, path, group[0].role)
             if y.shape[:-1].numel() != x.shape[:-1].numel():
                 raise DataError(
                     f"layer `{name}` reads other tokens once others are rewritten",
                     "convert this model without data: `--calib none`",
                 )
-            pairs = y.flatten(0, -2)
+            pairs = rows if y is x else y.flatten(0, -2)
             if y is not x and group[0].reads:
                 pairs = group[0].reads.gather(pairs)
             if mask is not None:
-                rows, pairs = rows[mask], pairs[mask]
+                same, rows = pairs is rows, rows[mask]
+                pairs = rows if same else pairs[mask]
             own = weights.get(index)
             own = own if own is not None and len(own) == len(rows) else None
             sums.add(rows, pairs, holdout=index in self.data.holdout, weights=own)
@@ -461,7 +469,7 @@ class BlockFitter:
         return found
 
     def _expert_moments(
-        self, pair: _Pair, entry: LayerPlan, inside: str
+        self, pair: BlockPair, entry: LayerPlan, inside: str
     ) -> list[dict[bool, LayerMoments]]:
         """Moments of one input per expert; those that no token chose are fitted without data."""
         modules = pair.dense.get_submodule(inside), pair.new.get_submodule(inside)
@@ -474,7 +482,7 @@ class BlockFitter:
             gathered.add(routed, other[0], mask, holdout=index in self.data.holdout)
         return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
 
-    def _install(self, pair: _Pair, group: Group, result: BlockResult) -> None:
+    def _install(self, pair: BlockPair, group: Group, result: BlockResult) -> None:
         made = install_layers(
             pair.new,
             group,

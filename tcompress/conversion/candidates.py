@@ -184,11 +184,11 @@ def fit_targets_of(
     return aims
 
 
-# Quick predictions leave out what takes long: fitted transforms, terms of a sum that make room for
-# each other. They also know only the rows that were looked at, to which structures adapt more or
-# less. Both depend on the method and on the role of a layer far more than on its depth; so the
-# layers of one or two blocks are fitted as the conversion will, on half of the rows, and judged by
-# the other half. The ratio of both losses corrects the predictions for all layers of a role.
+# Without data no model can be run with a candidate in it (see `substitution.py`). Quick predictions
+# leave out what takes long: fitted transforms, terms of a sum that make room for each other. This
+# depends on the method and on the role of a layer far more than on its depth; so the layers of one
+# or two blocks are fitted as the conversion will. The ratio of both losses corrects the predictions
+# for all layers of a role.
 
 
 MARGIN = 1.15
@@ -217,24 +217,16 @@ class LayerStatistics:
 
     weight: Tensor  # dense  # (out, in)
     whole: EvaluationMoments  # of all rows
-    halves: tuple[EvaluationMoments, EvaluationMoments]
-    """Those that a calibration fit sees, and those of other rows that it is judged by."""
     mean: Tensor  # of the inputs  # (in,)
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        def moments(own: Sensitivity) -> EvaluationMoments:
-            gram, curvature = own.moment(centred=centred), own.curvature / own.rows
-            return EvaluationMoments(gram, curvature, own.rows)
-
-        whole, half = moments(sums), sums.half
-        if half is None or not 0 < half.rows < sums.rows:
-            return cls(weight, whole, (whole, whole), sums.mean)
-        return cls(weight, whole, (moments(sums.include(half, -1)), moments(half)), sums.mean)
+        gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
+        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
 
 
 @dataclass
-class CalibrationFits:
+class WeightFits:
     """What real fits gain over predictions, by method and role."""
 
     fraction: float  # kept fraction that the budget comes to
@@ -256,21 +248,18 @@ class CalibrationFits:
         damping: float,
     ) -> None:
         """Fits layers in the sizes that `option` picked, and compares losses with predictions."""
-        first = {entry.name: statistics[entry.name].halves[0] for entry in group}
-        second = {entry.name: statistics[entry.name].halves[1] for entry in group}
+        known = {entry.name: statistics[entry.name].whole for entry in group}
         moments = []
-        for half in first.values():  # the input is still that of the dense model
-            zero = torch.zeros_like(half.gram[0])
-            known = Moments(half.gram, half.gram, half.gram, zero, zero, half.rows)
-            moments.append([LayerMoments(known)])
+        for of in known.values():
+            zero = torch.zeros_like(of.gram[0])
+            moments.append([LayerMoments(Moments(of.gram, of.gram, of.gram, zero, zero, 1))])
         fitted = fit_layers(
             group,
             [statistics[entry.name].weight for entry in group],
             moments,
             dtype=torch.float32,
             damping=damping,
-            curvatures={n: own.curvature for n, own in first.items() if own.curvature is not None},
-            evaluation_moments=second,
+            evaluation_moments=known,
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = layers[entry.key]

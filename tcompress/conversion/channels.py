@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -199,7 +199,7 @@ def widths_by_weights(
             own = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
             moments = EvaluationMoments(own, None)
             zero = weight.new_zeros(len(own))
-            facts = LayerStatistics(weight, moments, (moments, moments), zero)
+            facts = LayerStatistics(weight, moments, zero)
             seen[layer.weight_name] = Seen(entries[layer.weight_name], facts, None)
         found.append(widths_of(coupling, seen, DAMPING / len(gram)))
     if not experts:
@@ -346,9 +346,20 @@ Forms = tuple[tuple[str, Form | None], ...]
 class WidthSite:
     """Layers that have channels in common, and what they may become together."""
 
-    couplings: list[Coupling]
+    found: Sequence[Widths]
     sizes: list[tuple[int, ...]]  # of each option, by coupling
     options: list[Option]  # labelled with `Forms`
+
+    @property
+    def couplings(self) -> list[Coupling]:
+        return [own.coupling for own in self.found]
+
+    def lose_as_found(self) -> None:
+        """Takes losses of options from those of the couplings, which have changed."""
+        self.options = [
+            replace(own, loss=sum(map(_loss, self.found, chosen)))
+            for own, chosen in zip(self.options, self.sizes, strict=True)
+        ]
 
     @property
     def is_attention(self) -> bool:
@@ -379,9 +390,12 @@ def width_site(
     for chosen in sizes:
         forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
         cost = sum(_parameters(form) * units[key] for key, form in forms)
-        loss = sum(float(own.losses[size]) for own, size in zip(found, chosen, strict=True))
-        options.append(Option(cost, loss, forms))
-    return WidthSite(couplings, sizes, options)
+        options.append(Option(cost, sum(map(_loss, found, chosen)), forms))
+    return WidthSite(found, sizes, options)
+
+
+def _loss(own: Widths, size: int) -> float:
+    return float(own.losses[size])
 
 
 def _parameters(form: Form) -> int:

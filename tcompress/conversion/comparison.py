@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from math import fsum
+from math import exp, fsum, log
 from statistics import fmean
 from typing import Any
 
@@ -44,8 +44,14 @@ class OutputComparison:
 
     @property
     def change(self) -> float:
-        """Change of the output per sample, in the unit of predicted losses."""
-        return fsum(self._distance.values()) / self._samples.total()
+        """Change of the output per sample, in the unit of predicted losses.
+
+        Of several sources it is the geometric mean: none counts more because its samples change
+        more, whatever the model.
+        """
+        if len(self._samples) == 1 or not all(self._distance.values()):
+            return fsum(self._distance.values()) / self._samples.total()
+        return exp(fmean(map(log, self.changes.values())))
 
     @property
     def changes(self) -> dict[str, float]:

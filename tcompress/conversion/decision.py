@@ -22,9 +22,9 @@ from torch import Tensor
 from tcompress.conversion.budget import WIDTH, BudgetProblem
 from tcompress.conversion.candidates import (
     FRACTIONS,
-    CalibrationFits,
     LayerCandidates,
     LayerStatistics,
+    WeightFits,
     blocks_to_fit,
     fine_fractions,
     fit_targets_of,
@@ -35,6 +35,7 @@ from tcompress.conversion.channels import (
     Seen,
     Widths,
     WidthSite,
+    read_reductions,
     stored_reductions,
     width_site,
     widths_of,
@@ -45,6 +46,7 @@ from tcompress.conversion.plain import plan_in_time
 from tcompress.conversion.prices import Prices, TimeGoal, clock_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
+from tcompress.conversion.substitution import Substitute, Substitutions, SubstitutionWalk
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
@@ -66,7 +68,7 @@ from tcompress.structures import Refusal, Spec
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""
 
-FAR = 3.0
+FAR = 1.1
 """Answers predicted to lose so many times as much as the best are not tried."""
 
 TIE = 0.02
@@ -159,7 +161,11 @@ class Decision:
 
         def answer(name: str, room: int | None = None) -> Plan:
             own = replace(problem, room=room)
-            return own.best(names, whole) if name == label else own.alone(name)
+            return own.best(names, whole) if name == label else own.of_alone().best([name], [name])
+
+        def least(name: str) -> int:
+            own = problem if name == label else problem.of_alone()
+            return own.least_time(names if name == label else [name])
 
         room = None if goal is None else round(goal.room(self._rest))
         for name in (label, *self._alone):
@@ -175,7 +181,7 @@ class Decision:
             answers, untimed = {}, answers or {label: self.plan}
             for name in untimed:
                 try:
-                    answers[name] = self._in_time(goal, partial(answer, name))
+                    answers[name] = self._in_time(goal, partial(answer, name), least(name))
                 except PlanError as error:
                     refused.append(error)
         if not answers:
@@ -203,9 +209,9 @@ class Decision:
         self._rest = prices.rest(problem.layers)
         return clock
 
-    def _in_time(self, goal: TimeGoal, answer: Callable[[int], Plan]) -> Plan:
+    def _in_time(self, goal: TimeGoal, answer: Callable[[int], Plan], least: int) -> Plan:
         with threads(self.recipe.threads):
-            plan, speed = goal.reach(answer, self._rest)
+            plan, speed = goal.reach(answer, self._rest, least)
         assert plan.budget is not None
         facts = self._speed(goal.clock, speed)
         return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
@@ -229,7 +235,7 @@ class Decision:
             self._offers = {structure_of(method).name: (method,)}
         self._alone = alone_on(self.recipe, self.plan, self.source) if several else {}
         self._narrows = WIDTH in self._offers or any(entry.is_narrow for entry in self.plan.layers)
-        self._fits = CalibrationFits(fraction)
+        self._fits = WeightFits(fraction)
         runtime = self.source.keymap.runtime_name
         self._entries = {  # experts have no moments
             runtime(e.name) or e.name: e for e in self.plan.layers if e.kind != "experts"
@@ -238,16 +244,61 @@ class Decision:
         replaced = self.recipe.attention is not None
         self._attentions = () if replaced else attentions_of(self.source.keymap.model, roles)
         self._fitted = blocks_to_fit(roles.blocks)
-        walk = self._weights if self.data is None else self._walk
-        for block, seen in walk(roles, progress):
-            widths = self._order_channels(block, seen) if self._narrows else []
-            if self.recipe.by_loss:
-                layers += self._block(block, seen)
-                self._offer_widths(widths, layers)
+        if self.data is None:
+            for block, seen in self._weights(roles, progress):
+                layers += self._of_block(block, seen).values()
+            for item in layers:
+                item.quick = item.offers
+                item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
+            return layers
+        substitutions = Substitutions(self._fits.fraction)
+        for block, seen in self._walk(roles, progress):
+            widths, own = len(self._widths), self._of_block(block, seen)
+            layers += own.values()
+            if own and not replaced:
+                entries = {
+                    layer.name: self._entries[layer.name]
+                    for layer in block.layers
+                    if layer.name in self._entries
+                }
+                substitutions.of_layers(block, own, entries, self._attentions)
+                for site in self._widths[widths:]:
+                    substitutions.of_channels(block, site.found, entries)
+        substitutions.settle(self._substitution, progress)
         for item in layers:
             item.quick = item.offers
-            item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
+        for site in self._widths:
+            site.lose_as_found()
         return layers
+
+    def _of_block(
+        self, block: Block, seen: Mapping[str, LayerStatistics]
+    ) -> Mapping[str, LayerCandidates]:
+        widths = self._order_channels(block, seen) if self._narrows else []
+        if not self.recipe.by_loss:
+            return {}
+        found = self._block(block, seen)
+        self._offer_widths(widths, found.values())
+        return found
+
+    def _substitution(self, substitutes: Sequence[Substitute]) -> SubstitutionWalk:
+        assert self.data is not None
+        return SubstitutionWalk(
+            self.source,
+            self.plan,
+            self.data,
+            damping=self.recipe.calibration.damping,
+            curvatures=partial(self.place.moments, "curvature"),
+            tokens=partial(self.place.moments, "tokens"),
+            channels=lambda block: read_reductions(self.place.moments("channels", block)),
+            factors={},
+            dtype_of=lambda _: torch.float32,
+            device=self.device,
+            whole=self.source,
+            tables={},
+            sampler=sampler_of(self.source),
+            substitutes=substitutes,
+        )
 
     def _walk(self, roles: Roles, progress: Progress) -> Measured:
         """Moments of all layers, from a backward pass, the last block first."""
@@ -255,8 +306,7 @@ class Decision:
         batches = [self.data.batches[index] for index in self.data.fitted]
         sampler = sampler_of(self.source, self.recipe.calibration.seed)
         scratch = self.place.scratch()
-        halved = self._fitted if len(self._offers) > 1 else ()
-        walk = BackwardWalk(self.source, roles, batches, sampler, scratch, self.device, halved)
+        walk = BackwardWalk(self.source, roles, batches, sampler, scratch, self.device)
         progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
         by_name = {block.name: block for block in roles.blocks}
         for name, worths in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
@@ -282,7 +332,7 @@ class Decision:
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
                 moment = EvaluationMoments(gram, None)
                 mean = gram.new_zeros(len(gram))
-                seen[entry.name] = LayerStatistics(weight, moment, (moment, moment), mean)
+                seen[entry.name] = LayerStatistics(weight, moment, mean)
             yield block, seen
             progress.advance(1, block.name)
 
@@ -311,7 +361,7 @@ class Decision:
 
     def _block(
         self, block: Block, seen: Mapping[str, LayerStatistics]
-    ) -> Iterable[LayerCandidates]:
+    ) -> dict[str, LayerCandidates]:
         """Lists what the layers of a block may become, and corrects it in some by real fits."""
         found: dict[str, LayerCandidates] = {}
         for group in block.groups:
@@ -330,13 +380,12 @@ class Decision:
                         "use more calibration data or a larger `damping`, or leave the layer out "
                         "with `--keep`",
                     ) from error
-        if len(self._offers) > 1 and block.name in self._fitted:
+        if self.data is None and len(self._offers) > 1 and block.name in self._fitted:
             exact = [n for n, specs in self._offers.items() if structure_of(specs[0]).exact_losses]
-            for name in self._offers.keys() - {WIDTH}:
-                if self.data is not None or name not in exact:
-                    self._fit(name, block, found, seen)
+            for name in self._offers.keys() - {WIDTH} - {*exact}:
+                self._fit(name, block, found, seen)
             self._fits.drop(found.values(), exact)
-        return found.values()
+        return found
 
     def _order_channels(
         self, block: Block, seen: Mapping[str, LayerStatistics]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import fsum, inf, isnan
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, normalize
 
 from tcompress.data.inputs import Pooling
 from tcompress.errors import DataError, FitError
@@ -18,6 +18,8 @@ _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "predictio
 _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
+
+Kind = Literal["scores", "embeddings", "states"]
 
 Part = tuple[Tensor, Tensor | None]
 """What a model puts out, and the mask of its tokens."""
@@ -38,8 +40,9 @@ class OutputSampler:
 
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
     model itself, whose second moment is the Fisher information: exactly the curvature of the
-    Kullback-Leibler divergence from the dense model. Sentence encoders get a random direction
-    of their embedding (`pooling`), other models one of every vector of theirs.
+    Kullback-Leibler divergence from the dense model. Embeddings of texts (`pooling`) get that of
+    their cosines with the other samples, which are what they are used for: changes across all that
+    tells texts apart cost nothing. Other models get a random direction of every vector of theirs.
 
     Scores are `independent` where each is a yes or no of its own, as for several labels at once.
     `logits` are `per_token` where they hold one for each token: a matrix of scores looks the same,
@@ -67,23 +70,34 @@ class OutputSampler:
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
         """Gives tensors of the output, and a gradient for each."""
-        scored, parts = self._parts(output, batch)
+        kind, parts = self._parts(output, batch)
         _require_numbers(parts)
-        self.weighs_tokens = not scored
-        draw = self._outcome if scored else self._direction
+        self.weighs_tokens = kind != "scores"
+        draw = {
+            "scores": self._outcome,
+            "embeddings": self._likeness,
+            "states": self._direction,
+        }[kind]
         return [(item, _masked(draw(item), mask)) for item, mask in parts]
 
     def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
         """Measures how far an output is from the dense model's, in the unit of predicted losses.
 
-        That is twice the Kullback-Leibler divergence of scores (to second order), else the squared
-        distance: a sum over the batch without padding, in float64, of terms that are not negative.
+        That is twice the Kullback-Leibler divergence of scores (to second order), of embeddings the
+        squared change of their cosines with those of the other samples as they were, else the
+        squared distance: a sum over the batch without padding, in float64, of terms that are not
+        negative.
         """
-        (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         _require_numbers([*first, *second])
         measure = _distance
-        if scored:
+        if kind == "scores":
             measure = _binary_divergence if self._independent else _divergence
+        if kind == "embeddings" and len(first[0][0]) > 1:
+            first, second = (
+                _likenesses(first[0][0], first[0][0]),
+                _likenesses(first[0][0], second[0][0]),
+            )
         change = fsum(
             float(_masked(measure(one, two), part).sum())
             for (whole, mask), (changed, _) in zip(first, second, strict=True)
@@ -100,20 +114,21 @@ class OutputSampler:
 
         Scores of a yes or no each are given those of a no.
         """
-        (scored, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        scored = kind == "scores"
         found = [(one, two, mask) for (one, mask), (two, _) in zip(first, second, strict=True)]
         if scored and self._independent:
             return True, [(_yes_or_no(one), _yes_or_no(two), mask) for one, two, mask in found]
         return scored, found
 
-    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[bool, list[Part]]:
-        """Whether an output has scores, and these or its vectors, with masks of tokens."""
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[Part]]:
+        """What an output has, and these scores or vectors, with masks of tokens."""
         found: list[Part] = []
         for name in _SCORES:
             if (item := getattr(output, name, None)) is not None:
                 found.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
         if found:
-            return True, found
+            return "scores", found
         states = [getattr(output, name, None) for name in _STATES]
         vectors = [item for item in states if item is not None]
         if not vectors:
@@ -123,8 +138,8 @@ class OutputSampler:
             )
         mask = batch.get("attention_mask")
         if self._pooling is not None and mask is not None:
-            return False, [(self._pooling(vectors[0], mask), None)]
-        return False, [(item, _mask_of(item, batch)) for item in vectors]
+            return "embeddings", [(self._pooling(vectors[0], mask), None)]
+        return "states", [(item, _mask_of(item, batch)) for item in vectors]
 
     def _outcome(self, scores: Tensor) -> Tensor:
         """Drawn outcome less probabilities; a single score is taken as it is."""
@@ -139,6 +154,18 @@ class OutputSampler:
         gradient = -chances
         gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
         return gradient.reshape(scores.shape).to(scores.dtype)
+
+    def _likeness(self, vectors: Tensor) -> Tensor:
+        """Gradient of a random sum of the cosines with the other samples."""
+        if len(vectors) == 1:
+            return self._direction(vectors)
+        own = vectors.detach().float()
+        unit = normalize(own, dim=-1)
+        drawn = torch.randn(len(own), len(own), generator=self._generator).to(unit)
+        wanted = drawn.fill_diagonal_(0) @ unit / (len(own) - 1) ** 0.5
+        across = wanted - (wanted * unit).sum(-1, keepdim=True) * unit
+        size = own.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(own.dtype).tiny)
+        return (across / size).to(vectors)
 
     def _direction(self, like: Tensor) -> Tensor:
         return torch.randn(like.shape, generator=self._generator).to(like)
@@ -199,6 +226,13 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
     far = gap <= -1
     terms[far] = p[far] * (gap[far] - 1) + q[far]
     return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
+
+
+def _likenesses(dense: Tensor, own: Tensor) -> list[Part]:
+    """Cosines of samples with all others of the dense model, so that their squares are a mean."""
+    one, two = (normalize(item.double(), dim=-1) for item in (own, dense))
+    cosines = (one @ two.mT).fill_diagonal_(0)
+    return [(cosines / (len(own) - 1) ** 0.5, None)]
 
 
 def _distance(dense: Tensor, other: Tensor) -> Tensor:

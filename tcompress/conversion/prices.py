@@ -165,41 +165,48 @@ class TimeGoal:
         """Nanoseconds for layers, as far as single times add up; `rest` is for all else."""
         return _NANO * self.clock.seconds / self.speedup - rest
 
-    def reach(self, solve: Callable[[int], Plan], rest: int) -> tuple[Plan, float]:
+    def reach(self, solve: Callable[[int], Plan], rest: int, least: int) -> tuple[Plan, float]:
         """Plans with room for layers, in nanoseconds, until a model is as fast as asked for.
 
-        Gives the plan and its speed; `rest` is what the model takes beside these layers.
+        Gives the plan and its speed; `rest` is what the model takes beside these layers, `least`
+        what their fastest candidates take.
         """
-        whole = _NANO * self.clock.seconds
-        allowed = whole / self.speedup
+        tried: dict[int, tuple[Plan, float]] = {}
         room = self.room(rest)
-        best: tuple[Plan, float] | None = None
-        for _ in range(TRIES):
-            if room <= 0:
+        for attempt in range(2 * TRIES):
+            room = max(least, round(room))
+            if room in tried:
                 break
-            try:
-                plan = solve(round(room))
-            except PlanError:
-                if best is None:
-                    raise
+            plan = solve(room)
+            tried[room] = plan, self.clock.speedup(plan)
+            nearest = min(abs(speed / self.speedup - 1) for _, speed in tried.values())
+            if nearest <= CLOSE * (1 if attempt + 1 < TRIES else 3):
                 break
-            speed = self.clock.speedup(plan)
-            if (
-                best is None
-                or (speed >= self.speedup) > (best[1] >= self.speedup)
-                or (speed >= self.speedup and speed < best[1])
-            ):
-                best = plan, speed
-            if 0 <= speed / self.speedup - 1 <= CLOSE:
-                break
-            room -= whole / speed - allowed / (1 + CLOSE / 2)
-        if best is None or best[1] < self.speedup * (1 - CLOSE):
-            raise self._out_of_reach(best)
-        return best
+            room = self._next({own: speed for own, (_, speed) in tried.items()}, room)
+            if attempt + 2 >= TRIES and all(own < self.speedup for _, own in tried.values()):
+                room = least
+        fast = [own for own in tried.values() if own[1] >= self.speedup * (1 - CLOSE)]
+        if not fast:
+            raise self._out_of_reach(*max(tried.values(), key=lambda own: own[1]))
+        return min(fast, key=lambda own: (own[1] < self.speedup, own[1]))
 
-    def _out_of_reach(self, best: tuple[Plan, float] | None) -> PlanError:
-        most = f": at most {best[1]:.3g} x was reached" if best else ""
+    def _next(self, speeds: Mapping[int, float], last: float) -> float:
+        """Room that is to have the speed asked for, by what others had."""
+        whole = _NANO * self.clock.seconds
+        aim = whole / self.speedup / (1 + CLOSE / 2)
+        slow = {room: whole / own for room, own in speeds.items() if whole / own > aim}
+        fast = {room: whole / own for room, own in speeds.items() if room not in slow}
+        if not slow or not fast:
+            return last + aim - whole / speeds[round(last)]
+        low, high = max(fast), min(slow)
+        share = (aim - fast[low]) / (slow[high] - fast[low])
+        return low + share * (high - low)
+
+    def _out_of_reach(self, plan: Plan, speed: float) -> PlanError:
+        error = plan.budget and plan.budget.error
+        lost = f", at a predicted error of {error:.2g}" if error is not None else ""
         return PlanError(
-            f"`{self.budget}` is out of reach at {self.clock.work}{most}",
+            f"`{self.budget}` is out of reach at {self.clock.work}: the fastest candidates make "
+            f"the model {speed:.3g} x as fast{lost}",
             "allow more time, offer `--method width` or `auto`, or drop blocks too",
         )

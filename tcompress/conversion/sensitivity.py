@@ -132,8 +132,7 @@ class _Mark(torch.autograd.Function):
 class BackwardWalk:
     """Runs all batches through the model, and gradients back through its blocks.
 
-    Inputs of blocks are kept in a folder meanwhile; files are deleted as they are used. Of blocks
-    that are `halved` sums over every second batch are taken too.
+    Inputs of blocks are kept in a folder meanwhile; files are deleted as they are used.
     """
 
     def __init__(
@@ -144,9 +143,7 @@ class BackwardWalk:
         sampler: OutputSampler,
         folder: Path,
         device: torch.device,
-        halved: Collection[str] = (),
     ) -> None:
-        self._halved = halved
         self._blocks = {block.name: block for block in roles.blocks}
         self._model = PartialModel(source, list(self._blocks), device, head=True)
         self._sampler = sampler
@@ -220,22 +217,15 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        first = second = _nothing_seen(layers, self._device, gradients=True)
-        if block.name in self._halved:
-            second = _nothing_seen(layers, self._device, gradients=True)
+        found = _nothing_seen(layers, self._device, gradients=True)
         with (
             self._model.loaded(block.name) as module,
             _Watch(module, block, layers, gradients=True).hooked() as watch,
         ):
             for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
-                watch.begin(stream.batch, second if index % 2 else first, index)
+                watch.begin(stream.batch, found, index)
                 watch.weighed = self._sampler.weighs_tokens
                 self._backward_visit(visits.pop())
-        if second is first:
-            return first
-        found = {name: own.include(second[name]) for name, own in first.items()}
-        for name, own in found.items():
-            own.half = second[name]
         return found
 
     def _backward_visit(self, visit: _Visit) -> None:

@@ -144,6 +144,7 @@ class MomentSums:
         """
         if not len(dense):
             return
+        same = new is dense
         dense, new = dense.float(), new.float()
         if weights is None:
             weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
@@ -154,9 +155,15 @@ class MomentSums:
         for total, rows in zip(self._means, (new, dense), strict=True):
             total += weights @ rows.double()
         new, dense = multipliable(root * new, root * dense)
-        add_gram(self._sums[0], new)
-        self._sums[1] += dense.T @ new
-        add_gram(self._sums[2], dense)
+        if same:
+            gram = torch.zeros_like(self._sums[0])
+            add_gram(gram, new)
+            for total in self._sums:
+                total += gram
+        else:
+            add_gram(self._sums[0], new)
+            self._sums[1] += dense.T @ new
+            add_gram(self._sums[2], dense)
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())

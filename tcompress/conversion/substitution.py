@@ -1,0 +1,321 @@
+"""Candidates put alone into the dense model: what the output changes by, on samples held out.
+
+Predictions of loss take tokens, and layers, for independent. Errors at the tokens of a text often
+go one way, most of all close to a mean that is taken over them: a last attention costs ten times
+what is predicted, and widths cost up to twice as much beside ranks. So some candidates of every
+site are fitted, and the model is run with each of them alone in its place. The predicted losses of
+all sizes are then scaled to what was found.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import log
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tcompress.conversion.blocks import BlockFitter, BlockPair, BlockResult, input_of
+from tcompress.conversion.candidates import LayerCandidates
+from tcompress.conversion.channels import Widths, forms_of
+from tcompress.conversion.paused import Stream, common_block, first_tensor
+from tcompress.data.calibration import CalibrationData
+from tcompress.planning.channels import Coupling, couplings, whole_attention
+from tcompress.planning.entries import Form, LayerPlan
+from tcompress.planning.knapsack import Option
+from tcompress.planning.planner import regrouped
+from tcompress.planning.sites import roles_of
+from tcompress.progress import Progress
+from tcompress.roles import Attention, Block, Layer
+from tcompress.structures import structure
+from tcompress.structures.base import SharesFactors
+
+FITTED = 384
+"""Samples that candidates are fitted to, about."""
+
+JUDGED = 128
+"""Samples held out that candidates are judged by, at most."""
+
+MOST_BYTES = 2**29
+"""Of the states of all passes."""
+
+LEAST, MOST = 1 / 30, 30.0
+"""Bounds of a factor that is believed, in units of the usual one."""
+
+
+@dataclass(frozen=True)
+class Substitute:
+    """Layers of one block in another form."""
+
+    block: str
+    entries: tuple[LayerPlan, ...]  # of the layers that change
+    predicted: float  # loss
+
+
+@dataclass
+class _Pair(BlockPair):
+    """A block and a copy that differs in one substitute: what the dense one reads is known."""
+
+    result: BlockResult
+    known: dict[Any, Any]  # by module and pass
+
+    def inputs(
+        self, path: str, one: Stream, two: Stream, arguments: Callable[..., Any] = first_tensor
+    ) -> tuple[Any, Any]:
+        key = path, id(one), arguments
+        dense = self.dense.get_submodule(path)
+        if key not in self.known:
+            self.known[key] = input_of(one, self.forward, dense, arguments)
+        mine = self.known[key]
+        if self.result.layers:  # something before it has changed
+            mine = input_of(two, self.new.forward, self.new.get_submodule(path), arguments)
+        return self.known[key], mine
+
+
+@dataclass
+class SubstitutionWalk(BlockFitter):
+    """Runs the dense model beside passes that differ from it in one substitute each.
+
+    A pass follows the dense one up to the block of its substitute, which is fitted there, and
+    computes from there on.
+    """
+
+    substitutes: Sequence[Substitute] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
+        self._batches = _judged(self.data, len(self.substitutes) + 1, width)
+        self.data = _to_fit(self.data)
+        self._dense = [self._model.stream(batch) for batch in self.data.batches]
+        self._new = self._dense  # up to its own block a substitute changes nothing
+        self._inputs: dict[Any, Any] = {}
+
+    def changes(self, advance: Callable[[str], None]) -> list[float]:
+        """Gives the change of the output per sample, for every substitute."""
+        stream = self._model.stream
+        whole = [stream(batch, keep=True) for batch in self._batches]
+        apart = [[stream(batch, keep=True) for batch in self._batches] for _ in self.substitutes]
+        left: set[int] = set()  # passes that differ by now
+        found = [0.0] * len(apart)
+        with self._model.paused([*self._dense, *whole, *(own for one in apart for own in one)]):
+            while name := common_block([*self._dense, *whole]):
+                with self._model.loaded(name) as dense:
+                    forward = self._model.forwards[name]
+                    answers: dict[int, list[Any]] = {}
+                    self._inputs.clear()
+                    for place, own in enumerate(self.substitutes):
+                        if own.block == name:
+                            answers[place] = self._answers(own, dense, forward, apart[place])
+                    for fitted in self._dense:
+                        fitted.answer(_run(forward, fitted))
+                    for index, one in enumerate(whole):
+                        same = _run(forward, one)
+                        one.answer(same)
+                        for place, passes in enumerate(apart):
+                            two = passes[index]
+                            mine = answers[place][index] if place in answers else same
+                            two.answer(_run(forward, two) if place in left else mine)
+                            if one.output is not None:
+                                assert self.sampler is not None
+                                found[place] += self.sampler.change(
+                                    one.output, two.output, one.batch
+                                )
+                                two.output = None  # at once: logits are large
+                        one.output = None
+                    left |= answers.keys()
+                advance(name)
+        samples = sum(len(next(iter(batch.values()))) for batch in self._batches)
+        return [change / samples for change in found]
+
+    def _answers(
+        self, own: Substitute, dense: Any, forward: Callable[..., Any], passes: Sequence[Stream]
+    ) -> list[Any]:
+        """Fits a substitute, and runs its block."""
+        self._entries = {(self._path(e), e.parameter): e for e in own.entries}
+        new = copy.deepcopy(dense)
+        del new.forward  # the copy runs by itself; the original pauses its stream
+        result = BlockResult(own.block, {}, {})
+        block = next(b for b in roles_of(self.source).blocks if b.name == own.block)
+        pair = _Pair(block, dense, forward, new, result, self._inputs)
+        routing = self._fit(pair, result, lambda *_: None, fresh=True)
+        found = []
+        for index, one in enumerate(passes):
+            routing.current = index
+            if routing.inside:  # experts follow the dense routing
+                _run(forward, one)
+            found.append(_run(new.forward, one))
+        return found
+
+    def _path(self, entry: LayerPlan) -> str:
+        self._paths[entry.name] = self.source.keymap.runtime_name(entry.name) or ""
+        return self._paths[entry.name]
+
+
+def _run(forward: Callable[..., Any], stream: Stream) -> Any:
+    call = stream.waiting
+    with torch.no_grad():
+        return forward(*call.args, **call.kwargs)
+
+
+def _to_fit(data: CalibrationData) -> CalibrationData:
+    """Some of the samples that are not held out."""
+    part = data.part(FITTED)
+    batches = [part.batches[index] for index in part.fitted]
+    places = tuple(part.place(index) for index in part.fitted)
+    return replace(part, batches=batches, holdout=[], origins={}, places=places)
+
+
+def _judged(data: CalibrationData, passes: int, width: int) -> list[Mapping[str, Tensor]]:
+    """Batches held out, cut to what is enough and to what all passes have memory for."""
+    places = [*data.holdout] or [*range(len(data.batches))]
+    batches = [data.batches[place] for place in places]
+    samples = sum(len(next(iter(batch.values()))) for batch in batches)
+    tokens = sum(_tokens(batch) for batch in batches)
+    most = MOST_BYTES / (4 * width * passes)
+    step = max(1, round(max(samples / JUDGED, tokens / most)))
+    cut = list[Mapping[str, Tensor]]()
+    for batch in batches:
+        size = len(next(iter(batch.values())))
+        chosen = slice(min(size - 1, step // 2), None, step)
+        cut.append({key: value[chosen] for key, value in batch.items()})
+    return cut
+
+
+def _tokens(batch: Mapping[str, Tensor]) -> int:
+    first = next(iter(batch.values()))
+    return len(first) * (first.shape[1] if first.ndim == 2 else 256)
+
+
+@dataclass
+class Substitutions:
+    """Substitutes of all blocks, and the predicted losses that are scaled by what they change."""
+
+    fraction: float  # kept fraction that sizes are taken close to
+    _items: list[tuple[Substitute, Callable[[float], None]]] = field(default_factory=list)
+    """Each with what scales the losses that it tells of."""
+
+    def of_layers(
+        self,
+        block: Block,
+        found: Mapping[str, LayerCandidates],
+        entries: Mapping[str, LayerPlan],
+        attentions: Sequence[Attention],
+    ) -> None:
+        """Takes the layers of each half of a block, by each of the structures they are offered.
+
+        Candidates are by weight name, entries by path.
+        """
+        for half in _halves(block, attentions):
+            own = [entries[layer.name] for layer in half if layer.name in entries]
+            own = [entry for entry in own if entry.key in found]
+            for name in dict.fromkeys(n for e in own for n in found[e.key].offers):
+                options = {
+                    e.key: self._near(found[e.key], name)
+                    for e in own
+                    if found[e.key].offers.get(name)
+                }
+                chosen = {key: Form(option.label) for key, option in options.items()}  # type: ignore[arg-type]
+                inputs = [[entries.get(layer.name) for layer in group] for group in block.groups]
+                groups = [[e for e in group if e in own and e.key in chosen] for group in inputs]
+                members = [e for g in groups if g for e in regrouped(g, chosen)[0]]
+                if members and not any(map(_shares_factors, members)):
+                    items = [found[entry.key] for entry in members]
+                    lost = sum(options[item.key].loss for item in items)
+                    self._add(block, members, lost, partial(_scale_layers, items, name))
+
+    def of_channels(
+        self, block: Block, found: Sequence[Widths], entries: Mapping[str, LayerPlan]
+    ) -> None:
+        """Takes some channels and, where that is offered, none; entries are by path."""
+        by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
+        by_key = {entry.key: entry for entry in entries.values()}
+        for own in found:
+            for size in self._sizes(own.coupling):
+                forms = forms_of({own.coupling: size}, by_weight)
+                narrow = [by_key[k].model_copy(update=form._asdict()) for k, form in forms]
+                scale = partial(_scale_widths, own, size)
+                self._add(block, narrow, float(own.losses[size]), scale)
+
+    def settle(
+        self, walk: Callable[[Sequence[Substitute]], SubstitutionWalk], progress: Progress
+    ) -> None:
+        """Runs the model with all substitutes, and scales predicted losses in place."""
+        if not self._items:
+            return
+        substitutes = [own for own, _ in self._items]
+        blocks = len({own.block for own in substitutes})
+        progress.stage(f"trying {len(substitutes)} candidates", blocks, "blocks")
+        changes = walk(substitutes).changes(lambda block: progress.advance(1, block))
+        pairs = zip(changes, substitutes, strict=True)
+        ratios = [max(0.0, change) / own.predicted for change, own in pairs]
+        usual = float(np.median(ratios))
+        if usual > 0:
+            for (_, scale), ratio in zip(self._items, ratios, strict=True):
+                scale(min(MOST, max(LEAST, ratio / usual)))
+
+    def _sizes(self, coupling: Coupling) -> list[int]:
+        """None where that is offered, and the size closest to the fraction."""
+        nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
+        near = min(some, key=lambda size: abs(size - self.fraction * coupling.size), default=0)
+        return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
+
+    def _near(self, item: LayerCandidates, name: str) -> Option:
+        wanted = log(self.fraction * item.dense)
+        return min(item.offers[name], key=lambda own: abs(log(max(1, own.cost)) - wanted))
+
+    def _add(
+        self,
+        block: Block,
+        entries: Iterable[LayerPlan],
+        predicted: float,
+        scale: Callable[[float], None],
+    ) -> None:
+        if predicted > 0:
+            self._items.append((Substitute(block.name, tuple(entries), predicted), scale))
+
+
+def _scale_layers(items: Sequence[LayerCandidates], name: str, factor: float) -> None:
+    """Scales what one structure loses in some layers."""
+    for offers in (own for item in items for own in (item.offers, item.quick, item.alone)):
+        if name in offers:
+            offers[name] = [replace(own, loss=own.loss * factor) for own in offers[name]]
+
+
+def _scale_widths(own: Widths, size: int, factor: float) -> None:
+    """Scales what fewer channels lose, or none; nothing loses more than none of them."""
+    factors = torch.ones_like(own.losses)
+    if size == 0:
+        factors[0] = factor
+        own.losses = own.losses * factors
+        return
+    factors[1:] = factor
+    own.losses = own.losses * factors
+    if 0 in own.coupling.sizes:
+        own.losses = own.losses.clamp(max=float(own.losses[0]))
+
+
+def _halves(block: Block, attentions: Sequence[Attention]) -> list[list[Layer]]:
+    """Layers of a block that have channels in common, or an attention; else those of one input."""
+    joined = [*couplings(block)]
+    joined += [
+        own for item in attentions if item.block == block.name and (own := whole_attention(item))
+    ]
+    halves = [{*group} for group in (*(own.layers for own in joined), *block.groups)]
+    found: list[set[Layer]] = []
+    for half in halves:
+        for other in [other for other in found if other & half]:
+            found.remove(other)
+            half |= other
+        found.append(half)
+    return [[layer for layer in block.layers if layer in half] for half in found]
+
+
+def _shares_factors(entry: LayerPlan) -> bool:
+    layouts = (layout for part in entry.parts for layout in part.terms)
+    return any(isinstance(structure(own.structure), SharesFactors) for own in layouts)

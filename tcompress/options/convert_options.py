@@ -130,7 +130,7 @@ def _count(text: int | str, units: Mapping[str, int]) -> int:
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
 FEWEST, MOST = 1024, 4096  # texts that are drawn where no number is given
-ROWS = 32  # tokens for each input of the widest layer: moments of fewer do not carry over
+ROWS = 16  # tokens for each input of the widest layer: moments of fewer do not carry over
 _PATTERNS = {"panel": METHOD, "metavar": "PATTERN", "splits": False}
 
 

@@ -93,11 +93,9 @@ class OutputSampler:
         measure = _distance
         if kind == "scores":
             measure = _binary_divergence if self._independent else _divergence
-        if kind == "embeddings" and len(first[0][0]) > 1:
-            first, second = (
-                _likenesses(first[0][0], first[0][0]),
-                _likenesses(first[0][0], second[0][0]),
-            )
+        if kind == "embeddings":
+            [(one, _)], [(two, _)] = first, second
+            first, second = _likenesses(one, one), _likenesses(one, two)
         change = fsum(
             float(_masked(measure(one, two), part).sum())
             for (whole, mask), (changed, _) in zip(first, second, strict=True)
@@ -156,13 +154,17 @@ class OutputSampler:
         return gradient.reshape(scores.shape).to(scores.dtype)
 
     def _likeness(self, vectors: Tensor) -> Tensor:
-        """Gradient of a random sum of the cosines with the other samples."""
-        if len(vectors) == 1:
-            return self._direction(vectors)
+        """Gradient of a random sum of the cosines with the other samples.
+
+        Of one sample by itself it is that of the cosine with any vector: as long, on average.
+        """
         own = vectors.detach().float()
-        unit = normalize(own, dim=-1)
-        drawn = torch.randn(len(own), len(own), generator=self._generator).to(unit)
-        wanted = drawn.fill_diagonal_(0) @ unit / (len(own) - 1) ** 0.5
+        count, unit = len(own), normalize(own, dim=-1)
+        if count > 1:
+            drawn = torch.randn(count, count, generator=self._generator).to(unit)
+            wanted = drawn.fill_diagonal_(0) @ unit / (count - 1) ** 0.5
+        else:
+            wanted = self._direction(unit) / unit.shape[-1] ** 0.5
         across = wanted - (wanted * unit).sum(-1, keepdim=True) * unit
         size = own.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(own.dtype).tiny)
         return (across / size).to(vectors)
@@ -229,8 +231,10 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _likenesses(dense: Tensor, own: Tensor) -> list[Part]:
-    """Cosines of samples with all others of the dense model, so that their squares are a mean."""
+    """Cosines with all other samples of the dense model, so that their squares are a mean."""
     one, two = (normalize(item.double(), dim=-1) for item in (own, dense))
+    if len(one) == 1:  # with any vector: the mean square of its cosines
+        return [(one / one.shape[-1] ** 0.5, None)]
     cosines = (one @ two.mT).fill_diagonal_(0)
     return [(cosines / (len(own) - 1) ** 0.5, None)]
 

@@ -171,9 +171,9 @@ def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
 
 def test_the_size_closest_to_the_budget_is_tried() -> None:
     item = _sized("w", "q", b=[(10, 9.0), (22, 5.0), (60, 1.0)])
-    option = WeightFits(0.25).option(item, "b")
+    option = item.closest("b", 0.25)
     assert option.cost == 22
-    assert WeightFits(0.25).option(item, "a") is None
+    assert item.closest("a", 0.25) is None
 
 
 def test_methods_that_are_clearly_worse_at_all_sizes_are_dropped() -> None:

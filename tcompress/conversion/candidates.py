@@ -51,6 +51,12 @@ class LayerCandidates:
     alone: dict[str, list[Option]] = field(default_factory=dict)
     """What a method offers where all layers take it."""
 
+    def closest(self, method: str, fraction: float) -> Option | None:
+        """Picks the option of a method that is closest to a kept fraction, in proportion."""
+        wanted = log(fraction * self.dense)
+        options = self.offers.get(method, ())
+        return min(options, key=lambda own: abs(log(max(1, own.cost)) - wanted), default=None)
+
     def site(self, methods: Sequence[str], *, may_stay: bool, timed: bool = False) -> BudgetSite:
         """Returns what a budget may choose from; where no method can, a layer stays dense.
 
@@ -233,12 +239,6 @@ class WeightFits:
     _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     _dropped: set[tuple[str, str]] = field(default_factory=set)
 
-    def option(self, layer: LayerCandidates, method: str) -> Option | None:
-        """Picks the size to fit: the one closest to the budget."""
-        wanted = log(self.fraction * layer.dense)
-        options = layer.offers.get(method, ())
-        return min(options, key=lambda item: abs(log(max(1, item.cost)) - wanted), default=None)
-
     def fit(
         self,
         method: str,
@@ -247,7 +247,7 @@ class WeightFits:
         statistics: Mapping[str, LayerStatistics],
         damping: float,
     ) -> None:
-        """Fits layers in the sizes that `option` picked, and compares losses with predictions."""
+        """Fits layers in the sizes that `closest` picks, and compares losses with predictions."""
         known = {entry.name: statistics[entry.name].whole for entry in group}
         moments = []
         for of in known.values():
@@ -263,7 +263,7 @@ class WeightFits:
         )
         for entry, layer in zip(group, fitted, strict=True):
             own = layers[entry.key]
-            option = self.option(own, method)
+            option = own.closest(method, self.fraction)
             if option is not None and option.loss > 0 and layer.loss is not None:
                 ratio = layer.loss * own.left_out / option.loss
                 self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))

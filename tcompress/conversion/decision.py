@@ -265,8 +265,6 @@ class Decision:
                 for site in self._widths[widths:]:
                     substitutions.of_channels(block, site.found, entries)
         substitutions.settle(self._substitution, progress)
-        for item in layers:
-            item.quick = item.offers
         for site in self._widths:
             site.lose_as_found()
         return layers
@@ -487,7 +485,7 @@ class Decision:
         seen: Mapping[str, LayerStatistics],
     ) -> None:
         """Fits the layers of a block with one method, of sizes close to the budget."""
-        options = {key: self._fits.option(item, name) for key, item in found.items()}
+        options = {key: item.closest(name, self._fits.fraction) for key, item in found.items()}
         chosen = {
             key: Form(option.label)  # type: ignore[arg-type]
             for key, option in options.items()

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import log
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from tcompress.conversion.paused import Stream, common_block, first_tensor
 from tcompress.data.calibration import CalibrationData
 from tcompress.planning.channels import Coupling, couplings, whole_attention
 from tcompress.planning.entries import Form, LayerPlan
-from tcompress.planning.knapsack import Option
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
@@ -98,7 +96,7 @@ class SubstitutionWalk(BlockFitter):
 
     def changes(self, advance: Callable[[str], None]) -> list[float]:
         """Gives the change of the output per sample, for every substitute."""
-        stream = self._model.stream
+        stream, run = self._model.stream, self._model.answer_of
         whole = [stream(batch, keep=True) for batch in self._batches]
         apart = [[stream(batch, keep=True) for batch in self._batches] for _ in self.substitutes]
         left: set[int] = set()  # passes that differ by now
@@ -113,14 +111,14 @@ class SubstitutionWalk(BlockFitter):
                         if own.block == name:
                             answers[place] = self._answers(own, dense, forward, apart[place])
                     for fitted in self._dense:
-                        fitted.answer(_run(forward, fitted))
+                        fitted.answer(run(fitted))
                     for index, one in enumerate(whole):
-                        same = _run(forward, one)
+                        same = run(one)
                         one.answer(same)
                         for place, passes in enumerate(apart):
                             two = passes[index]
                             mine = answers[place][index] if place in answers else same
-                            two.answer(_run(forward, two) if place in left else mine)
+                            two.answer(run(two) if place in left else mine)
                             if one.output is not None:
                                 assert self.sampler is not None
                                 found[place] += self.sampler.change(
@@ -148,19 +146,13 @@ class SubstitutionWalk(BlockFitter):
         for index, one in enumerate(passes):
             routing.current = index
             if routing.inside:  # experts follow the dense routing
-                _run(forward, one)
-            found.append(_run(new.forward, one))
+                self._model.answer_of(one)
+            found.append(self._model.answer_of(one, new.forward))
         return found
 
     def _path(self, entry: LayerPlan) -> str:
         self._paths[entry.name] = self.source.keymap.runtime_name(entry.name) or ""
         return self._paths[entry.name]
-
-
-def _run(forward: Callable[..., Any], stream: Stream) -> Any:
-    call = stream.waiting
-    with torch.no_grad():
-        return forward(*call.args, **call.kwargs)
 
 
 def _to_fit(data: CalibrationData) -> CalibrationData:
@@ -215,11 +207,8 @@ class Substitutions:
             own = [entries[layer.name] for layer in half if layer.name in entries]
             own = [entry for entry in own if entry.key in found]
             for name in dict.fromkeys(n for e in own for n in found[e.key].offers):
-                options = {
-                    e.key: self._near(found[e.key], name)
-                    for e in own
-                    if found[e.key].offers.get(name)
-                }
+                sized = {e.key: found[e.key].closest(name, self.fraction) for e in own}
+                options = {key: option for key, option in sized.items() if option is not None}
                 chosen = {key: Form(option.label) for key, option in options.items()}  # type: ignore[arg-type]
                 inputs = [[entries.get(layer.name) for layer in group] for group in block.groups]
                 groups = [[e for e in group if e in own and e.key in chosen] for group in inputs]
@@ -264,10 +253,6 @@ class Substitutions:
         nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
         near = min(some, key=lambda size: abs(size - self.fraction * coupling.size), default=0)
         return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
-
-    def _near(self, item: LayerCandidates, name: str) -> Option:
-        wanted = log(self.fraction * item.dense)
-        return min(item.offers[name], key=lambda own: abs(log(max(1, own.cost)) - wanted))
 
     def _add(
         self,

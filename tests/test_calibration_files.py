@@ -472,11 +472,14 @@ def test_a_report_says_what_the_fit_changed_on_each_source(
     dense = bert.model_class.from_pretrained(bert.folder).eval()
     model = bert.model_class.from_pretrained(done.folder).eval()
     for name, change in changes.items():
-        own = [data.batches[index] for index, origin in data.origins.items() if origin == name]
+        sampler = sampler_of(bert)
+        own = [
+            sampler.with_variants(data.batches[index])
+            for index, origin in data.origins.items()
+            if origin == name
+        ]
         with torch.no_grad():
-            found = [
-                sampler_of(bert).change(dense(**batch), model(**batch), batch) for batch in own
-            ]
+            found = [sampler.change(dense(**batch), model(**batch), batch) for batch in own]
         count = sum(len(batch["input_ids"]) for batch in own)
         assert change == pytest.approx(sum(found) / count, rel=1e-3)
     agreement = done.manifest.calibration.agreement

@@ -7,7 +7,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from tcompress.conversion.converter import convert
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.conversion.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
 from tcompress.conversion.substitution import SubstitutionWalk
 from tcompress.data.inputs import MEAN
 from tcompress.options import Convert
@@ -17,23 +17,44 @@ from tests.support.depth import deep, drawn, idle_llama
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("texts", [1, 4])
-def test_gradients_of_embeddings_tell_how_far_cosines_move(texts: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    states = 3 * torch.randn(texts, 1, 6, generator=generator)
-    moved = states + 1e-3 * torch.randn(states.shape, generator=generator)
-    batch = {"attention_mask": torch.ones(texts, 1, dtype=torch.long)}
+@pytest.mark.parametrize("texts", [1, 5])
+def test_embeddings_are_compared_with_those_of_texts_without_some_words(texts: int) -> None:
+    batch = {
+        "input_ids": torch.arange(texts * 40).reshape(texts, 40),
+        "attention_mask": torch.tensor([[0] * 4 + [1] * 30 + [0] * 6] * texts),
+    }
     sampler = OutputSampler(MEAN, seed=1)
-    dense, other = (BaseModelOutput(last_hidden_state=own) for own in (states, moved))
-    squares = 0.0
-    for _ in range(4000):
-        start = states.clone().requires_grad_()
-        [(embedding, gradient)] = sampler(BaseModelOutput(last_hidden_state=start), batch)
-        embedding.backward(gradient)
-        squares += float((start.grad * (moved - states)).sum((1, 2)).square().sum()) / 4000
-    assert sampler.change(dense, other, batch) == pytest.approx(squares, rel=0.1)
-    longer = BaseModelOutput(last_hidden_state=2 * states)
-    assert sampler.change(dense, longer, batch) == pytest.approx(0, abs=1e-12)
+    found = sampler.with_variants(batch)
+    assert found["input_ids"].equal(batch["input_ids"].repeat(VARIANTS, 1))
+    masks = found["attention_mask"].unflatten(0, (VARIANTS, texts))
+    assert masks[0].equal(batch["attention_mask"])
+    assert bool((masks[:, :, [4, 33]] == 1).all())  # what marks a text stays
+    assert not bool(masks[:, :, [3, 34]].any())
+    for mask, share in zip(masks[1:], LEFT_OUT, strict=True):
+        gone = 1 - mask.sum() / masks[0].sum()
+        assert float(gone) == pytest.approx(share, abs=0.2 if texts == 1 else 0.15)
+    scorer = OutputSampler(None)
+    assert scorer.with_variants(batch) is batch
+
+
+@pytest.mark.parametrize("texts", [1, 5])
+def test_changes_of_embeddings_that_change_no_order_are_none(texts: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(VARIANTS * texts, 1, 6, generator=generator)
+    batch = {"attention_mask": torch.ones(len(states), 1, dtype=torch.long)}
+    sampler = OutputSampler(MEAN, seed=1)
+
+    def change(moved: torch.Tensor) -> float:
+        pair = (BaseModelOutput(last_hidden_state=own) for own in (states, moved))
+        return sampler.change(*pair, batch)
+
+    turned, _ = torch.linalg.qr(torch.randn(6, 6, generator=generator))
+    assert change(2 * states @ turned) == pytest.approx(0, abs=1e-9)
+    unit = torch.nn.functional.normalize(states, dim=-1)
+    alike = torch.cat([unit, torch.full_like(unit[..., :1], 0.7)], -1)  # cosines: affine
+    assert change(alike) == pytest.approx(0, abs=1e-9)
+    little, more = (change(states + size * torch.randn(states.shape)) for size in (0.01, 0.3))
+    assert 0 < little < more
 
 
 def test_substitutes_in_idle_blocks_change_nothing(

@@ -253,7 +253,9 @@ class BlockFitter:
         self._installed: dict[FactorsKey, FactorsModule] = {}
         judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
         pairs = [
-            (batch, self.sampler is not None and index in judged)
+            (self.sampler.with_variants(batch), True)
+            if self.sampler is not None and index in judged
+            else (batch, False)
             for index, batch in enumerate(self.data.batches)
         ]
         self._dense = [self._model.stream(batch, keep=keep) for batch, keep in pairs]

@@ -68,7 +68,7 @@ from tcompress.structures import Refusal, Spec
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""
 
-FAR = 1.1
+FAR = 1.5
 """Answers predicted to lose so many times as much as the best are not tried."""
 
 TIE = 0.02
@@ -261,7 +261,7 @@ class Decision:
                     for layer in block.layers
                     if layer.name in self._entries
                 }
-                substitutions.of_layers(block, own, entries, self._attentions)
+                substitutions.of_layers(block, own, entries)
                 for site in self._widths[widths:]:
                     substitutions.of_channels(block, site.found, entries)
         substitutions.settle(self._substitution, progress)

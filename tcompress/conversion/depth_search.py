@@ -116,7 +116,8 @@ class DepthWalk:
             name: sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
             for name in blocks
         }
-        self._batches, self._scale = _some_of(data)
+        some, self._scale = _some_of(data)
+        self._batches = [*map(self._sampler.with_variants, some)]
 
     def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
         """Measures the loss of each of these blocks together with those that are gone."""

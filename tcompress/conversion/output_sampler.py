@@ -19,6 +19,12 @@ _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
+LEFT_OUT = (0.15, 0.3, 0.5)
+"""Shares of the tokens that variants of a text lack."""
+
+VARIANTS = 1 + len(LEFT_OUT)
+"""Of a text, itself among them."""
+
 Kind = Literal["scores", "embeddings", "states"]
 
 Part = tuple[Tensor, Tensor | None]
@@ -27,11 +33,13 @@ Part = tuple[Tensor, Tensor | None]
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Chooses what to draw by what a model is for."""
-    reads_text = source.model_class.main_input_name == "input_ids"
-    encodes = reads_text and not source.config.is_encoder_decoder
+    kind = source.model_class
+    reads_text = kind.main_input_name == "input_ids"
+    scores = "For" in kind.__name__ or kind.can_generate()
+    encodes = reads_text and not scores and not source.config.is_encoder_decoder
     pooling = Pooling.of(source, last=False) if encodes else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
-    per_token = source.model_class.__name__ in _MARKS_TOKENS
+    per_token = kind.__name__ in _MARKS_TOKENS
     return OutputSampler(pooling, seed, independent=several or per_token, per_token=per_token)
 
 
@@ -84,9 +92,9 @@ class OutputSampler:
         """Measures how far an output is from the dense model's, in the unit of predicted losses.
 
         That is twice the Kullback-Leibler divergence of scores (to second order), of embeddings the
-        squared change of their cosines with those of the other samples as they were, else the
-        squared distance: a sum over the batch without padding, in float64, of terms that are not
-        negative.
+        squared change of the cosines that a text has with its variants (`with_variants`), less what
+        an affine map of all of them does, which changes no order; else the squared distance: a sum
+        over the batch without padding, in float64, of terms that are not negative.
         """
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         _require_numbers([*first, *second])
@@ -94,16 +102,29 @@ class OutputSampler:
         if kind == "scores":
             measure = _binary_divergence if self._independent else _divergence
         if kind == "embeddings":
-            [(one, _)], [(two, _)] = first, second
-            first, second = _likenesses(one, one), _likenesses(one, two)
-        change = fsum(
-            float(_masked(measure(one, two), part).sum())
-            for (whole, mask), (changed, _) in zip(first, second, strict=True)
-            for one, two, part in _examples(whole, changed, mask)
-        )
+            change = _change_of_likeness(first[0][0], second[0][0])
+        else:
+            change = fsum(
+                float(_masked(measure(one, two), part).sum())
+                for (whole, mask), (changed, _) in zip(first, second, strict=True)
+                for one, two, part in _examples(whole, changed, mask)
+            )
         if isnan(change) or (change == inf and measure is _distance):
             raise _not_finite()
         return change
+
+    def with_variants(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Adds what outputs are compared by: texts to be embedded, without some of their words.
+
+        How alike a text and its variants are is what an embedding is used for; of texts that have
+        nothing in common even poor models know as much. Other batches stay as they are.
+        """
+        mask = batch.get("attention_mask")
+        if self._pooling is None or mask is None:
+            return batch
+        found = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
+        found["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
+        return found
 
     def pairs(
         self, dense: Any, other: Any, batch: Mapping[str, Tensor]
@@ -114,6 +135,8 @@ class OutputSampler:
         """
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         scored = kind == "scores"
+        if kind == "embeddings":
+            first, second = ([_texts_alone(part) for part in own] for own in (first, second))
         found = [(one, two, mask) for (one, mask), (two, _) in zip(first, second, strict=True)]
         if scored and self._independent:
             return True, [(_yes_or_no(one), _yes_or_no(two), mask) for one, two, mask in found]
@@ -173,6 +196,24 @@ class OutputSampler:
         return torch.randn(like.shape, generator=self._generator).to(like)
 
 
+def _without_some(mask: Tensor, share: float) -> Tensor:
+    """Leaves a share of the tokens out, but for the first and the last one: they mark the text.
+
+    (texts, tokens), which are the same for every mask of this shape.
+    """
+    before, after = (own.cumsum(-1) for own in (mask, mask.flip(-1)))
+    inside = (before > 1) & (after.flip(-1) > 1)
+    generator = torch.Generator().manual_seed(round(1000 * share))
+    drawn = torch.rand(mask.shape, generator=generator).to(mask.device)
+    return mask.masked_fill(inside & (drawn < share), 0)
+
+
+def _texts_alone(part: Part) -> Part:
+    """Leaves the variants out again."""
+    vectors, mask = part
+    return vectors[: len(vectors) // VARIANTS], mask
+
+
 def _yes_or_no(scores: Tensor) -> Tensor:
     return torch.stack([torch.zeros_like(scores), scores], -1)
 
@@ -230,13 +271,23 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
     return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
 
 
-def _likenesses(dense: Tensor, own: Tensor) -> list[Part]:
-    """Cosines with all other samples of the dense model, so that their squares are a mean."""
-    one, two = (normalize(item.double(), dim=-1) for item in (own, dense))
-    if len(one) == 1:  # with any vector: the mean square of its cosines
-        return [(one / one.shape[-1] ** 0.5, None)]
-    cosines = (one @ two.mT).fill_diagonal_(0)
-    return [(cosines / (len(own) - 1) ** 0.5, None)]
+def _change_of_likeness(dense: Tensor, other: Tensor) -> float:
+    """Change of the cosines of texts with their variants, less what an affine map of them tells.
+
+    (variants * texts, d) for both; summed over the texts.
+    """
+    one, two = (_among_variants(item) for item in (dense, other))
+    apart = one - one.mean()
+    gap = (two - one) - (two - one).mean()
+    slope = (apart * gap).sum() / apart.square().sum().clamp_min(1e-200)
+    return float((gap - slope * apart).square().mean()) * one.shape[-1]
+
+
+def _among_variants(vectors: Tensor) -> Tensor:
+    """Cosines of the variants of every text with each other.  # (pairs, texts)."""
+    unit = normalize(vectors.double(), dim=-1).unflatten(0, (VARIANTS, -1))
+    first, second = torch.triu_indices(VARIANTS, VARIANTS, 1, device=unit.device)
+    return (unit[first] * unit[second]).sum(-1)
 
 
 def _distance(dense: Tensor, other: Tensor) -> Tensor:

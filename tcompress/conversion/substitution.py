@@ -24,20 +24,20 @@ from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import Widths, forms_of
 from tcompress.conversion.paused import Stream, common_block, first_tensor
 from tcompress.data.calibration import CalibrationData
-from tcompress.planning.channels import Coupling, couplings, whole_attention
+from tcompress.planning.channels import Coupling, couplings
 from tcompress.planning.entries import Form, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.roles import Attention, Block, Layer
+from tcompress.roles import Block, Layer
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
 FITTED = 384
 """Samples that candidates are fitted to, about."""
 
-JUDGED = 128
-"""Samples held out that candidates are judged by, at most."""
+JUDGED = 160
+"""Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
 MOST_BYTES = 2**29
 """Of the states of all passes."""
@@ -88,7 +88,9 @@ class SubstitutionWalk(BlockFitter):
     def __post_init__(self) -> None:
         super().__post_init__()
         width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
-        self._batches = _judged(self.data, len(self.substitutes) + 1, width)
+        assert self.sampler is not None
+        passes = len(self.substitutes) + 1
+        self._batches = _judged(self.data, self.sampler.with_variants, 4 * width * passes)
         self.data = _to_fit(self.data)
         self._dense = [self._model.stream(batch) for batch in self.data.batches]
         self._new = self._dense  # up to its own block a substitute changes nothing
@@ -163,19 +165,23 @@ def _to_fit(data: CalibrationData) -> CalibrationData:
     return replace(part, batches=batches, holdout=[], origins={}, places=places)
 
 
-def _judged(data: CalibrationData, passes: int, width: int) -> list[Mapping[str, Tensor]]:
+def _judged(
+    data: CalibrationData,
+    extended: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+    bytes_per_token: int,
+) -> list[Mapping[str, Tensor]]:
     """Batches held out, cut to what is enough and to what all passes have memory for."""
     places = [*data.holdout] or [*range(len(data.batches))]
     batches = [data.batches[place] for place in places]
-    samples = sum(len(next(iter(batch.values()))) for batch in batches)
-    tokens = sum(_tokens(batch) for batch in batches)
-    most = MOST_BYTES / (4 * width * passes)
-    step = max(1, round(max(samples / JUDGED, tokens / most)))
+    whole = [*map(extended, batches)]
+    samples = sum(len(next(iter(batch.values()))) for batch in whole)
+    tokens = sum(_tokens(batch) for batch in whole)
+    step = max(1, round(max(samples / JUDGED, tokens * bytes_per_token / MOST_BYTES)))
     cut = list[Mapping[str, Tensor]]()
     for batch in batches:
         size = len(next(iter(batch.values())))
         chosen = slice(min(size - 1, step // 2), None, step)
-        cut.append({key: value[chosen] for key, value in batch.items()})
+        cut.append(extended({key: value[chosen] for key, value in batch.items()}))
     return cut
 
 
@@ -197,13 +203,12 @@ class Substitutions:
         block: Block,
         found: Mapping[str, LayerCandidates],
         entries: Mapping[str, LayerPlan],
-        attentions: Sequence[Attention],
     ) -> None:
         """Takes the layers of each half of a block, by each of the structures they are offered.
 
         Candidates are by weight name, entries by path.
         """
-        for half in _halves(block, attentions):
+        for half in _halves(block):
             own = [entries[layer.name] for layer in half if layer.name in entries]
             own = [entry for entry in own if entry.key in found]
             for name in dict.fromkeys(n for e in own for n in found[e.key].offers):
@@ -285,15 +290,17 @@ def _scale_widths(own: Widths, size: int, factor: float) -> None:
         own.losses = own.losses.clamp(max=float(own.losses[0]))
 
 
-def _halves(block: Block, attentions: Sequence[Attention]) -> list[list[Layer]]:
-    """Layers of a block that have channels in common, or an attention; else those of one input."""
-    joined = [*couplings(block)]
-    joined += [
-        own for item in attentions if item.block == block.name and (own := whole_attention(item))
-    ]
-    halves = [{*group} for group in (*(own.layers for own in joined), *block.groups)]
+def _halves(block: Block) -> list[list[Layer]]:
+    """Layers of a block that have channels in common: scores, values, neurons; else of one input.
+
+    Those are apart since they may lose most different amounts: of a last attention that a mean is
+    taken over the values cost a hundred times what the scores do.
+    """
+    joined = [{*own.layers} for own in couplings(block)]
+    known = set[Layer]().union(*joined)
+    joined += [{*group} - known for group in block.groups]
     found: list[set[Layer]] = []
-    for half in halves:
+    for half in filter(None, joined):
         for other in [other for other in found if other & half]:
             found.remove(other)
             half |= other

@@ -88,7 +88,7 @@ def change_of(dense: Any, model: Any, data: CalibrationData, sampler: OutputSamp
     change, samples = 0.0, 0
     with torch.no_grad():
         for index in data.holdout:
-            batch = data.batches[index]
+            batch = sampler.with_variants(data.batches[index])
             change += sampler.change(dense(**batch), model(**batch), batch)
             samples += len(batch["input_ids"])
     return change / samples

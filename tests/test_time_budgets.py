@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,11 +14,13 @@ from torch import nn
 from transformers import AutoModel
 
 from tcompress.conversion import decision
+from tcompress.conversion.prices import TimeGoal
 from tcompress.errors import InputError, PlanError
 from tcompress.latency import predicted
 from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
 from tests.support.cli import run
@@ -74,6 +77,22 @@ def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -
 def test_out_of_reach_says_what_is_possible(counted: None, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="out of reach"):
         _made(tmp_path, speedup=50)
+
+
+@pytest.mark.parametrize("extra", [0.5, 0.9, 1.02, 1.09, 1.4, 3.0])
+def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
+    extra: float,
+) -> None:
+    """Layers take `extra` times what they take by themselves, of a tenth of what is dense."""
+
+    def speedup(room: Any) -> float:
+        return 1 / (0.1 + extra * room * 1e-9)
+
+    clock: Any = SimpleNamespace(seconds=1.0, speedup=speedup, work="4x8")
+    goal = TimeGoal(Budget("speedup", 4), clock)
+    solve: Any = int  # a plan is its room
+    _, speed = goal.reach(solve, round(0.1e9), least=1_000_000)
+    assert 4 * 0.98 <= speed <= 4 * 1.06
 
 
 def test_a_tight_budget_takes_whole_halves(counted: None, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -156,6 +156,11 @@ class Decision:
             self.recipe, self.source, self.plan, groups, self._layers, fixed, self._widths
         )
         goal = self._time_goal(problem, progress)
+        room = None if goal is None else round(goal.room(self._rest))
+        if room is not None:  # the others are too slow whatever they lose
+            names = [name for name in names if problem.least_time([name]) <= room] or names
+            whole = [name for name in whole if name in names]
+        self._try_alone(names, progress)
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []
 
@@ -167,8 +172,7 @@ class Decision:
             own = problem if name == label else problem.of_alone()
             return own.least_time(names if name == label else [name])
 
-        room = None if goal is None else round(goal.room(self._rest))
-        for name in (label, *self._alone):
+        for name in (label, *(name for name in self._alone if name in names)):
             try:
                 plan = answer(name, room)
             except PlanError as error:
@@ -251,7 +255,7 @@ class Decision:
                 item.quick = item.offers
                 item.offers = {name: self._fits.corrected(item, name) for name in item.offers}
             return layers
-        substitutions = Substitutions(self._fits.fraction)
+        self._substitutions = Substitutions(self._fits.fraction)
         for block, seen in self._walk(roles, progress):
             widths, own = len(self._widths), self._of_block(block, seen)
             layers += own.values()
@@ -261,13 +265,17 @@ class Decision:
                     for layer in block.layers
                     if layer.name in self._entries
                 }
-                substitutions.of_layers(block, own, entries)
+                self._substitutions.of_layers(block, own, entries)
                 for site in self._widths[widths:]:
-                    substitutions.of_channels(block, site.found, entries)
-        substitutions.settle(self._substitution, progress)
-        for site in self._widths:
-            site.lose_as_found()
+                    self._substitutions.of_channels(block, site.found, entries)
         return layers
+
+    def _try_alone(self, methods: Collection[str], progress: Progress) -> None:
+        """Corrects what candidates are predicted to lose by some of them in the dense model."""
+        if self.data is not None:
+            self._substitutions.settle(methods, self._substitution, progress)
+            for site in self._widths:
+                site.lose_as_found()
 
     def _of_block(
         self, block: Block, seen: Mapping[str, LayerStatistics]

@@ -19,7 +19,7 @@ _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
-LEFT_OUT = (0.15, 0.3, 0.5)
+LEFT_OUT = (0.2, 0.45)
 """Shares of the tokens that variants of a text lack."""
 
 VARIANTS = 1 + len(LEFT_OUT)

@@ -28,6 +28,7 @@ from tcompress.planning.knapsack import Option
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 TRIES = 3  # plans of one answer, each with the time that the last one missed made up for
 CLOSE = 0.02  # of the speed asked for: no better plan is looked for
+FAR = 0.1  # of the speed asked for, below it: perhaps it cannot be reached
 
 _NANO = 1e9
 
@@ -179,12 +180,14 @@ class TimeGoal:
                 break
             plan = solve(room)
             tried[room] = plan, self.clock.speedup(plan)
-            nearest = min(abs(speed / self.speedup - 1) for _, speed in tried.values())
-            if nearest <= CLOSE * (1 if attempt + 1 < TRIES else 3):
+            most = CLOSE * (1 if attempt + 1 < TRIES else 3)
+            over = [speed / self.speedup - 1 for _, speed in tried.values()]
+            if any(-CLOSE <= own <= most for own in over):
                 break
             room = self._next({own: speed for own, (_, speed) in tried.items()}, room)
-            if attempt + 2 >= TRIES and all(own < self.speedup for _, own in tried.values()):
-                room = least
+            far = max(over) < -FAR and attempt + 2 >= TRIES
+            if max(over) < 0 and (far or attempt + TRIES >= 2 * TRIES):
+                room = least  # whether it can be reached at all
         fast = [own for own in tried.values() if own[1] >= self.speedup * (1 - CLOSE)]
         if not fast:
             raise self._out_of_reach(*max(tried.values(), key=lambda own: own[1]))

@@ -10,7 +10,7 @@ all sizes are then scaled to what was found.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,15 +32,18 @@ from tcompress.progress import Progress
 from tcompress.roles import Block, Layer
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
+from tcompress.structures.width import WidthSpec
 
 FITTED = 384
 """Samples that candidates are fitted to, about."""
 
-JUDGED = 160
+JUDGED = 120
 """Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
 MOST_BYTES = 2**29
 """Of the states of all passes."""
+
+WIDTH = WidthSpec().name
 
 LEAST, MOST = 1 / 30, 30.0
 """Bounds of a factor that is believed, in units of the usual one."""
@@ -50,6 +53,7 @@ LEAST, MOST = 1 / 30, 30.0
 class Substitute:
     """Layers of one block in another form."""
 
+    method: str
     block: str
     entries: tuple[LayerPlan, ...]  # of the layers that change
     predicted: float  # loss
@@ -196,7 +200,8 @@ class Substitutions:
 
     fraction: float  # kept fraction that sizes are taken close to
     _items: list[tuple[Substitute, Callable[[float], None]]] = field(default_factory=list)
-    """Each with what scales the losses that it tells of."""
+    """Those to try, each with what scales the losses that it tells of."""
+    _usual: float | None = None  # what the output changes by for a predicted loss of one
 
     def of_layers(
         self,
@@ -221,7 +226,7 @@ class Substitutions:
                 if members and not any(map(_shares_factors, members)):
                     items = [found[entry.key] for entry in members]
                     lost = sum(options[item.key].loss for item in items)
-                    self._add(block, members, lost, partial(_scale_layers, items, name))
+                    self._add(name, block, members, lost, partial(_scale_layers, items, name))
 
     def of_channels(
         self, block: Block, found: Sequence[Widths], entries: Mapping[str, LayerPlan]
@@ -234,24 +239,33 @@ class Substitutions:
                 forms = forms_of({own.coupling: size}, by_weight)
                 narrow = [by_key[k].model_copy(update=form._asdict()) for k, form in forms]
                 scale = partial(_scale_widths, own, size)
-                self._add(block, narrow, float(own.losses[size]), scale)
+                self._add(WIDTH, block, narrow, float(own.losses[size]), scale)
 
     def settle(
-        self, walk: Callable[[Sequence[Substitute]], SubstitutionWalk], progress: Progress
+        self,
+        methods: Collection[str],
+        walk: Callable[[Sequence[Substitute]], SubstitutionWalk],
+        progress: Progress,
     ) -> None:
-        """Runs the model with all substitutes, and scales predicted losses in place."""
-        if not self._items:
+        """Runs the model with substitutes by these methods, and scales predicted losses in place.
+
+        What was tried before is not tried again.
+        """
+        items = [item for item in self._items if item[0].method in methods]
+        if not items:
             return
-        substitutes = [own for own, _ in self._items]
+        self._items = [item for item in self._items if item[0].method not in methods]
+        substitutes = [own for own, _ in items]
         blocks = len({own.block for own in substitutes})
         progress.stage(f"trying {len(substitutes)} candidates", blocks, "blocks")
         changes = walk(substitutes).changes(lambda block: progress.advance(1, block))
         pairs = zip(changes, substitutes, strict=True)
         ratios = [max(0.0, change) / own.predicted for change, own in pairs]
-        usual = float(np.median(ratios))
-        if usual > 0:
-            for (_, scale), ratio in zip(self._items, ratios, strict=True):
-                scale(min(MOST, max(LEAST, ratio / usual)))
+        if self._usual is None:
+            self._usual = float(np.median(ratios))
+        if self._usual > 0:
+            for (_, scale), ratio in zip(items, ratios, strict=True):
+                scale(min(MOST, max(LEAST, ratio / self._usual)))
 
     def _sizes(self, coupling: Coupling) -> list[int]:
         """None where that is offered, and the size closest to the fraction."""
@@ -261,13 +275,14 @@ class Substitutions:
 
     def _add(
         self,
+        method: str,
         block: Block,
         entries: Iterable[LayerPlan],
         predicted: float,
         scale: Callable[[float], None],
     ) -> None:
         if predicted > 0:
-            self._items.append((Substitute(block.name, tuple(entries), predicted), scale))
+            self._items.append((Substitute(method, block.name, tuple(entries), predicted), scale))
 
 
 def _scale_layers(items: Sequence[LayerCandidates], name: str, factor: float) -> None:

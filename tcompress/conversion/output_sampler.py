@@ -92,9 +92,9 @@ class OutputSampler:
         """Measures how far an output is from the dense model's, in the unit of predicted losses.
 
         That is twice the Kullback-Leibler divergence of scores (to second order), of embeddings the
-        squared change of the cosines that a text has with its variants (`with_variants`), less what
-        an affine map of all of them does, which changes no order; else the squared distance: a sum
-        over the batch without padding, in float64, of terms that are not negative.
+        squared change of the cosines of texts with their variants (`with_variants`) and with each
+        other, less what an affine map of all of them does, which changes no order; else the squared
+        distance: a sum over the batch without padding, in float64, of terms that are not negative.
         """
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
         _require_numbers([*first, *second])
@@ -116,8 +116,8 @@ class OutputSampler:
     def with_variants(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds what outputs are compared by: texts to be embedded, without some of their words.
 
-        How alike a text and its variants are is what an embedding is used for; of texts that have
-        nothing in common even poor models know as much. Other batches stay as they are.
+        How alike texts are that have much in common is what an embedding is used for; of others even
+        poor models know as much. Other batches stay as they are.
         """
         mask = batch.get("attention_mask")
         if self._pooling is None or mask is None:
@@ -272,22 +272,26 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _change_of_likeness(dense: Tensor, other: Tensor) -> float:
-    """Change of the cosines of texts with their variants, less what an affine map of them tells.
+    """Change of the cosines of texts with their variants and with each other, as much of both.
 
-    (variants * texts, d) for both; summed over the texts.
+    Less what an affine map of all cosines tells.  (variants * texts, d) for both; summed over texts
     """
-    one, two = (_among_variants(item) for item in (dense, other))
-    apart = one - one.mean()
-    gap = (two - one) - (two - one).mean()
-    slope = (apart * gap).sum() / apart.square().sum().clamp_min(1e-200)
-    return float((gap - slope * apart).square().mean()) * one.shape[-1]
+    one, two = _cosines(dense), _cosines(other)
+    weights = torch.cat([torch.full_like(own, 1 / max(1, len(own))) for own in one])
+    before, after = torch.cat(one), torch.cat(two)
+    apart = before - weights @ before / weights.sum()
+    gap = (after - before) - weights @ (after - before) / weights.sum()
+    slope = weights @ (apart * gap) / (weights @ apart.square()).clamp_min(1e-200)
+    return float(weights @ (gap - slope * apart).square()) * len(dense) / VARIANTS
 
 
-def _among_variants(vectors: Tensor) -> Tensor:
-    """Cosines of the variants of every text with each other.  # (pairs, texts)."""
+def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines of the variants of every text with each other, and of all texts."""
     unit = normalize(vectors.double(), dim=-1).unflatten(0, (VARIANTS, -1))
     first, second = torch.triu_indices(VARIANTS, VARIANTS, 1, device=unit.device)
-    return (unit[first] * unit[second]).sum(-1)
+    one, other = torch.triu_indices(unit.shape[1], unit.shape[1], 1, device=unit.device)
+    near = (unit[first] * unit[second]).sum(-1)
+    return near.flatten(), (unit[0] @ unit[0].mT)[one, other]
 
 
 def _distance(dense: Tensor, other: Tensor) -> Tensor:

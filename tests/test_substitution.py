@@ -7,10 +7,13 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from tcompress.conversion.converter import convert
+from tcompress.conversion.estimate import estimate
 from tcompress.conversion.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
 from tcompress.conversion.substitution import SubstitutionWalk
 from tcompress.data.inputs import MEAN
+from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration
 from tests.support.depth import deep, drawn, idle_llama
 
@@ -95,3 +98,22 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     made = convert(str(source), recipe, tmp_path / method, data=calibration("bert"))
     assert min(seen) > 0
     assert made.manifest.plan.budget.error > 0  # predictions stand where nothing was found
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5"])
+def test_a_dry_run_says_how_many_candidates_are_tried(
+    tiny: object, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SourceModel.open(str(tiny(family)))  # type: ignore[operator]
+    tried: list[int] = []
+
+    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
+        tried.append(len(walk.substitutes))
+        return [0.0 for _ in walk.substitutes]
+
+    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+    method = {"name": "auto", "offer": ["svd", "width"], "trials": False}
+    recipe = Convert.model_validate({"method": method, "target": 0.5})
+    planned = estimate(make_plan(recipe, source), source, recipe)
+    convert(source, recipe, tmp_path / family, data=calibration(family))
+    assert tried == [planned.candidates]

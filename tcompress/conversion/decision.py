@@ -564,12 +564,11 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
 
 # Answers are tried out, and judged by the change of the output on data held out.
 #
-# Predictions compare sizes of one structure better than structures. At half of all-MiniLM-L6-v2 low
-# rank was predicted to lose half as much as slices beside low rank (0.0053 against 0.0115), and
-# changes the embeddings of other sentences by 0.278 of their variance where slices change them by
-# 0.264. What blocks cost and what layers cost does not add up either, since the layers that stay
-# make up for much of what is gone: in low rank, at a quarter of its size, predictions added up to
-# 203, 209 and 264 with no block dropped, one and two, and 151, 148 and 153 were measured.
+# Predictions compare sizes of one structure better than structures: what single candidates change
+# says little of what many of them change together. What blocks cost does not add up either, since
+# the layers that stay make up for much of what is gone: in low rank, at a quarter of its size,
+# predictions added up to 203, 209 and 264 with no block dropped, one and two, and 151, 148 and 153
+# were measured.
 
 
 def ties(found: float, least: float, margin: float = TIE) -> bool:

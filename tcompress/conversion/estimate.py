@@ -17,8 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from tcompress.conversion.converter import TRIAL_SAMPLES
 from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
 from tcompress.conversion.outputs import Cluster, clusters_of
+from tcompress.conversion.substitution import FITTED, JUDGED, count_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -26,7 +28,8 @@ from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
-from tcompress.planning.sites import alone_of
+from tcompress.planning.sites import alone_of, offered_by, roles_of
+from tcompress.roles.find import attentions_of
 from tcompress.structures.base import (
     SIDES,
     SharesFactors,
@@ -55,6 +58,7 @@ class Estimate(BaseModel):
     memory_bytes: int  # peak above the interpreter with its libraries
     disk_bytes: int  # tensors of the output
     seconds: float  # very roughly
+    candidates: int = 0  # to be tried, each alone in the dense model
 
 
 def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
@@ -73,6 +77,10 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         walk_memory, walk_flops = _walk(plan, source, groups, tokens)
         moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
         memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
+        if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
+            alone = alone_of(recipe.method, STAND_IN, timed=recipe.counts_time)
+            part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
+            flops += (1 + len(alone)) * part * (flops + walk_flops)
         flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
@@ -88,15 +96,45 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         flops += 2 * plan.block_parameters * passes * some
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    elif recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # and so is every method
-        flops *= 1 + len(alone_of(recipe.method, STAND_IN))
+    tried = _tried_alone(source, recipe, plan) if tokens else []
+    flops += sum(flops for _, flops in tried)
     disk = disk_bytes(source, plan, recipe.dtype)
     moved = (source.store.total_bytes + disk) / _DISK_SPEED
     return Estimate(
         memory_bytes=memory + random,
         disk_bytes=disk,
         seconds=round(flops / _speed(recipe.device) + moved, 1),
+        candidates=sum(count for count, _ in tried),
     )
+
+
+def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple[int, float]]:
+    """Candidates of every block that are tried in the dense model, and their operations.
+
+    They are fitted to some samples, and all that comes after the block runs on some others.
+    """
+    planned = {entry.block for entry in plan.layers}
+    if not recipe.by_loss or recipe.attention is not None or recipe.method is None:
+        return []
+    budget, method = plan.budget, recipe.method
+    fraction = budget.fraction if budget and budget.asked.is_size else STAND_IN
+    timed = recipe.counts_time
+    names = [method.name]
+    if isinstance(method, AutoSpec):
+        names = [*offered_by(method, fraction, timed=timed)]
+    roles, keymap = roles_of(source), source.keymap
+    attentions = attentions_of(keymap.model, roles)
+    own = recipe.calibration
+    text = TOKENS if own.source == ("builtin",) else own.max_length // 4
+    found, after = list[tuple[int, float]](), 0
+    for block in reversed(roles.blocks):
+        size = _parameters(keymap.model.get_submodule(block.name))
+        if (source.original_name(block.name) or block.name) in planned:
+            count = count_of(block, names, fraction, attentions)
+            flops = 2.0 * text * (2 * size * FITTED + (size + after) * JUDGED)
+            found.append((count, count * flops))
+        after += size
+    return found
 
 
 def _fit_memory(group: Cluster, source: SourceModel, *, calibrated: bool) -> int:

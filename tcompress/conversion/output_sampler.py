@@ -116,8 +116,8 @@ class OutputSampler:
     def with_variants(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Adds what outputs are compared by: texts to be embedded, without some of their words.
 
-        How alike texts are that have much in common is what an embedding is used for; of others even
-        poor models know as much. Other batches stay as they are.
+        How alike texts are that have much in common is what an embedding is used for; of others
+        even poor models know as much. Other batches stay as they are.
         """
         mask = batch.get("attention_mask")
         if self._pooling is None or mask is None:

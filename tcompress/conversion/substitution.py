@@ -24,12 +24,12 @@ from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import Widths, forms_of
 from tcompress.conversion.paused import Stream, common_block, first_tensor
 from tcompress.data.calibration import CalibrationData
-from tcompress.planning.channels import Coupling, couplings
+from tcompress.planning.channels import Coupling, couplings, whole_attention
 from tcompress.planning.entries import Form, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.roles import Block, Layer
+from tcompress.roles import Attention, Block, Layer
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 from tcompress.structures.width import WidthSpec
@@ -235,7 +235,7 @@ class Substitutions:
         by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
         by_key = {entry.key: entry for entry in entries.values()}
         for own in found:
-            for size in self._sizes(own.coupling):
+            for size in _sizes(own.coupling, self.fraction):
                 forms = forms_of({own.coupling: size}, by_weight)
                 narrow = [by_key[k].model_copy(update=form._asdict()) for k, form in forms]
                 scale = partial(_scale_widths, own, size)
@@ -267,12 +267,6 @@ class Substitutions:
             for (_, scale), ratio in zip(items, ratios, strict=True):
                 scale(min(MOST, max(LEAST, ratio / self._usual)))
 
-    def _sizes(self, coupling: Coupling) -> list[int]:
-        """None where that is offered, and the size closest to the fraction."""
-        nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
-        near = min(some, key=lambda size: abs(size - self.fraction * coupling.size), default=0)
-        return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
-
     def _add(
         self,
         method: str,
@@ -283,6 +277,26 @@ class Substitutions:
     ) -> None:
         if predicted > 0:
             self._items.append((Substitute(method, block.name, tuple(entries), predicted), scale))
+
+
+def count_of(
+    block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
+) -> int:
+    """Counts the substitutes of a block, by what it is made of alone."""
+    structured = [name for name in methods if name != WIDTH]
+    found = len(_halves(block)) * len(structured)
+    if WIDTH in methods:
+        whole = [whole_attention(item) for item in attentions if item.block == block.name]
+        joined = [*couplings(block), *filter(None, whole)]
+        found += sum(len(_sizes(own, fraction)) for own in joined)
+    return found
+
+
+def _sizes(coupling: Coupling, fraction: float) -> list[int]:
+    """None where that is offered, and the size closest to the fraction."""
+    nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
+    near = min(some, key=lambda size: abs(size - fraction * coupling.size), default=0)
+    return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
 
 
 def _scale_layers(items: Sequence[LayerCandidates], name: str, factor: float) -> None:

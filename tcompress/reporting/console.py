@@ -104,6 +104,9 @@ def render_plan(
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
         rows.append(Row("peak memory", f"about {fmt.bytes_text(estimate.memory_bytes)}"))
+        if estimate.candidates:
+            told = f"{estimate.candidates:,}, each alone in the dense model"
+            rows.append(Row("candidates tried", told))
         rows.append(Row("time", f"roughly {fmt.time_text(estimate.seconds)}"))
     rows += budget_rows(plan.budget)
     title = Text.assemble((plan.source, "bold"), f" · {plan.family} · {plan.method}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from tcompress.conversion import substitution
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
 from tcompress.conversion.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
@@ -13,6 +14,7 @@ from tcompress.conversion.substitution import SubstitutionWalk
 from tcompress.data.inputs import MEAN
 from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration
 from tests.support.depth import deep, drawn, idle_llama
@@ -117,3 +119,37 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     planned = estimate(make_plan(recipe, source), source, recipe)
     convert(source, recipe, tmp_path / family, data=calibration(family))
     assert tried == [planned.candidates]
+
+
+def test_blocks_between_those_that_are_tried_get_what_lies_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a model of many blocks some are tried; factors between them are interpolated."""
+    model = deep("llama", 7)
+    model.build().save_pretrained(tmp_path / "dense")
+    recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
+    tried: list[str] = []
+
+    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
+        tried.extend(item.block for item in walk.substitutes)
+        blocks = [int(item.block.rpartition(".")[2]) for item in walk.substitutes]
+        return [
+            item.predicted * 4.0 ** (block / 6)  # scores, values and neurons alike
+            for item, block in zip(walk.substitutes, blocks, strict=True)
+        ]
+
+    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+
+    def errors(folder: str) -> Plan:
+        return convert(
+            str(tmp_path / "dense"), recipe, tmp_path / folder, data=drawn(model, 16)
+        ).manifest.plan
+
+    whole = errors("whole")
+    assert len({*tried}) == 7
+    tried.clear()
+    monkeypatch.setattr(substitution, "BLOCKS", 3)
+    some = errors("some")
+    assert {block.rpartition(".")[2] for block in tried} == {"0", "3", "6"}
+    assert some.layers == whole.layers
+    assert some.budget.error == pytest.approx(whole.budget.error, rel=1e-6)

@@ -20,7 +20,7 @@ from torch import nn
 from tcompress.conversion.converter import TRIAL_SAMPLES
 from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
 from tcompress.conversion.outputs import Cluster, clusters_of
-from tcompress.conversion.substitution import FITTED, JUDGED, count_of
+from tcompress.conversion.substitution import FITTED, JUDGED, count_of, some_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -113,7 +113,6 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
 
     They are fitted to some samples, and all that comes after the block runs on some others.
     """
-    planned = {entry.block for entry in plan.layers}
     if not recipe.by_loss or recipe.attention is not None or recipe.method is None:
         return []
     budget, method = plan.budget, recipe.method
@@ -126,10 +125,12 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     attentions = attentions_of(keymap.model, roles)
     own = recipe.calibration
     text = TOKENS if own.source == ("builtin",) else own.max_length // 4
+    planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
+    some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
     found, after = list[tuple[int, float]](), 0
     for block in reversed(roles.blocks):
         size = _parameters(keymap.model.get_submodule(block.name))
-        if (source.original_name(block.name) or block.name) in planned:
+        if block.name in some:
             count = count_of(block, names, fraction, attentions)
             flops = 2.0 * text * (2 * size * FITTED + (size + after) * JUDGED)
             found.append((count, count * flops))

@@ -40,6 +40,12 @@ FITTED = 384
 JUDGED = 120
 """Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
+JUDGED_TOKENS = 2**13
+"""Their tokens, at most."""
+
+BLOCKS = 8
+"""Blocks whose candidates are tried, at most; between them, what is found is interpolated."""
+
 MOST_BYTES = 2**29
 """Of the states of all passes."""
 
@@ -54,6 +60,8 @@ class Substitute:
     """Layers of one block in another form."""
 
     method: str
+    kind: tuple[str, ...]
+    """Alike in all blocks for candidates of one method at the same place."""
     block: str
     entries: tuple[LayerPlan, ...]  # of the layers that change
     predicted: float  # loss
@@ -180,7 +188,8 @@ def _judged(
     whole = [*map(extended, batches)]
     samples = sum(len(next(iter(batch.values()))) for batch in whole)
     tokens = sum(_tokens(batch) for batch in whole)
-    step = max(1, round(max(samples / JUDGED, tokens * bytes_per_token / MOST_BYTES)))
+    most = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
+    step = max(1, round(max(samples / JUDGED, tokens / most)))
     cut = list[Mapping[str, Tensor]]()
     for batch in batches:
         size = len(next(iter(batch.values())))
@@ -239,7 +248,8 @@ class Substitutions:
                 forms = forms_of({own.coupling: size}, by_weight)
                 narrow = [by_key[k].model_copy(update=form._asdict()) for k, form in forms]
                 scale = partial(_scale_widths, own, size)
-                self._add(WIDTH, block, narrow, float(own.losses[size]), scale)
+                more = "some" if size else "none"
+                self._add(WIDTH, block, narrow, float(own.losses[size]), scale, more)
 
     def settle(
         self,
@@ -255,17 +265,23 @@ class Substitutions:
         if not items:
             return
         self._items = [item for item in self._items if item[0].method not in methods]
-        substitutes = [own for own, _ in items]
-        blocks = len({own.block for own in substitutes})
-        progress.stage(f"trying {len(substitutes)} candidates", blocks, "blocks")
+        order = [*dict.fromkeys(own.block for own, _ in items)]
+        chosen = some_of(order)
+        substitutes = [own for own, _ in items if own.block in chosen]
+        progress.stage(f"trying {len(substitutes)} candidates", len(chosen), "blocks")
         changes = walk(substitutes).changes(lambda block: progress.advance(1, block))
         pairs = zip(changes, substitutes, strict=True)
         ratios = [max(0.0, change) / own.predicted for change, own in pairs]
         if self._usual is None:
             self._usual = float(np.median(ratios))
         if self._usual > 0:
-            for (_, scale), ratio in zip(items, ratios, strict=True):
-                scale(min(MOST, max(LEAST, ratio / self._usual)))
+            found = dict[tuple[str, ...], dict[int, float]]()
+            for own, ratio in zip(substitutes, ratios, strict=True):
+                factor = min(MOST, max(LEAST, ratio / self._usual))
+                found.setdefault(own.kind, {})[order.index(own.block)] = factor
+            for own, scale in items:
+                if own.kind in found:
+                    scale(_between(found[own.kind], order.index(own.block)))
 
     def _add(
         self,
@@ -274,9 +290,25 @@ class Substitutions:
         entries: Iterable[LayerPlan],
         predicted: float,
         scale: Callable[[float], None],
+        *more: str,
     ) -> None:
         if predicted > 0:
-            self._items.append((Substitute(method, block.name, tuple(entries), predicted), scale))
+            entries = tuple(entries)
+            kind = (method, *(entry.role for entry in entries), *more)
+            self._items.append((Substitute(method, kind, block.name, entries, predicted), scale))
+
+
+def some_of(blocks: Sequence[str]) -> list[str]:
+    """Takes as many blocks as are tried, at equal distances, the first and the last one too."""
+    count = min(len(blocks), BLOCKS)
+    return [blocks[round(place)] for place in np.linspace(0, len(blocks) - 1, count)]
+
+
+def _between(known: Mapping[int, float], place: int) -> float:
+    """A factor, or what lies between those of the nearest blocks."""
+    places = sorted(known)
+    logs = np.log([known[one] for one in places])
+    return float(np.exp(np.interp(place, places, logs)))
 
 
 def count_of(

@@ -12,7 +12,7 @@ from torch.nn.functional import cosine_similarity
 
 from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.loss_search import AIM, CLOSE, TRIES, largest_error
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.conversion.output_sampler import VARIANTS, OutputSampler
 from tcompress.data.inputs import Pooling
 from tcompress.errors import PlanError
 from tcompress.options import Convert
@@ -72,8 +72,9 @@ def test_agreement_of_embeddings_ranks_similarities() -> None:
     mask = torch.tensor([[1, 1, 1]] * 4 + [[1, 0, 0]] * 2)
     compared = OutputComparison(OutputSampler(Pooling()))
     for rows in (slice(0, 4), slice(4, 6)):  # batches of one source are compared with each other
-        outputs = (SimpleNamespace(last_hidden_state=own[rows]) for own in (one, two))
-        compared.add("a", *outputs, {"attention_mask": mask[rows]})
+        whole = [own[rows].repeat(VARIANTS, 1, 1) for own in (one, two)]  # with their variants
+        outputs = (SimpleNamespace(last_hidden_state=own) for own in whole)
+        compared.add("a", *outputs, {"attention_mask": mask[rows].repeat(VARIANTS, 1)})
 
     def similarities(states: Tensor) -> list[float]:
         mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)

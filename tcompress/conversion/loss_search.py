@@ -33,6 +33,7 @@ def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> T
     """
     fine: Tried | None = None
     over: Tried | None = None
+    last: Tried | None = None
     error = min(GUESS * allowed, 0.5)
     for _ in range(TRIES):
         lost = lost_at(error)
@@ -45,15 +46,23 @@ def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> T
             fine = found
         if fine is not None and (fine.lost >= CLOSE * allowed or fine.error >= 1):
             break
-        error = min(_following(fine, over, AIM * allowed), 1.0)
+        error = min(_following(fine, over, last, AIM * allowed), 1.0)
+        last = found
     return fine
 
 
-def _following(fine: Tried | None, over: Tried | None, wanted: float) -> float:
-    """Where a try is next: between what is known on both sides, else in proportion."""
+def _following(fine: Tried | None, over: Tried | None, last: Tried | None, wanted: float) -> float:
+    """Where a try is next: between what is known on both sides, else in proportion.
+
+    What is lost follows a power of the error; two tries on one side tell which.
+    """
     if fine is None or over is None or fine.error >= over.error or fine.lost >= over.lost:
         known = over or fine
         assert known is not None  # one of them was tried
-        return known.error * min(_STEP, max(1 / _STEP, wanted / known.lost))
+        power = 1.0
+        if last is not None and last.error != known.error and last.lost != known.lost:
+            power = log(known.lost / last.lost) / log(known.error / last.error)
+        ratio = (wanted / known.lost) ** (1 / min(2.0, max(0.5, power)))
+        return known.error * min(_STEP, max(1 / _STEP, ratio))
     share = log(wanted / fine.lost) / log(over.lost / fine.lost)
     return fine.error * (over.error / fine.error) ** min(0.95, max(0.05, share))

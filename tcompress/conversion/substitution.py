@@ -40,7 +40,7 @@ FITTED = 384
 JUDGED = 120
 """Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
-JUDGED_TOKENS = 2**13
+JUDGED_TOKENS = 2**12
 """Their tokens, at most."""
 
 BLOCKS = 8

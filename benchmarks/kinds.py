@@ -32,7 +32,7 @@ from tcompress.options import Convert
 
 KINDS: dict[str, dict[str, Any]] = {
     "svd": {"name": "svd"},
-    "lprod": {"name": "lprod", "p": 8},
+    "lprod": {"name": "lprod"},
     "tt": {"name": "tt"},
     "width": {"name": "width"},
     "auto": {"name": "auto"},
@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--at", default="32x128", help="the pass that is timed")
     parser.add_argument("--budgets", nargs="*", default=["target=0.25", "target=0.5"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--slices", type=int, default=8, help="of `lprod`: divides all widths")
     parser.add_argument("--drop", nargs="*", type=int, default=[], help="numbers of blocks to drop")
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
     parser.add_argument("--finetune", type=json.loads, default={}, help="more settings of it")
@@ -65,8 +66,9 @@ def main() -> None:
     if args.split:
         train, test = split(args.split, args.out)
         args.calibrate, args.data = [train], [test, *args.data]
+    kinds = {**KINDS, "lprod": {"name": "lprod", "p": args.slices}}
     wanted = [
-        (f"{kind}, {budget}", {"method": KINDS[kind], **budget_of(budget, args.at)})
+        (f"{kind}, {budget}", {"method": kinds[kind], **budget_of(budget, args.at)})
         for budget, kind in product(args.budgets, args.kinds)
     ]
     wanted += [(f"without {count} blocks", {"drop_layers": count}) for count in args.drop]
@@ -107,7 +109,7 @@ def row(args: argparse.Namespace, said: dict[str, Any]) -> dict[str, Any]:
         seconds = time.perf_counter() - start
         budget = done.plan.budget
         found = {
-            "kept": done.plan.kept,
+            "kept": 1 - done.plan.saved_in_blocks / done.plan.block_parameters,
             "seconds": round(seconds, 1),
             **measured(args, out),
             "predicted": budget and budget.speedup,

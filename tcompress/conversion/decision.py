@@ -273,7 +273,7 @@ class Decision:
     def _try_alone(self, methods: Collection[str], progress: Progress) -> None:
         """Corrects what candidates are predicted to lose by some of them in the dense model."""
         if self.data is not None:
-            self._substitutions.settle(methods, self._substitution, progress)
+            self._substitutions.correct(methods, self._substitution, progress)
             for site in self._widths:
                 site.lose_as_found()
 

@@ -251,7 +251,7 @@ class Substitutions:
                 more = "some" if size else "none"
                 self._add(WIDTH, block, narrow, float(own.losses[size]), scale, more)
 
-    def settle(
+    def correct(
         self,
         methods: Collection[str],
         walk: Callable[[Sequence[Substitute]], SubstitutionWalk],

@@ -10,16 +10,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from tcompress.conversion import sensitivity
 from tcompress.errors import PlanError, RecipeError
 from tcompress.exports import export_dense
 from tcompress.hf import build as installing
-from tcompress.linalg.channels import head_bases, order_neurons
+from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
-from tcompress.planning.channels import couplings, whole_attention
+from tcompress.planning.channels import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.knapsack import BudgetSite, Option, joint
 from tcompress.planning.sites import roles_of
@@ -69,6 +70,24 @@ def test_the_first_neuron_explains_most_and_copies_come_last() -> None:
     assert float(found.losses[12]) <= 1e-9 * float(found.losses[0])
     explained = (weight @ gram).square().sum(0) / gram.diagonal()
     assert int(found.order[0]) % 12 == int(explained.argmax())
+
+
+@quick
+@given(groups=st.integers(1, 6), size=st.integers(1, 4), seed=st.integers(0, 99))
+def test_groups_are_ordered_and_losses_are_those_of_least_squares(
+    groups: int, size: int, seed: int
+) -> None:
+    [gram], weight = _moments(groups * size, seed), randn(5, groups * size, seed=seed + 1)
+    constant = float((weight @ gram * weight).sum())
+    found = order_groups(gram, weight @ gram, constant, size)
+    assert sorted(found.order.tolist()) == list(range(groups))
+    assert float(found.losses[0]) == pytest.approx(constant)
+    rows = torch.arange(groups * size).unflatten(0, (groups, size))
+    for kept in range(1, groups + 1):
+        missed = _missed(gram, weight @ gram, constant, rows[found.order[:kept]].flatten())
+        assert float(found.losses[kept]) == pytest.approx(missed, abs=1e-9 * constant)
+    first = [_missed(gram, weight @ gram, constant, own) for own in rows]
+    assert first[int(found.order[0])] == pytest.approx(min(first), abs=1e-9 * constant)
 
 
 @quick
@@ -198,27 +217,92 @@ def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- nothing left
 @pytest.mark.parametrize(
-    ("family", "goes"),
+    ("family", "heads"),
     [
-        ("bert", True),
-        ("gpt2", True),
-        ("gpt_neox", True),  # all of its projection may go, though no part of it
-        ("t5", True),
-        ("vit", True),
-        ("llama", True),  # with queries and keys, which keep all their channels else
-        ("mixtral", True),
-        ("deberta-v2", False),  # it computes attention itself
-        ("mpnet", False),
+        ("bert", 4),
+        ("gpt2", 4),
+        ("gpt_neox", 1),  # all of its projection may go, though no part of it
+        ("t5", 1),  # every head has positions of its own
+        ("vit", 4),
+        ("llama", 2),  # with their queries
+        ("qwen3", 2),
+        ("mixtral", 2),
+        ("deberta-v2", 0),  # it computes attention itself
+        ("mpnet", 0),
     ],
 )
-def test_whose_attention_may_go(family: str, goes: bool, tmp_path: Path) -> None:
+def test_whose_heads_may_go(family: str, heads: int, tmp_path: Path) -> None:
     build(family).save_pretrained(tmp_path / "dense")
     source = SourceModel.open(str(tmp_path / "dense"))
     found = attentions_of(source.keymap.model, roles_of(source))
-    wholes = [own for item in found if (own := whole_attention(item)) is not None]
-    assert bool(wholes) == goes
+    wholes = [own for item in found if (own := whole_heads(item)) is not None]
+    assert bool(wholes) == bool(heads)
     for own in wholes:
-        assert own.sizes == [0]
+        assert own.sizes == [*range(heads)]
+
+
+def test_heads_that_a_norm_takes_together_stay_together(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Olmo2Config(**sizes, intermediate_size=64, vocab_size=99)
+    Olmo2ForCausalLM(config).save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    [found] = attentions_of(source.keymap.model, roles_of(source))
+    heads = whole_heads(found)
+    assert heads is not None
+    assert heads.sizes == [0]
+
+
+@pytest.mark.parametrize(
+    "family", ["bert", "gpt2", "llama", "qwen3", "phi3", "mixtral", "opt", "vit", "whisper"]
+)
+def test_half_of_the_heads_is_a_model_like_any_other(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _fewer_heads(family, tmp_path, monkeypatch)
+    few = [part.channels for e in made.plan.layers for part in e.parts if part.channels]
+    assert few
+    assert {own.kept / own.size for own in few} == {0.5}
+    small, inputs = made.load(), made.inputs()
+    wanted = outputs(small, inputs)
+    small.save_pretrained(tmp_path / "again")
+    assert distance(outputs(made.load(tmp_path / "again"), inputs), wanted) == 0
+    export_dense(str(made.folder), tmp_path / "whole")
+    assert distance(outputs(made.load(tmp_path / "whole"), inputs), wanted) <= 1e-5
+
+
+def test_heads_that_are_gone_are_not_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = _fewer_heads("llama", tmp_path, monkeypatch)
+    inputs, ids = made.inputs(), made.inputs()["input_ids"]
+    whole, few = (
+        model(ids, use_cache=True).past_key_values.layers[0].keys.shape[1]
+        for model in (made.dense, made.load())
+    )
+    assert (whole, few) == (2, 1)
+    for cache in ("dynamic", "static"):
+        one, two = (
+            made.load().generate(
+                ids, max_new_tokens=4, do_sample=False, use_cache=flag, pad_token_id=0,
+                cache_implementation=cache if flag else None,
+            )
+            for flag in (True, False)
+        )  # fmt: skip
+        assert torch.equal(one, two)
+    found = outputs(made.load(), inputs)
+    monkeypatch.setattr(installing, "narrow_heads", lambda *_: None)
+    assert distance(found, outputs(made.load(), inputs)) <= 1e-6
+
+
+def _fewer_heads(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A conversion that may only take whole heads away, and pays for half of them."""
+
+    def sizes(self: Coupling) -> list[int]:
+        return [self.size // 2] if self.kind == "heads" else [self.size]
+
+    monkeypatch.setattr(Coupling, "sizes", property(sizes))
+    only = ["re:(?<!encoder_)attn|attention"]
+    return make(family, folder, aware=True, method={"name": "width"}, target=0.5, only=only)
 
 
 def test_experts_keep_neurons(tmp_path: Path) -> None:

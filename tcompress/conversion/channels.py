@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcompress.conversion.candidates import LayerStatistics
 from tcompress.conversion.fit import CURVATURE_DAMPING, EvaluationMoments
-from tcompress.linalg.channels import HeadBases, head_bases, order_neurons
+from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
 from tcompress.planning.channels import Coupling, couplings
@@ -22,8 +22,8 @@ from tcompress.roles import Block, Layer
 from tcompress.structures.modules.linear import Channels, PartLayout
 from tcompress.structures.width import WidthLayout
 
-# An order of channels holds for all sizes: with n of them the first n stay. For neurons it is an
-# order of rows; for heads it is a basis of every head, the most useful directions first.
+# An order of channels holds for all sizes: with n of them the first n stay. For neurons, and whole
+# heads, it is an order of rows; within heads a basis of each, the most useful directions first.
 
 READ = ""  # stands for a part where a layer reads channels
 DAMPING = 1e-4  # of moments that were guessed, in units of their mean diagonal
@@ -33,8 +33,8 @@ DAMPING = 1e-4  # of moments that were guessed, in units of their mean diagonal
 class Reduction:
     """How channels of one layer become fewer."""
 
-    reduce: Tensor  # order of neurons ([experts,] f), or bases of heads (heads, size, size)
-    lift: Tensor | None = None  # takes the coordinates of heads back; None for neurons
+    reduce: Tensor  # order of channels ([experts,] f), or bases of heads (heads, size, size)
+    lift: Tensor | None = None  # takes the coordinates of heads back; None for an order
 
     def narrow(self, tensor: Tensor, left: Channels) -> Tensor:
         """Gives the rows of a weight, or of a bias, that stay.  # (..., channels, in)."""
@@ -59,12 +59,14 @@ class Reduction:
         return torch.einsum("...hs,hsr->...hr", flat, bases).flatten(-2)
 
 
-Reductions = Mapping[tuple[str, str], Reduction]
-"""By name of the weight in the checkpoint, and of its part, or `READ`."""
+Place = tuple[str, str, int]
+"""Name of the weight in the checkpoint, that of its part, or `READ`, and the size of a group."""
+
+Reductions = Mapping[Place, Reduction]
 
 
 def _reduction(known: Reductions, entry: LayerPlan, part: str, left: Channels) -> Reduction:
-    return known[entry.key, part] if left.kept else Reduction(torch.empty(0))
+    return known[entry.key, part, left.size] if left.kept else Reduction(torch.empty(0))
 
 
 def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor:
@@ -114,20 +116,21 @@ def narrowed_curvature(entry: LayerPlan, curvature: Tensor, known: Reductions) -
 def stored_reductions(found: Reductions) -> dict[str, Tensor]:
     """Names the tensors of reductions for the working folder."""
     named: dict[str, Tensor] = {}
-    for (key, part), own in found.items():
-        named[f"{key}/{part}/reduce"] = own.reduce
+    for (key, part, size), own in found.items():
+        named[f"{key}/{part}/{size}/reduce"] = own.reduce
         if own.lift is not None:
-            named[f"{key}/{part}/lift"] = own.lift
+            named[f"{key}/{part}/{size}/lift"] = own.lift
     return named
 
 
-def read_reductions(named: Mapping[str, Tensor]) -> dict[tuple[str, str], Reduction]:
+def read_reductions(named: Mapping[str, Tensor]) -> dict[Place, Reduction]:
     """Reads them back."""
     found = {}
     for name, tensor in named.items():
-        key, part, what = name.rsplit("/", 2)
+        key, part, size, what = name.rsplit("/", 3)
         if what == "reduce":
-            found[key, part] = Reduction(tensor, named.get(f"{key}/{part}/lift"))
+            lift = named.get(f"{key}/{part}/{size}/lift")
+            found[key, part, int(size)] = Reduction(tensor, lift)
     return found
 
 
@@ -143,10 +146,11 @@ def completed(
         members = [entries.get(layer.weight_name) for layer in coupling.layers]
         if any(entry is None for entry in members):
             continue
-        written = ((entries[own.weight_name].key, part.name) for own, part in coupling.writers)
-        if any(entry.is_narrow for entry in members if entry) and any(
-            k not in found for k in written
-        ):
+        written = [
+            (entries[own.weight_name].key, part.name, coupling.written(part, 0).size)
+            for own, part in coupling.writers
+        ]
+        if any(entry.is_narrow for entry in members if entry) and not found.keys() >= {*written}:
             found |= widths_by_weights(coupling, entries, weight_of).reductions
     return found
 
@@ -159,8 +163,8 @@ class Widths:
     """The channels of one coupling in order, and what is lost with some of them."""
 
     coupling: Coupling
-    losses: Tensor  # with 0, 1, ... channels of every group, in the unit of losses
-    reductions: dict[tuple[str, str], Reduction] = field(default_factory=dict)
+    losses: Tensor  # with 0, 1, ... channels of every group, or heads, in the unit of losses
+    reductions: dict[Place, Reduction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,8 +180,8 @@ def widths_of(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> W
     """Orders the channels of a coupling by what is known of its layers, by weight name."""
     if coupling.kind == "neurons":
         return _neurons(coupling, seen, damping)
-    if coupling.kind == "attention":
-        return _nothing(coupling, seen, damping)
+    if coupling.kind == "heads":
+        return _heads(coupling, seen, damping)
     return (_values if coupling.kind == "values" else _scores)(coupling, seen, damping)
 
 
@@ -238,26 +242,40 @@ def _metrics(own: Seen, damping: float) -> tuple[Tensor, Tensor]:
     return gram, damped_curvature(whole.curvature, CURVATURE_DAMPING)
 
 
-def _nothing(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
-    """Without any channel the reader's bias stays, which takes the mean of what it put out."""
-    assert coupling.reader is not None
-    own = seen[coupling.reader.weight_name]
-    lost = curved_constant(own.statistics.weight.double(), *_metrics(own, damping))
-    return Widths(coupling, lost[None] * own.statistics.whole.rows)
-
-
 def _neurons(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    own, gram, target, constant = _pursued(coupling, seen, damping)
+    found = order_neurons(gram, target, constant)
+    reduction, size = Reduction(found.order), coupling.size
+    names = [(seen[it.weight_name].entry.key, part.name, size) for it, part in coupling.writers]
+    losses = found.losses * own.statistics.whole.rows
+    return Widths(coupling, losses, dict.fromkeys([*names, (own.entry.key, READ, size)], reduction))
+
+
+def _heads(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+    own, gram, target, constant = _pursued(coupling, seen, damping)
+    found = order_groups(gram, target, constant, len(gram) // coupling.size)
+    widths = {
+        (seen[layer.weight_name].entry.key, part.name): part.size
+        for layer, part in coupling.writers
+    }
+    widths[own.entry.key, READ] = len(gram)
+    reductions = {}
+    for (key, part), width in widths.items():
+        rows = torch.arange(width).unflatten(0, (coupling.size, -1))
+        reductions[key, part, width] = Reduction(rows[found.order].flatten())
+    return Widths(coupling, found.losses * own.statistics.whole.rows, reductions)
+
+
+def _pursued(
+    coupling: Coupling, seen: Mapping[str, Seen], damping: float
+) -> tuple[Seen, Tensor, Tensor, float]:
+    """The reader, and what `order_neurons` asks for."""
     assert coupling.reader is not None
     own = seen[coupling.reader.weight_name]
     weight = own.statistics.weight.double()
     gram, curvature = _metrics(own, damping)
-    root = safe_cholesky(curvature)
     constant = float(curved_constant(weight, gram, curvature))
-    found = order_neurons(gram, root.mT @ weight @ gram, constant)
-    reduction = Reduction(found.order)
-    names = [(seen[layer.weight_name].entry.key, part.name) for layer, part in coupling.writers]
-    losses = found.losses * own.statistics.whole.rows
-    return Widths(coupling, losses, dict.fromkeys([*names, (own.entry.key, READ)], reduction))
+    return own, gram, safe_cholesky(curvature).mT @ weight @ gram, constant
 
 
 def _values(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
@@ -276,8 +294,8 @@ def _values(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Wid
     lift = bases.lift.repeat_interleave(many, 0)
     reduce = bases.reduce.repeat_interleave(many, 0)
     found = {
-        (seen[writer.weight_name].entry.key, part.name): Reduction(bases.reduce, bases.lift),
-        (own.entry.key, READ): Reduction(reduce, lift),
+        (seen[writer.weight_name].entry.key, part.name, size): Reduction(bases.reduce, bases.lift),
+        (own.entry.key, READ, size): Reduction(reduce, lift),
     }
     return Widths(coupling, losses, found)
 
@@ -313,11 +331,10 @@ def _scores(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Wid
     asked = Reduction(
         bases.reduce.repeat_interleave(many, 0), bases.lift.repeat_interleave(many, 0)
     )
-    found = {
-        (own.entry.key, queries.name): asked,
-        # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
-        (seen[second.weight_name].entry.key, keys.name): Reduction(bases.lift.mT, bases.reduce.mT),
-    }
+    # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
+    met = Reduction(bases.lift.mT, bases.reduce.mT)
+    other_key = seen[second.weight_name].entry.key
+    found = {(own.entry.key, queries.name, size): asked, (other_key, keys.name, size): met}
     return Widths(coupling, bases.losses * own.statistics.whole.rows, found)
 
 
@@ -363,8 +380,8 @@ class WidthSite:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it says no more than that an attention may go."""
-        return self.couplings[0].kind == "attention"
+        """Whether it is about whole heads, of what other sites tell the parts of."""
+        return self.couplings[0].kind == "heads"
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ from tcompress.conversion.candidates import (
     options_of,
 )
 from tcompress.conversion.channels import (
+    Place,
     Reduction,
     Seen,
     Widths,
@@ -54,7 +55,7 @@ from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.channels import couplings, whole_attention
+from tcompress.planning.channels import couplings, whole_heads
 from tcompress.planning.costs import Choice, plan_terms, weight_bytes
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
@@ -408,7 +409,7 @@ class Decision:
                     None if bias is None else self._tensor(bias),
                 )
         found: list[list[Widths]] = []
-        kept: dict[tuple[str, str], Reduction] = {}
+        kept: dict[Place, Reduction] = {}
         for coupling in couplings(block):
             if any(layer.weight_name not in known for layer in coupling.layers):
                 continue
@@ -421,10 +422,12 @@ class Decision:
             ]
             found = [group for group in found if group not in shared]
             found.append([*chain.from_iterable(shared), own])
-        whole = [whole_attention(item) for item in self._attentions if item.block == block.name]
-        for gone in filter(None, whole):  # after what it is made of
-            if all(layer.weight_name in known for layer in gone.layers):
-                found.append([widths_of(gone, known, self.recipe.calibration.damping)])
+        whole = [whole_heads(item) for item in self._attentions if item.block == block.name]
+        for heads in filter(None, whole):  # after what they are made of
+            if all(layer.weight_name in known for layer in heads.layers):
+                own = widths_of(heads, known, self.recipe.calibration.damping)
+                kept |= own.reductions
+                found.append([own])
         self.place.keep_moments("channels", block.name, stored_reductions(kept))
         return found
 

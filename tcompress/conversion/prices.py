@@ -50,18 +50,24 @@ class Prices:
     def price(self, layers: Iterable[LayerCandidates], widths: Sequence[WidthSite]) -> None:
         """Gives all options their time."""
         beside = self._beside([coupling for site in widths for coupling in site.couplings])
-        scores = {site.keys[0]: beside["attention"] for site in widths if site.is_attention}
-        extra = defaultdict(float, scores)  # beside structures all channels are there
-        for site in widths:
-            fixed = sum(scores.get(key, 0.0) for key in site.keys) * (not site.is_attention)
-            kinds = [coupling.kind for coupling in site.couplings]
-            more = [
-                sum(beside[kind] * size for kind, size in zip(kinds, own, strict=True))
-                for own in site.sizes
-            ]
-            extra[site.keys[0]] += more[-1]
+        attentions = {site.keys[0]: beside["attention"] for site in widths if site.is_attention}
+        extra = defaultdict(float, attentions)  # beside structures all channels are there
+        for site in sorted(widths, key=lambda site: site.is_attention):
+            if site.is_attention:  # by now all that it does beside products is known
+                [heads] = site.couplings
+                whole = sum(extra[key] for key in site.keys)
+                one = min(beside["heads"], whole / heads.size)
+                more = [n and whole - one * (heads.size - n) for n in heads.sizes]
+            else:
+                fixed = sum(attentions.get(key, 0.0) for key in site.keys)
+                kinds = [coupling.kind for coupling in site.couplings]
+                more = [
+                    fixed + sum(beside[kind] * size for kind, size in zip(kinds, own, strict=True))
+                    for own in site.sizes
+                ]
+                extra[site.keys[0]] += more[-1] - fixed
             site.options = [
-                replace(own, time=round(self._products(own.label) + _NANO * (fixed + seconds)))  # type: ignore[arg-type]
+                replace(own, time=round(self._products(own.label) + _NANO * seconds))  # type: ignore[arg-type]
                 for own, seconds in zip(site.options, more, strict=True)
             ]
         for item in layers:
@@ -75,13 +81,13 @@ class Prices:
         """Time of the dense model that none of these layers takes."""
         return round(_NANO * self.clock.seconds) - sum(item.time for item in layers)
 
-    def _beside(self, couplings: Sequence[Coupling]) -> dict[Kind, float]:
-        """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
+    def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
+        """Seconds beside products: a neuron, a dimension of heads, a head, the rest of attention.
 
         Models without feed-forwards, and without attentions, say what these take as a whole: more
         than their products by themselves, or less, and then all products are less.
         """
-        kinds: tuple[Kind, ...] = ("neurons", "attention")
+        kinds: tuple[Kind, ...] = ("neurons", "heads")
         gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
         taken = [self._saved(own) for own in gone]
         products = [self._products_saved(own) for own in gone]
@@ -90,18 +96,23 @@ class Prices:
         neurons, attentions = (
             seconds - self._products_saved(own) for seconds, own in zip(taken, gone, strict=True)
         )
-        heads = [own for own in couplings if own.kind in ("values", "scores")]
-        narrow = {own: own.near(0.25) for own in heads}
-        more = self._saved(narrow) - self._products_saved(narrow)
-        dimension = max(0.0, more) / max(1, sum(own.size - narrow[own] for own in heads))
+        inner = [own for own in couplings if own.kind in ("values", "scores")]
+        dimension = self._of_each(inner)
         inside = {layer for own in gone[1] for layer in own.layers}
-        attentions -= dimension * sum(own.size for own in heads if inside.issuperset(own.layers))
+        attentions -= dimension * sum(own.size for own in inner if inside.issuperset(own.layers))
         return {
             "neurons": max(0.0, neurons) / max(1, sum(own.size for own in gone[0])),
             "values": dimension,
             "scores": dimension,
+            "heads": self._of_each([own for own in gone[1] if own.size > 1]),
             "attention": max(0.0, attentions) / max(1, len(gone[1])),
         }
+
+    def _of_each(self, couplings: Sequence[Coupling]) -> float:
+        """Seconds beside products of one channel, or head, as with few of them."""
+        few = {own: own.near(0.25) for own in couplings}
+        more = self._saved(few) - self._products_saved(few)
+        return max(0.0, more) / max(1, sum(own.size - few[own] for own in couplings))
 
     def _saved(self, chosen: Mapping[Coupling, int]) -> float:
         """Seconds that a model of these sizes saves."""

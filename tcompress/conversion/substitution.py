@@ -24,7 +24,7 @@ from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import Widths, forms_of
 from tcompress.conversion.paused import Stream, common_block, first_tensor
 from tcompress.data.calibration import CalibrationData
-from tcompress.planning.channels import Coupling, couplings, whole_attention
+from tcompress.planning.channels import Coupling, couplings, whole_heads
 from tcompress.planning.entries import Form, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
@@ -318,7 +318,7 @@ def count_of(
     structured = [name for name in methods if name != WIDTH]
     found = len(_halves(block)) * len(structured)
     if WIDTH in methods:
-        whole = [whole_attention(item) for item in attentions if item.block == block.name]
+        whole = [whole_heads(item) for item in attentions if item.block == block.name]
         joined = [*couplings(block), *filter(None, whole)]
         found += sum(len(_sizes(own, fraction)) for own in joined)
     return found

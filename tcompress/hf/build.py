@@ -68,14 +68,15 @@ def install_layers(
 
 
 _HEADS = re.compile(r"-1, *self\.(head_dim|attention_head_size)\b")
+_COUNT = re.compile(r"self\.num_\w*heads\b")
 
 
 def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
-    """Lets attentions whose projections all have narrower heads compute with these.
+    """Lets attentions whose projections all have fewer or narrower heads compute with these.
 
-    That needs an attention that counts its heads itself, and keeps the scale of its scores apart
-    from their width. Any other sees zeros in the place of what is gone. Where nothing is left of
-    heads, none is computed.
+    That needs an attention that tells their number from what it reads, and keeps the scale of its
+    scores apart from their width. Any other sees zeros in the place of what is gone. Where nothing
+    is left of heads, none is computed.
     """
     for name in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         attention = root.get_submodule(name)
@@ -90,13 +91,19 @@ def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
             continue
         if dense or fused:
             continue
-        found = _HEADS.search(_source_of(type(attention).forward))
+        source = _source_of(type(attention).forward)
+        found = _HEADS.search(source)
         if found is None or not isinstance(getattr(attention, "scaling", None), float):
             continue
         width = max(own.kept for own in kept if own is not None)
-        setattr(attention, found[1], width)
+        whole = all(own.size != getattr(attention, found[1]) for own in kept if own is not None)
+        if whole and _COUNT.search(source):
+            continue
+        if not whole:
+            setattr(attention, found[1], width)
         for layer in layers:
-            layer.head_width = width
+            [part] = layer.parts
+            layer.head_width = part.channels.kept if whole and part.channels else width
 
 
 def _source_of(function: Any) -> str:

@@ -95,6 +95,41 @@ def _pivots(gram: Tensor, target: Tensor, least: Tensor, size: int) -> tuple[Ten
     return torch.tensor(places, device=gram.device), torch.stack(gains)
 
 
+def order_groups(gram: Tensor, target: Tensor, constant: float, size: int) -> NeuronOrder:
+    """Orders groups of channels that go together, such as heads; see `order_neurons`.
+
+    The order is of groups, and losses are with none, one, two, ... of them.
+
+    Args:
+        gram: As there, with the channels of a group beside each other.  # (groups * size, ...)
+        target: As there.  # (m, groups * size)
+        constant: What is lost without any group.
+        size: Channels of a group.
+    """
+    gram, target = gram.clone(), target.clone()
+    groups = len(gram) // size
+    left = torch.ones(groups, dtype=torch.bool, device=gram.device)
+    order, gains = [], []
+    for _ in range(groups):
+        own = gram.unflatten(0, (groups, size)).unflatten(2, (groups, size))
+        own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[left]  # (groups left, size, size)
+        roots = safe_cholesky(own)
+        sought = target.mT.unflatten(0, (groups, size))[left]
+        gain = torch.linalg.solve_triangular(roots, sought, upper=False).square().sum((1, 2))
+        best = int(gain.argmax())
+        place = int(left.nonzero()[best])
+        order.append(place)
+        gains.append(gain[best])
+        left[place] = False
+        taken, root = slice(place * size, (place + 1) * size), roots[best]
+        columns = torch.linalg.solve_triangular(root, gram[taken], upper=False)
+        yields = torch.linalg.solve_triangular(root, target[:, taken].mT, upper=False)
+        gram -= columns.mT @ columns
+        target -= yields.mT @ columns
+    losses = constant - torch.stack([gram.new_zeros(()), *gains]).cumsum(0)
+    return NeuronOrder(torch.tensor(order), losses.clamp_min(0).cummin(0).values)
+
+
 @dataclass(frozen=True)
 class HeadBases:
     """Directions within heads, the most useful first.

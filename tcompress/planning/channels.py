@@ -11,10 +11,10 @@ from tcompress.structures.modules.linear import Channels
 
 # Neurons lie between a feed-forward's first layers and its last one; the values of heads between
 # the value and the output projection. What queries and keys compute meets in scores, which only
-# know their product: no layer reads them. A whole attention is all of them, with what positions
-# turn: only nothing of it is smaller.
+# know their product: no layer reads them. Whole heads are all of these, with what positions turn;
+# heads that share keys and values go together, and without any the attention is gone.
 
-Kind = Literal["neurons", "values", "scores", "attention"]
+Kind = Literal["neurons", "values", "scores", "heads"]
 
 _KINDS: tuple[tuple[Kind, tuple[str, ...], str | None], ...] = (
     ("scores", ("q", "k"), None),
@@ -33,7 +33,7 @@ class Coupling:
     kind: Kind
     writers: tuple[tuple[Layer, Part], ...]
     reader: Layer | None  # None for scores
-    size: int  # channels of one head, or all neurons
+    size: int  # channels of one head, all neurons, or all heads that have keys of their own
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -46,13 +46,13 @@ class Coupling:
         """Sizes are multiples of it, which kernels are fast with."""
         if self.kind == "neurons":
             return 16 if self.size >= 256 else max(1, self.size // 16)
-        return 4 if self.size >= 16 else 1
+        return 4 if self.size >= 16 and self.kind != "heads" else 1
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers that may stay; the last one is the whole, but for an attention."""
-        if self.kind == "attention":
-            return [0]
+        """Numbers that may stay; the last one is the whole, but for heads."""
+        if self.kind == "heads":
+            return [*range(self.size)]
         goes = self.kind == "neurons" and self.writers[0][0].kind != "experts"
         return [*range(0 if goes else self.step, self.size, self.step), self.size]
 
@@ -67,6 +67,8 @@ class Coupling:
 
     def _channels(self, width: int, kept: int) -> Channels:
         padded = self.kind != "neurons"
+        if self.kind == "heads":
+            return Channels(groups=1, size=width, kept=kept * width // self.size, padded=padded)
         return Channels(groups=width // self.size, size=self.size, kept=kept, padded=padded)
 
     def near(self, asked: float) -> int:
@@ -98,13 +100,19 @@ def couplings(block: Block) -> Iterator[Coupling]:
             yield Coupling(kind, writers, reader, size)
 
 
-def whole_attention(found: Attention) -> Coupling | None:
-    """All that an attention computes, if something may stand in for it."""
+def whole_heads(found: Attention) -> Coupling | None:
+    """All that heads of an attention compute, if something may stand in for it.
+
+    Heads that are no parts of a projection, or are not alike, go all together.
+    """
     layers = [found.layers[role] for role in ("q", "k", "v", "qkv") if role in found.layers]
     writers = tuple((layer, part) for layer in layers for part in layer.parts)
-    reader, size = found.layers.get("o"), found.head_dim
+    reader, width = found.layers.get("o"), found.head_dim
     if found.reason is not None or reader is None:
         return None
     widths = [part.size for _, part in writers] + [reader.in_features]
-    fits = all(width % size == 0 for width in widths)
-    return Coupling("attention", writers, reader, size) if fits else None
+    if any(own % width for own in widths):
+        return None
+    apart = found.alike and {part.name for _, part in writers} == {"q", "k", "v"}
+    heads = found.key_heads if apart and all(own % found.key_heads == 0 for own in widths) else 1
+    return Coupling("heads", writers, reader, heads)

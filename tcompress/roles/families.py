@@ -134,6 +134,7 @@ class Attention(BaseAttention):
     name: str  # module path in the running model
     block: str  # module path of its block
     layers: Mapping[str, Layer]  # its projections by role; a fused one stands under `qkv`
+    alike: bool = False  # whether all heads compute the same, each by itself
     reason: str | None = None  # why nothing can replace it, if nothing can
 
 

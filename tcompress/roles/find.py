@@ -299,6 +299,7 @@ def _attention(model: nn.Module, roles: Roles, block: Block) -> Attention | None
         tokens = config.max_source_positions  # the encoder takes audio of one length
     limit = getattr(config, "max_position_embeddings", None)
     window = getattr(module, "sliding_window", getattr(config, "sliding_window", None))
+    biased = family in ("t5", "mt5", "umt5")
     return Attention(
         name=name,
         block=block.name,
@@ -309,7 +310,8 @@ def _attention(model: nn.Module, roles: Roles, block: Block) -> Attention | None
         # CLIP says so only when it calls its attention.
         causal=bool(getattr(module, "is_causal", False)) or family == "clip_text_model",
         window=window if isinstance(window, int) and window > 0 else None,
-        biased=family in ("t5", "mt5", "umt5"),
+        biased=biased,
+        alike=not biased and not _joins_heads(module, layers, width),
         tokens=tokens,
         grid=grid,
         special=special,
@@ -324,6 +326,18 @@ def _width(layers: Mapping[str, Layer], role: str) -> int:
     fused = layers["qkv"]
     parts = {part.name: part.size for part in fused.parts}
     return parts.get(role, fused.out_features // 3)  # head by head there are no parts
+
+
+def _joins_heads(module: nn.Module, layers: Mapping[str, Layer], width: int) -> bool:
+    """Whether something beside projections, such as a norm, is as wide as several heads."""
+    own = {item.name.rpartition(".")[2] for item in layers.values()}
+    widths = {_width(layers, role) for role in ("q", "k")} - {width}
+    return any(
+        widths.intersection(parameter.shape)
+        for name, child in module.named_modules()
+        if name not in own
+        for parameter in child.parameters(recurse=False)
+    )
 
 
 def _masked(model: nn.Module) -> str | None:

@@ -54,7 +54,7 @@ class Width(Structure[WidthSpec, WidthLayout]):
     """Fewer channels; what reads them is refitted by least squares."""
 
     name = "width"
-    summary = "fewer neurons and smaller heads: plain smaller matrices, refitted on the data"
+    summary = "fewer neurons, fewer or smaller heads: plain smaller matrices, refitted on the data"
     reference = "He et al. 2017 (arXiv:1707.06168); order by orthogonal matching pursuit"
     spec = WidthSpec
     layout_type = WidthLayout

@@ -89,8 +89,8 @@ class CachedWeight:
 class Channels(Frozen):
     """What is left of the channels between layers: the first `kept` of each of some groups.
 
-    Groups are heads, or all neurons of a feed-forward. Heads are `padded`: an attention sees them
-    as wide as they were, with zeros at the end. None may be left.
+    A group is a head, all heads together, or all neurons of a feed-forward. Heads are `padded`: an
+    attention sees them as wide as they were, with zeros at the end. None may be left.
     """
 
     groups: int = Field(gt=0)
@@ -236,7 +236,7 @@ class StructuredLinear(nn.Module):
     weight: Tensor
     bias: nn.Parameter | None
     head_width: int | None = None
-    """Width of heads that the attention around it expects, if not that of the dense model."""
+    """Width of groups that the attention around it expects, if not that of the dense model."""
     _kept: CachedWeight | None = None
 
     _replicate_for_data_parallel = refuse_replica

@@ -20,7 +20,7 @@ from tcompress.artifact.workplace import check_output
 from tcompress.conversion.blocks import BlockFitter, BlockResult
 from tcompress.conversion.channels import Reductions, completed, read_reductions
 from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.decision import STOP, Decision, try_out
+from tcompress.conversion.decision import STOP, Decision, simplest, try_out
 from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
 from tcompress.conversion.fit import SharedFactors
 from tcompress.conversion.loss_search import largest_error
@@ -288,10 +288,11 @@ class _Job:
         def change(name: str) -> float:
             return self._try_answer(name, answers[name], place).change
 
-        taken, changes = try_out(answers, change)
+        best, changes = try_out(answers, change)
+        tried = {name: found for name, found in changes.items() if found is not None}
+        taken = simplest(best, self.recipe.method.name if self.recipe.method else "", tried)
         plan = answers[taken]
         assert plan.budget is not None
-        tried = {name: found for name, found in changes.items() if found is not None}
         facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
         return {taken: plan.model_copy(update={"budget": facts})}
 

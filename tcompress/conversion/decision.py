@@ -75,6 +75,9 @@ FAR = 1.5
 TIE = 0.02
 """Answers so close to the best one are as good."""
 
+CLEAR = 0.15
+"""What a mixture has to be better by than the best structure alone, as a share of its change."""
+
 STOP = 0.1
 """With fewer blocks, an answer worse than the best by more than this share ends the search."""
 
@@ -523,6 +526,20 @@ def _in_question(answers: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
         hopeless = len(errors) == 2 and errors[1] > FAR * errors[0]
         if plan is first or not (hopeless or (len(kinds) == 1 and _structures(plan) == kinds)):
             yield name, plan
+
+
+def simplest(best: str, mixed: str, changes: Mapping[str, float]) -> str:
+    """Gives the best answer of one structure in place of a mixture that is not clearly better.
+
+    A change that is a little smaller tells nothing of what a user measures: of all-MiniLM-L6-v2 at
+    a quarter a mixture changed likenesses by a tenth less than low rank, agreed with the dense
+    model exactly as well, and lost 0.012 more of the rank correlation with labels of 3,000 pairs.
+    """
+    alone = [name for name in changes if name != mixed]
+    if best != mixed or not alone:
+        return best
+    other = min(alone, key=lambda name: changes[name])
+    return other if ties(changes[other], changes[best], CLEAR) else best
 
 
 def _structures(plan: Plan) -> set[str]:

@@ -72,6 +72,9 @@ USUAL = 0.25
 FAR = 1.5
 """Answers predicted to lose so many times as much as the best are not tried."""
 
+HOPELESS = 4.0
+"""The same before candidates are tried, which changes predictions."""
+
 TIE = 0.02
 """Answers so close to the best one are as good."""
 
@@ -161,8 +164,8 @@ class Decision:
         )
         goal = self._time_goal(problem, progress)
         room = None if goal is None else round(goal.room(self._rest))
-        if room is not None:  # the others are too slow whatever they lose
-            names = [name for name in names if problem.least_time([name]) <= room] or names
+        if room is not None:
+            names = self._worth_trying(replace(problem, room=room), names)
             whole = [name for name in whole if name in names]
         self._try_alone(names, progress)
         answers: dict[str, Plan] = {}
@@ -195,6 +198,29 @@ class Decision:
         if not answers:
             raise refused[-1]
         return answers
+
+    def _worth_trying(self, problem: BudgetProblem, names: Sequence[str]) -> list[str]:
+        """Lists methods that a goal of time may use.
+
+        Others are too slow whatever they lose, or are predicted to lose many times as much as all
+        methods together, which use nothing of them.
+        """
+        assert problem.room is not None
+        fast = [n for n in names if problem.least_time([n]) <= problem.room] or [*names]
+        try:
+            together = problem.solve(fast)
+        except PlanError:
+            return fast
+        used = _structures(together.plan)
+
+        def hopeless(name: str) -> bool:
+            try:
+                return problem.solve([name]).loss > HOPELESS * together.loss
+            except PlanError:
+                return True
+
+        kinds = {name: structure_of(self._offers[name][0]).name for name in fast}
+        return [name for name in fast if kinds[name] in used or not hopeless(name)]
 
     def _time_goal(self, problem: BudgetProblem, progress: Progress) -> TimeGoal | None:
         """Times what candidates take, where time is limited."""

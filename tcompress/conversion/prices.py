@@ -55,9 +55,8 @@ class Prices:
         for site in sorted(widths, key=lambda site: site.is_attention):
             if site.is_attention:  # by now all that it does beside products is known
                 [heads] = site.couplings
-                whole = sum(extra[key] for key in site.keys)
-                one = min(beside["heads"], whole / heads.size)
-                more = [n and whole - one * (heads.size - n) for n in heads.sizes]
+                one = sum(extra[key] for key in site.keys) / heads.size
+                more = [one * size for size in heads.sizes]
             else:
                 fixed = sum(attentions.get(key, 0.0) for key in site.keys)
                 kinds = [coupling.kind for coupling in site.couplings]
@@ -82,7 +81,7 @@ class Prices:
         return round(_NANO * self.clock.seconds) - sum(item.time for item in layers)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
-        """Seconds beside products: a neuron, a dimension of heads, a head, the rest of attention.
+        """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
 
         Models without feed-forwards, and without attentions, say what these take as a whole: more
         than their products by themselves, or less, and then all products are less.
@@ -97,22 +96,17 @@ class Prices:
             seconds - self._products_saved(own) for seconds, own in zip(taken, gone, strict=True)
         )
         inner = [own for own in couplings if own.kind in ("values", "scores")]
-        dimension = self._of_each(inner)
+        narrow = {own: own.near(0.25) for own in inner}
+        more = self._saved(narrow) - self._products_saved(narrow)
+        dimension = max(0.0, more) / max(1, sum(own.size - narrow[own] for own in inner))
         inside = {layer for own in gone[1] for layer in own.layers}
         attentions -= dimension * sum(own.size for own in inner if inside.issuperset(own.layers))
         return {
             "neurons": max(0.0, neurons) / max(1, sum(own.size for own in gone[0])),
             "values": dimension,
             "scores": dimension,
-            "heads": self._of_each([own for own in gone[1] if own.size > 1]),
             "attention": max(0.0, attentions) / max(1, len(gone[1])),
         }
-
-    def _of_each(self, couplings: Sequence[Coupling]) -> float:
-        """Seconds beside products of one channel, or head, as with few of them."""
-        few = {own: own.near(0.25) for own in couplings}
-        more = self._saved(few) - self._products_saved(few)
-        return max(0.0, more) / max(1, sum(own.size - few[own] for own in couplings))
 
     def _saved(self, chosen: Mapping[Coupling, int]) -> float:
         """Seconds that a model of these sizes saves."""

@@ -77,8 +77,11 @@ class Prices:
                     offers[name] = self._priced(entry, options, nanos)
 
     def rest(self, layers: Iterable[LayerCandidates]) -> int:
-        """Time of the dense model that none of these layers takes."""
-        return round(_NANO * self.clock.seconds) - sum(item.time for item in layers)
+        """Time of the dense model that none of these layers takes.
+
+        None at least: a machine that slowed down after the model was timed tells less than nothing.
+        """
+        return max(0, round(_NANO * self.clock.seconds) - sum(item.time for item in layers))
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.

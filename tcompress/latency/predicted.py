@@ -213,9 +213,9 @@ class LayerTimes:
         x = torch.randn(self.rows, inputs, dtype=self.dtype, device=self.device)
         run, wait = Pass(lambda _: layer(x)), waiting(self.device)
         with torch.inference_mode():
-            first = min(run.seconds(wait=wait) for _ in range(3))
-            count = max(3, min(200, round(_LEAST / max(first, 1e-9))))
-            return median(run.seconds(wait=wait) for _ in range(count))
+            first = [run.seconds(wait=wait) for _ in range(3)]
+            count = min(200, round(_LEAST / max(*first, 1e-9)))
+            return median([run.seconds(wait=wait) for _ in range(count)] if count > 3 else first)
 
 
 def _around(size: int, whole: int) -> list[tuple[int, float]]:

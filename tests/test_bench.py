@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,7 @@ from tcompress.errors import InputError
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, same_pass
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.passes import Pass, alternate, spread
+from tcompress.latency.passes import Pass, spread, turns
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
@@ -64,11 +65,10 @@ def test_eager_passes_come_first() -> None:
 def test_passes_alternate_and_take_turns_at_going_first() -> None:
     order: list[str] = []
     clock = Ticking(1.0, 10.0, 20.0, 2.0)
-    times = alternate(
-        Pass(lambda _: order.append("a")), Pass(lambda _: order.append("b")), 2, clock
-    )
+    runs = [Pass(lambda _: order.append("a")), Pass(lambda _: order.append("b"))]
+    times = list(islice(turns(runs, clock), 2))
     assert order == ["a", "b", "b", "a"]
-    assert times == ([1.0, 2.0], [10.0, 20.0])
+    assert times == [[1.0, 10.0], [2.0, 20.0]]
 
 
 def test_the_device_is_waited_for_before_every_look_at_the_clock() -> None:
@@ -81,7 +81,7 @@ def test_the_device_is_waited_for_before_every_look_at_the_clock() -> None:
         log.append("clock")
         return 0.0
 
-    alternate(Pass(noted("a"), noted("fill")), Pass(noted("b")), 1, clock, noted("wait"))
+    next(turns([Pass(noted("a"), noted("fill")), Pass(noted("b"))], clock, noted("wait")))
     assert log[:6] == ["fill", "wait", "clock", "a", "wait", "clock"]
 
 

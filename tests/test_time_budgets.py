@@ -39,18 +39,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(_: LayerTimes, layer: nn.Module, __: int) -> float:
         return 1e-6 * sum(parameter.numel() for parameter in layer.parameters())
 
-    def speedup(clock: ModelClock, plan: Plan) -> float:
-        dense = sum(entry.dense_parameters for entry in plan.layers)
-        kept = sum(entry.parameters for entry in plan.layers)
+    def speedups(clock: ModelClock, *plans: Plan) -> list[float]:
         whole = 1e6 * clock.seconds
-        return whole / (whole - 1.2 * (dense - kept))
+        saved = [
+            sum(entry.dense_parameters - entry.parameters for entry in plan.layers)
+            for plan in plans
+        ]
+        return [whole / (whole - 1.2 * own) for own in saved]
 
     def seconds(clock: ModelClock, *_: Any) -> float:
         roles = decision.roles_of(clock.source)
         return 1e-6 * (REST + sum(i.in_features * i.out_features for i in roles.layers))
 
     monkeypatch.setattr(LayerTimes, "_measure", measured)
-    monkeypatch.setattr(ModelClock, "speedup", speedup)
+    monkeypatch.setattr(ModelClock, "speedups", speedups)
     monkeypatch.setattr(ModelClock, "_median", seconds)
     monkeypatch.setattr("tcompress.conversion.converter.bench", lambda *_, **__: None)
 
@@ -85,10 +87,10 @@ def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
 ) -> None:
     """Layers take `extra` times what they take by themselves, of a tenth of what is dense."""
 
-    def speedup(room: Any) -> float:
-        return 1 / (0.1 + extra * room * 1e-9)
+    def speedups(room: Any) -> list[float]:
+        return [1 / (0.1 + extra * room * 1e-9)]
 
-    clock: Any = SimpleNamespace(seconds=1.0, speedup=speedup, work="4x8")
+    clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
     goal = TimeGoal(Budget("speedup", 4), clock)
     solve: Any = int  # a plan is its room
     _, speed = goal.reach(solve, round(0.1e9), least=1_000_000)
@@ -134,7 +136,7 @@ def test_a_window_decodes_beyond_its_end(tmp_path: Path) -> None:
     clock = ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
     assert clock.work.length > 8
     assert clock.seconds > 0
-    assert clock.speedup(Plan(layers=())) > 0
+    assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
 
 
 def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_real_pass_is_timed(tmp_path: Path) -> None:
     clock = ModelClock(source, Workload.read("2x8"), CPU)
     assert clock.rows == 16
     assert clock.seconds > 0
-    assert clock.speedup(Plan(layers=())) > 0
+    assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
 
 
 def test_two_budgets_are_met_at_the_least_loss() -> None:

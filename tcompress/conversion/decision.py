@@ -72,7 +72,7 @@ USUAL = 0.25
 FAR = 1.5
 """Answers predicted to lose so many times as much as the best are not tried."""
 
-HOPELESS = 4.0
+HOPELESS = 2.5
 """The same before candidates are tried, which changes predictions."""
 
 TIE = 0.02
@@ -121,7 +121,8 @@ class Decision:
         if self._clock is None or plan.budget is None:
             return plan
         with threads(self.recipe.threads):
-            facts = self._speed(self._clock, self._clock.speedup(plan))
+            [speed] = self._clock.speedups(plan)
+        facts = self._speed(self._clock, speed)
         return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
     def about(self, recipe: Convert, plan: Plan, place: FitWorkplace) -> Decision:

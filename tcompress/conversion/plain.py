@@ -99,7 +99,8 @@ def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch
 
         def timed(width: int) -> tuple[Plan, float]:
             made = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
-            return made, clock.speedup(made)
+            [speed] = clock.speedups(made)
+            return made, speed
 
         most = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
         found, speed = _fast_enough(widths, most, timed, wanted)

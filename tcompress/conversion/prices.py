@@ -91,16 +91,16 @@ class Prices:
         """
         kinds: tuple[Kind, ...] = ("neurons", "heads")
         gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
-        taken = [self._saved(own) for own in gone]
+        inner = [own for own in couplings if own.kind in ("values", "scores")]
+        narrow = {own: own.near(0.25) for own in inner}
+        *taken, narrower = self._saved(*gone, narrow)
         products = [self._products_saved(own) for own in gone]
         if sum(taken) < sum(products):
             self.times.share *= max(0.0, sum(taken)) / sum(products)
         neurons, attentions = (
             seconds - self._products_saved(own) for seconds, own in zip(taken, gone, strict=True)
         )
-        inner = [own for own in couplings if own.kind in ("values", "scores")]
-        narrow = {own: own.near(0.25) for own in inner}
-        more = self._saved(narrow) - self._products_saved(narrow)
+        more = narrower - self._products_saved(narrow)
         dimension = max(0.0, more) / max(1, sum(own.size - narrow[own] for own in inner))
         inside = {layer for own in gone[1] for layer in own.layers}
         attentions -= dimension * sum(own.size for own in inner if inside.issuperset(own.layers))
@@ -111,14 +111,14 @@ class Prices:
             "attention": max(0.0, attentions) / max(1, len(gone[1])),
         }
 
-    def _saved(self, chosen: Mapping[Coupling, int]) -> float:
-        """Seconds that a model of these sizes saves."""
-        if not chosen:
-            return 0.0
-        plan = Plan(
-            layers=tuple(e.model_copy(update=form._asdict()) for e, form in self._narrow(chosen))
-        )
-        return self.clock.seconds * (1 - 1 / self.clock.speedup(plan))
+    def _saved(self, *sizes: Mapping[Coupling, int]) -> list[float]:
+        """Seconds that models of these sizes save."""
+        plans = [
+            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in own))
+            for own in map(self._narrow, filter(None, sizes))
+        ]
+        speeds = iter(self.clock.speedups(*plans) if plans else ())
+        return [self.clock.seconds * (1 - 1 / next(speeds)) if own else 0.0 for own in sizes]
 
     def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
         pairs = self._narrow(chosen)
@@ -187,7 +187,8 @@ class TimeGoal:
             if room in tried:
                 break
             plan = solve(room)
-            tried[room] = plan, self.clock.speedup(plan)
+            [speed] = self.clock.speedups(plan)
+            tried[room] = plan, speed
             most = CLOSE * (1 if attempt + 1 < TRIES else 3)
             over = [speed / self.speedup - 1 for _, speed in tried.values()]
             if any(-CLOSE <= own <= most for own in over):

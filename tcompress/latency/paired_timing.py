@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from tcompress.artifact.manifest import Speed, environment
 from tcompress.errors import InputError, TCompressError, first_line
 from tcompress.latency.generation import Generation
-from tcompress.latency.passes import Clock, Pass, alternate, forward_pass, spread, waiting
+from tcompress.latency.passes import Clock, Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.options import Bench
@@ -124,7 +125,8 @@ class PairedTiming:
             one = self._warmed(self.model, cell, inputs)
             other = self._warmed(self.baseline, cell, inputs)
             repeats, wait = self.settings.repeats, waiting(self.device)
-            times = alternate(one, other, repeats, self.clock, wait)
+            taken = turns((one, other), self.clock, wait)
+            times = list(zip(*islice(taken, repeats), strict=True))
             peaks = [item.peak_bytes(self.device) for item in (one, other)]
         seconds, reference = map(median, times)
         tokens = 1 if cell.phase == "decode" else cell.length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import quantiles
@@ -17,7 +17,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tcompress.data.inputs import Inputs
 
 Clock = Callable[[], float]
-Seconds = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
@@ -98,24 +97,20 @@ def spread(times: Sequence[float]) -> float | None:
     return (high - low) / middle if middle else None
 
 
-def alternate(
-    one: Pass,
-    other: Pass,
-    repeats: int,
+def turns(
+    passes: Sequence[Pass],
     clock: Clock = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
-) -> Seconds:
-    """Times two passes in turn, in seconds: what slows the machine down slows both.
+) -> Iterator[list[float]]:
+    """Times passes in turn, in seconds, without end: what slows the machine down slows all.
 
-    Who goes first changes with every repeat; `wait` returns when the device has done all its work.
+    Who goes first changes with every turn; `wait` returns when the device has done all its work.
     """
-    times: Seconds = ([], [])
-    passes = list(zip((one, other), times, strict=True))
-    for _ in range(repeats):
-        for run, seconds in passes:
-            seconds.append(run.seconds(clock, wait))
-        passes.reverse()
-    return times
+    order = list(range(len(passes)))
+    while True:
+        found = {index: passes[index].seconds(clock, wait) for index in order}
+        order.reverse()
+        yield [found[index] for index in range(len(passes))]
 
 
 def waiting(device: torch.device) -> Callable[[], None]:

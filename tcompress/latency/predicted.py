@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
 from tcompress.latency.generation import Generation
-from tcompress.latency.passes import Pass, alternate, forward_pass, spread, waiting
+from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.models.model import draw_model
@@ -37,7 +37,7 @@ DECODE = "decode"
 PAST = 128  # tokens before those that are decoded
 STEPS = 4  # tokens that are decoded in a row, each of them the pass
 REPEATS = 9
-FEWEST = 2  # repeats, where a pass is long
+FEWEST = 3  # repeats, where a pass is long
 MOST_SECONDS = 3.0  # for one model, where the machine does not come to rest
 _SURE = 0.015  # standard error of a speed that is believed
 _LEAST = 4e-3  # seconds that one measurement of a layer takes at least
@@ -103,18 +103,21 @@ class ModelClock:
         self.work = replace(self.work, length=inputs.fitting([self.work.length], new)[0])
         return inputs.batch(self.work.batch, self.work.length, 0, self.device, self.dtype)
 
-    def speedup(self, plan: Plan) -> float:
-        """How many times as fast a model of these forms is, weights aside."""
-        small = self._small(plan)
+    def speedups(self, *plans: Plan) -> list[float]:
+        """How many times as fast models of these forms are, weights aside; all timed in turn."""
+        models = [self._dense, *map(self._small, plans)]
+        ratios: list[list[float]] = [[] for _ in plans]
         with torch.inference_mode():
-            one, other = self._pass(self._dense), self._pass(small)
-            other()
-            ratios: list[float] = []
+            passes = [*map(self._pass, models)]
+            for own in passes[1:]:
+                own()
             start = time.perf_counter()
-            while len(ratios) < FEWEST or not (_settled(ratios) or _late(start)):
-                times = alternate(one, other, 2, wait=self._wait)
-                ratios += [dense / own for dense, own in zip(*times, strict=True)]
-        return median(ratios)
+            for dense, *others in turns(passes, wait=self._wait):
+                for known, seconds in zip(ratios, others, strict=True):
+                    known.append(dense / seconds)
+                if all(map(_settled, ratios)) or _late(start, len(ratios[0])):
+                    break
+        return [median(known) for known in ratios]
 
     def _small(self, plan: Plan) -> nn.Module:
         if plan.plain is not None:
@@ -139,7 +142,7 @@ class ModelClock:
                     "give another `--at`",
                 ) from error
             start, found = time.perf_counter(), list[float]()
-            while len(found) < FEWEST or not (len(found) >= REPEATS or _late(start)):
+            while not (len(found) >= REPEATS or _late(start, len(found))):
                 found.append(run.seconds(wait=self._wait))
             return median(found)
 
@@ -149,8 +152,8 @@ class ModelClock:
         return forward_pass(model, self._kinds, self._inputs)
 
 
-def _late(start: float) -> bool:
-    return time.perf_counter() - start > MOST_SECONDS
+def _late(start: float, repeats: int) -> bool:
+    return repeats >= FEWEST and time.perf_counter() - start > MOST_SECONDS
 
 
 def _settled(ratios: Sequence[float]) -> bool:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -117,6 +118,39 @@ def test_nothing_but_sizes_differs_from_the_source(family: str, pairs: dict[str,
     verify_files(one.folder)
     total = sum(parameter.numel() for parameter in one.load().parameters())
     assert total == one.plan.parameters - one.plan.saved
+
+
+ARCHITECTURES = {
+    "bert": "BERT",
+    "gpt2": "GPT2",
+    "gpt_neox": "GPTNEOX",
+    "llama": "LLAMA",
+    "phi3": "PHI3",
+    "t5": "T5",
+}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_llama_cpp_finds_all_tensors_in_the_sizes_of_the_config(
+    family: str, pairs: dict[str, Pair]
+) -> None:
+    """Its converter renames tensors by these tables, and takes sizes from the config."""
+    made = pairs[family].plain
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, ARCHITECTURES[family]), 2)
+    sizes: dict[str, set[int]] = {"ffn_up": set(), "ffn_down": set()}
+    for name, tensor in load_file(made.folder / "model.safetensors").items():
+        known = names.get_name(name.removeprefix("bert."), (".weight", ".bias"))
+        if name.startswith("cls."):  # of masked tokens, which it leaves out
+            continue
+        assert known is not None, name
+        block, _, layer = known.removesuffix(".weight").rpartition(".")
+        if block and layer in sizes:
+            assert tensor.ndim == 2
+            turned = family == "gpt2"  # its weights are stored the other way round
+            sizes[layer].add(tensor.shape[(layer == "ffn_down") ^ turned])
+    width = next(iter(KEYS[family].values()))
+    gates = 2 if family == "phi3" else 1  # stored in one tensor
+    assert sizes == {"ffn_up": {gates * width}, "ffn_down": {width}}
 
 
 def test_what_belongs_to_sentence_encoders_is_carried(tmp_path: Path) -> None:
@@ -269,11 +303,11 @@ def test_the_largest_width_that_is_fast_enough() -> None:
 
 
 def test_a_time_chooses_the_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def speedup(clock: ModelClock, made: Any) -> float:
+    def speedups(clock: ModelClock, made: Any) -> list[float]:
         config = with_keys(clock.source, made.plain).config
-        return 1 / (0.2 + 0.8 * config.intermediate_size / 64)
+        return [1 / (0.2 + 0.8 * config.intermediate_size / 64)]
 
-    monkeypatch.setattr(ModelClock, "speedup", speedup)
+    monkeypatch.setattr(ModelClock, "speedups", speedups)
     monkeypatch.setattr("tcompress.conversion.converter.bench", lambda *_, **__: None)
     asked = {**WIDTH, "aware": True, "plain": True, "at": "2x8"}
     made = make("bert", tmp_path / "fast", speedup=2.0, **asked)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tcompress.conversion import blocks
 from tcompress.conversion.converter import convert
 from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
 from tcompress.conversion.paused import (
+    Readings,
     Stream,
     first_tensor,
     intercept_blocks,
@@ -277,6 +279,33 @@ def test_running_up_to_a_layer() -> None:
     assert torch.equal(found, model.h[0](x))
     assert run_to_input(lambda: model(x=x), nn.Linear(4, 4), first_tensor) is None
     assert not model.h[1]._forward_pre_hooks
+
+
+class _Half(nn.Module):
+    """Two layers, the second of which reads what is changed in place afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.up(x)
+        out = self.down(hidden)
+        hidden.mul_(2)
+        return out
+
+
+@pytest.mark.parametrize(("room", "calls"), [(2**20, 2), (0, 3)])
+def test_a_block_runs_once_for_all_that_is_read(room: int, calls: int) -> None:
+    block, x = _Half(), torch.ones(2, 3, 4)
+    stream: Any = SimpleNamespace(waiting=SimpleNamespace(args=(x,), kwargs={}))
+    readings = Readings(block, block.forward, ("up", "down"), room)
+    assert torch.equal(readings.of(stream, "up"), x)
+    found = readings.of(stream, "down")  # asked for again: what was kept has changed
+    assert torch.equal(found, block.up(x))
+    assert torch.equal(readings.answer(stream), block.down(block.up(x)))
+    assert block.calls == calls
 
 
 def _routes(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> list[list[Tensor]]:

@@ -25,13 +25,14 @@ from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
     Branch,
     PartialModel,
+    Readings,
     Stream,
     TokenRows,
     common_block,
     first_tensor,
     handed_on,
+    listed_item,
     queries_and_keys,
-    run_to_input,
     token_rows,
 )
 from tcompress.conversion.start import adapt
@@ -182,8 +183,9 @@ class BlockPair:
 
     block: Block
     dense: nn.Module
-    forward: Callable[..., Any]  # the dense block's own
     new: nn.Module
+    result: BlockResult
+    readings: Readings  # of the dense block
 
     def inside(self, path: str) -> str:
         """Path below the block."""
@@ -193,17 +195,10 @@ class BlockPair:
         self, path: str, one: Stream, two: Stream, arguments: Callable[..., Any] = first_tensor
     ) -> tuple[Any, Any]:
         """What a module reads in both streams."""
-        dense = input_of(one, self.forward, self.dense.get_submodule(path), arguments)
-        return dense, input_of(two, self.new.forward, self.new.get_submodule(path), arguments)
-
-
-def input_of(
-    stream: Stream, forward: Callable[..., Any], module: nn.Module, arguments: Callable[..., Any]
-) -> Any:
-    """What a module of a block reads in a pass that waits at the block."""
-    call = stream.waiting
-    with torch.no_grad():
-        return run_to_input(lambda: forward(*call.args, **call.kwargs), module, arguments)
+        dense = self.readings.of(one, path, arguments)
+        if two is one and not self.result.layers:  # nothing before it has changed
+            return dense, dense
+        return dense, Readings(self.new, self.new.forward).of(two, path, arguments)
 
 
 @dataclass
@@ -278,31 +273,38 @@ class BlockFitter:
                 with self._model.loaded(name) as dense:
                     own = self._model.forwards[name]
                     if block is None:  # only the dense model has it
-                        self._advance(own, own, None)
+                        self._advance(partial(self._model.answer_of, forward=own), own, None)
                         continue
                     stored = done(block.name)
                     new = copy.deepcopy(dense)
                     del new.forward  # the copy runs by itself; the original pauses its stream
-                    pair = BlockPair(block, dense, own, new)
                     result = stored or BlockResult(block.name, {}, {})
-                    routing = self._fit(pair, result, progress, fresh=stored is None)
+                    readings = self._readings(name, dense)
+                    pair = BlockPair(block, dense, new, result, readings)
+                    routing = self._fit(pair, progress, fresh=stored is None)
                     if not left and self.sampler is None:  # the output head was never loaded
                         self._check_end(name)
                     else:
-                        self._advance(own, new.forward, routing)
+                        self._advance(readings.answer, new.forward, routing)
                 if stored is None:
                     yield result
 
+    def _readings(self, name: str, dense: nn.Module) -> Readings:
+        block, forward = self._blocks.get(name), self._model.forwards[name]
+        if block is None:  # only the dense model has it
+            return Readings(dense, forward)
+        layers = block.layers
+        paths = [layer.name.removeprefix(f"{block.name}.") for layer in layers]
+        # Which experts run, and on which tokens, is heard from every run.
+        experts = any(layer.kind == "experts" or layer.routed for layer in layers)
+        chosen = experts or any(listed_item(dense, path) for path in paths)
+        return Readings(dense, forward, () if chosen else paths)
+
     def _fit(
-        self,
-        pair: BlockPair,
-        result: BlockResult,
-        progress: Callable[[str, str], None],
-        *,
-        fresh: bool,
+        self, pair: BlockPair, progress: Callable[[str, str], None], *, fresh: bool
     ) -> Routing:
         """Rewrites a block's copy; what is fresh is fitted first."""
-        block = pair.block
+        block, result = pair.block, pair.result
         self._rows = TokenRows(pair.dense, block)
         self._reductions = self.channels(block.name) if fresh else {}
         self._replace_attention(pair, result.attention)
@@ -315,8 +317,8 @@ class BlockFitter:
                 continue
             progress(block.name, ", ".join(entry.role for entry in group))
             if fresh:
-                self._fit_group(pair, group, result)
-            self._install(pair, group, result)
+                self._fit_group(pair, group)
+            self._install(pair, group)
         self._rows.close()
         routing.replay_in(pair.new)
         return routing
@@ -335,13 +337,13 @@ class BlockFitter:
         # The guard is a matter of storage.
         plain = [entry.model_copy(update={"guard": None}) for entry in own]
         made = install_attention(new, plain, inside, dtype=torch.float32, device=self.device)
+        seen = Readings(new, new.forward)
         fit = [s for index, s in enumerate(self._new) if index not in self.data.holdout]
         for stored, module in made.items():
-            target = new.get_submodule(f"{module.name}.{CHILD}")
-            module.name = f"{name}.{module.name}"
+            path, module.name = f"{module.name}.{CHILD}", f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
-            calls = (input_of(s, new.forward, target, queries_and_keys) for s in fit)
+            calls = (seen.of(s, path, queries_and_keys) for s in fit)
             adapt(module, f"{stored}.{CHILD}", known, calls)
 
     def _check_end(self, name: str) -> None:
@@ -356,25 +358,22 @@ class BlockFitter:
             raise _runs_twice(stream.call.block)
 
     def _advance(
-        self, dense: Callable[..., Any], new: Callable[..., Any], routing: Routing | None
+        self, dense: Callable[[Stream], Any], new: Callable[..., Any], routing: Routing | None
     ) -> None:
         """Answers all streams; without routing it is a block that only the dense ones run."""
         for index, (one, two) in enumerate(zip(self._dense, self._new, strict=True)):
-            for stream, forward in ((one, dense), (two, new)):
-                if routing is not None:
-                    routing.current = index
-                call = stream.waiting
-                with torch.no_grad():
-                    answer = forward(*call.args, **call.kwargs)
-                skipped = routing is None and stream is two
-                stream.answer(handed_on(call, answer) if skipped else answer)
+            if routing is not None:
+                routing.current = index
+            one.answer(dense(one))
+            call, answer = two.waiting, self._model.answer_of(two, new)
+            two.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and one.output is not None:
                 origin = self.data.origins.get(index, self.data.name)
                 self.comparison.add(origin, one.output, two.output, one.batch)
                 one.output = two.output = None  # at once: logits are large
 
-    def _fit_group(self, pair: BlockPair, group: Group, result: BlockResult) -> None:
-        first = group[0]
+    def _fit_group(self, pair: BlockPair, group: Group) -> None:
+        first, result = group[0], pair.result
         inside = pair.inside(self._paths[first.name])
         try:
             if first.kind == "experts" and not is_routed(pair.dense.get_submodule(inside)):
@@ -484,7 +483,7 @@ class BlockFitter:
             gathered.add(routed, other[0], mask, holdout=index in self.data.holdout)
         return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
 
-    def _install(self, pair: BlockPair, group: Group, result: BlockResult) -> None:
+    def _install(self, pair: BlockPair, group: Group) -> None:
         made = install_layers(
             pair.new,
             group,
@@ -495,10 +494,10 @@ class BlockFitter:
         )
         for entry in group:
             module = made[entry.name]
-            fill(module, entry, result.layers[entry.key].tensors)
+            fill(module, entry, pair.result.layers[entry.key].tensors)
             if entry.bias and entry.kind != "experts":
                 with torch.no_grad():
-                    module.get_parameter("bias").copy_(result.biases[entry.name])
+                    module.get_parameter("bias").copy_(pair.result.biases[entry.name])
             module.requires_grad_(False)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -262,6 +262,9 @@ def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[
     return own
 
 
+FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
+
+
 class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
 
@@ -290,6 +293,76 @@ def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[
 def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
     """Returns the first tensor argument: the input of a linear layer."""
     return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+
+
+class Readings:
+    """What modules of a block read in passes that wait at it, and what the block computes.
+
+    As much of it is kept as there is room for, so that a block runs once for all its modules.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        paths: Collection[str] = (),
+        room: float = 2**28,
+    ) -> None:
+        self._block = block
+        self._forward = forward
+        self._paths = paths  # of modules whose first tensor argument is asked for
+        self._room = room  # bytes
+        self._known: dict[int, tuple[dict[str, Tensor], Any]] = {}  # by stream
+
+    def of(self, stream: Stream, path: str, arguments: Callable[..., Any] = first_tensor) -> Any:
+        """What a module reads; None if it is not called."""
+        if arguments is first_tensor and path in self._paths:
+            known = self._kept(stream)
+            if known is not None and path in known[0]:
+                return known[0][path]
+        call, module = stream.waiting, self._block.get_submodule(path)
+        with torch.no_grad():
+            return run_to_input(lambda: self._forward(*call.args, **call.kwargs), module, arguments)
+
+    def answer(self, stream: Stream) -> Any:
+        """What the block computes."""
+        known = self._known.get(id(stream))
+        return self._run(stream) if known is None else known[1]
+
+    def _run(self, stream: Stream) -> Any:
+        call = stream.waiting
+        with torch.no_grad():
+            return self._forward(*call.args, **call.kwargs)
+
+    def _kept(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:
+        if id(stream) in self._known:
+            return self._known[id(stream)]
+        call = stream.waiting
+        state = first_tensor(*call.args, **call.kwargs)
+        if (len(self._paths) + FEED_FORWARD) * state.nbytes > self._room:
+            return None
+        found: dict[str, tuple[Tensor, int]] = {}
+
+        def hook(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x = first_tensor(*args, **kwargs)
+            found.setdefault(path, (x, x._version))
+
+        handles = [
+            self._block.get_submodule(path).register_forward_pre_hook(
+                partial(hook, path), with_kwargs=True
+            )
+            for path in self._paths
+        ]
+        try:
+            answer = self._run(stream)
+        finally:
+            for handle in handles:
+                handle.remove()
+        same = {path: x for path, (x, version) in found.items() if x._version == version}
+        self._known[id(stream)] = same, answer
+        held = {x.data_ptr(): x.nbytes for x in (*same.values(), state)}
+        self._room -= sum(held.values())
+        return self._known[id(stream)]
 
 
 def queries_and_keys(
@@ -336,7 +409,7 @@ def token_rows(
     return rows, mask.reshape(-1).to(torch.bool)
 
 
-def _listed_item(block: nn.Module, inside: str) -> str | None:
+def listed_item(block: nn.Module, inside: str) -> str | None:
     """Finds the item of a list of routed experts that a layer belongs to, as paths in a block."""
     modules = {name: module for name, module in block.named_modules() if name}
     steps = inside.split(".")
@@ -364,7 +437,7 @@ class TokenRows:
         self._masks: dict[str, Tensor] = {}  # by path of an item
         self._items: dict[str, str] = {}  # by name of a layer
         for layer in block.layers:
-            item = _listed_item(module, layer.name.removeprefix(f"{block.name}."))
+            item = listed_item(module, layer.name.removeprefix(f"{block.name}."))
             if item is not None:
                 self._items[layer.name] = item
         self._handles = []

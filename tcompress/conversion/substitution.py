@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcompress.conversion.blocks import BlockFitter, BlockPair, BlockResult, input_of
+from tcompress.conversion.blocks import BlockFitter, BlockPair, BlockResult, Group
 from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import Widths, forms_of
-from tcompress.conversion.paused import Stream, common_block, first_tensor
+from tcompress.conversion.fit import LayerMoments
+from tcompress.conversion.paused import Readings, Stream, common_block
 from tcompress.data.calibration import CalibrationData
 from tcompress.planning.channels import Coupling, couplings, whole_heads
 from tcompress.planning.entries import Form, LayerPlan
@@ -34,7 +35,7 @@ from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 from tcompress.structures.width import WidthSpec
 
-FITTED = 384
+FITTED = 256
 """Samples that candidates are fitted to, about."""
 
 JUDGED = 120
@@ -68,26 +69,6 @@ class Substitute:
 
 
 @dataclass
-class _Pair(BlockPair):
-    """A block and a copy that differs in one substitute: what the dense one reads is known."""
-
-    result: BlockResult
-    known: dict[Any, Any]  # by module and pass
-
-    def inputs(
-        self, path: str, one: Stream, two: Stream, arguments: Callable[..., Any] = first_tensor
-    ) -> tuple[Any, Any]:
-        key = path, id(one), arguments
-        dense = self.dense.get_submodule(path)
-        if key not in self.known:
-            self.known[key] = input_of(one, self.forward, dense, arguments)
-        mine = self.known[key]
-        if self.result.layers:  # something before it has changed
-            mine = input_of(two, self.new.forward, self.new.get_submodule(path), arguments)
-        return self.known[key], mine
-
-
-@dataclass
 class SubstitutionWalk(BlockFitter):
     """Runs the dense model beside passes that differ from it in one substitute each.
 
@@ -99,6 +80,7 @@ class SubstitutionWalk(BlockFitter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._blocks = {block.name: block for block in roles_of(self.source).blocks}
         width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
         assert self.sampler is not None
         passes = len(self.substitutes) + 1
@@ -106,7 +88,6 @@ class SubstitutionWalk(BlockFitter):
         self.data = _to_fit(self.data)
         self._dense = [self._model.stream(batch) for batch in self.data.batches]
         self._new = self._dense  # up to its own block a substitute changes nothing
-        self._inputs: dict[Any, Any] = {}
 
     def changes(self, advance: Callable[[str], None]) -> list[float]:
         """Gives the change of the output per sample, for every substitute."""
@@ -118,14 +99,14 @@ class SubstitutionWalk(BlockFitter):
         with self._model.paused([*self._dense, *whole, *(own for one in apart for own in one)]):
             while name := common_block([*self._dense, *whole]):
                 with self._model.loaded(name) as dense:
-                    forward = self._model.forwards[name]
-                    answers: dict[int, list[Any]] = {}
-                    self._inputs.clear()
-                    for place, own in enumerate(self.substitutes):
-                        if own.block == name:
-                            answers[place] = self._answers(own, dense, forward, apart[place])
+                    readings = self._readings(name, dense)
+                    answers = {
+                        place: self._answers(own, dense, readings, apart[place])
+                        for place, own in enumerate(self.substitutes)
+                        if own.block == name
+                    }
                     for fitted in self._dense:
-                        fitted.answer(run(fitted))
+                        fitted.answer(readings.answer(fitted))
                     for index, one in enumerate(whole):
                         same = run(one)
                         one.answer(same)
@@ -146,16 +127,15 @@ class SubstitutionWalk(BlockFitter):
         return [change / samples for change in found]
 
     def _answers(
-        self, own: Substitute, dense: Any, forward: Callable[..., Any], passes: Sequence[Stream]
+        self, own: Substitute, dense: Any, readings: Readings, passes: Sequence[Stream]
     ) -> list[Any]:
         """Fits a substitute, and runs its block."""
         self._entries = {(self._path(e), e.parameter): e for e in own.entries}
         new = copy.deepcopy(dense)
         del new.forward  # the copy runs by itself; the original pauses its stream
         result = BlockResult(own.block, {}, {})
-        block = next(b for b in roles_of(self.source).blocks if b.name == own.block)
-        pair = _Pair(block, dense, forward, new, result, self._inputs)
-        routing = self._fit(pair, result, lambda *_: None, fresh=True)
+        pair = BlockPair(self._blocks[own.block], dense, new, result, readings)
+        routing = self._fit(pair, lambda *_: None, fresh=True)
         found = []
         for index, one in enumerate(passes):
             routing.current = index
@@ -164,9 +144,20 @@ class SubstitutionWalk(BlockFitter):
             found.append(self._model.answer_of(one, new.forward))
         return found
 
+    def _moments(self, pair: BlockPair, group: Group, inside: str) -> dict[bool, LayerMoments]:
+        if not pair.result.layers and all(map(_stays, group)):  # there is nothing to fit
+            return {entry.bias: LayerMoments() for entry in group}
+        return super()._moments(pair, group, inside)
+
     def _path(self, entry: LayerPlan) -> str:
         self._paths[entry.name] = self.source.keymap.runtime_name(entry.name) or ""
         return self._paths[entry.name]
+
+
+def _stays(entry: LayerPlan) -> bool:
+    """Whether what is left of a layer is as it was."""
+    terms = [term for part in entry.parts for term in part.terms]
+    return entry.reads is None and all(term.structure == WIDTH for term in terms)
 
 
 def _to_fit(data: CalibrationData) -> CalibrationData:

@@ -262,9 +262,6 @@ def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[
     return own
 
 
-FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
-
-
 class _Captured(BaseException):
     """Ends the run of a block as soon as the wanted input is known."""
 
@@ -293,6 +290,9 @@ def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[
 def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
     """Returns the first tensor argument: the input of a linear layer."""
     return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+
+
+FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 
 class Readings:

@@ -22,7 +22,7 @@ from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import add_gram, centre_of, multipliable, token_weights
+from tcompress.linalg.moments import ProductSum, centre_of, multipliable, token_weights
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles
@@ -41,8 +41,8 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
-    gram: Tensor  # G about the centre, weighed, summed over rows  # (in, in)
-    curvature: Tensor  # S, summed over rows  # (out, out)
+    grams: ProductSum  # G about the centre, weighed, summed over rows  # (in, in)
+    curvatures: ProductSum  # S, summed over rows  # (out, out)
     total: Tensor  # weighed sum of the inputs, less the centre  # (in,)
     centre: Tensor  # mean of the first inputs, float32  # (in,)
     rows: int = 0  # tokens that were summed over; padding is left out
@@ -52,10 +52,18 @@ class Sensitivity:
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        gram = torch.zeros(inputs, inputs, dtype=torch.float64, device=device)
-        curvature = torch.zeros(outputs, outputs, dtype=torch.float64, device=device)
+        grams = ProductSum.zero(inputs, inputs, device)
+        curvatures = ProductSum.zero(outputs, outputs, device)
         total = torch.zeros(inputs, dtype=torch.float64, device=device)
-        return cls(gram, curvature, total, total.float())
+        return cls(grams, curvatures, total, total.float())
+
+    @property
+    def gram(self) -> Tensor:
+        return self.grams.total
+
+    @property
+    def curvature(self) -> Tensor:
+        return self.curvatures.total
 
     def add(self, x: Tensor, gradient: Tensor, batch: int = 0, *, weighed: bool = True) -> None:
         """Adds rows of a batch, which all count alike where not `weighed`.
@@ -67,10 +75,12 @@ class Sensitivity:
         weights = token_weights(gradient) if weighed else torch.ones_like(x[:, 0]).double()
         if not self.rows:
             self.centre = centre_of(x.float(), weights)
-        x = x.float() - self.centre
-        self.total += weights @ x.double()
-        add_gram(self.gram, *multipliable(weights.sqrt()[:, None] * x))
-        add_gram(self.curvature, *multipliable(gradient))
+        root = weights.sqrt()
+        x = root[:, None] * (x.float() - self.centre)
+        self.total += root @ x
+        [x], [gradient] = multipliable(x), multipliable(gradient.clone())
+        self.grams.add(x, x)
+        self.curvatures.add(gradient, gradient)
         self.rows += len(x)
         self.weight += float(weights.sum())
         if weighed:
@@ -82,8 +92,8 @@ class Sensitivity:
         cross = torch.outer(other.total, apart)
         gram = other.gram + cross + cross.mT + other.weight * torch.outer(apart, apart)
         return Sensitivity(
-            self.gram + sign * gram,
-            self.curvature + sign * other.curvature,
+            ProductSum(self.gram + sign * gram),
+            ProductSum(self.curvature + sign * other.curvature),
             self.total + sign * (other.total + other.weight * apart),
             self.centre,
             self.rows + sign * other.rows,

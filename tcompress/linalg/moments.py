@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from tcompress.errors import FitError
 # a token costs the squared gradient there, so tokens that the output hardly follows hardly count.
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
+_ROWS = 2048  # whose products are added at a time
+_PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
@@ -93,7 +94,10 @@ def relative_error(error: float, norm: float) -> float:
 
 def multipliable(*rows: Tensor) -> list[Tensor]:
     """Returns rows in float32 where that holds sums of their products, all in float64 else."""
-    sizes = [float(item.abs().amax()) if item.numel() else 0.0 for item in rows]
+    ends = [
+        torch.stack(item.aminmax()).abs() if item.numel() else item.new_zeros(1) for item in rows
+    ]
+    sizes = [float(own.amax()) for own in ends]
     narrow = all(size == 0 or SMALLEST < size < LARGEST for size in sizes)
     return [item.float() if narrow else item.double() for item in rows]
 
@@ -105,6 +109,42 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
         tile = rows[:, first:].T @ rows[:, first:last]
         total[first:, first:last] += tile
         total[first:last, last:] += tile[_TILE:].T
+
+
+@dataclass
+class ProductSum:
+    """A sum of products of paired rows, a_i b_i^T, float64.
+
+    Rows wait until there are many: the sum is larger than a batch, and is read and written whole.
+    """
+
+    _total: Tensor
+    _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def zero(cls, left: int, right: int, device: torch.device | str) -> ProductSum:
+        return cls(torch.zeros(left, right, dtype=torch.float64, device=device))
+
+    @property
+    def total(self) -> Tensor:
+        """The sum so far."""
+        self._take()
+        return self._total
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
+        self._waiting.append((left, right))
+        if sum(len(own) for own, _ in self._waiting) >= _ROWS:
+            self._take()
+
+    def _take(self) -> None:
+        if self._waiting:
+            left = torch.cat([own for own, _ in self._waiting])
+            if all(one is two for one, two in self._waiting):
+                add_gram(self._total, left)
+            else:
+                self._total += left.T @ torch.cat([own for _, own in self._waiting])
+            self._waiting.clear()
 
 
 def centre_of(rows: Tensor, weights: Tensor) -> Tensor:
@@ -130,10 +170,10 @@ class MomentSums:
         self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
         new = dense if new is None else new
-        place: dict[str, Any] = {"dtype": torch.float64, "device": device}
-        shapes = ((new, new), (dense, new), (dense, dense))
-        self._sums = [torch.zeros(shape, **place) for shape in shapes]
-        self._means = [torch.zeros(size, **place) for size in (new, dense)]
+        sizes = new, dense
+        self._sums = [ProductSum.zero(sizes[i], sizes[j], device) for i, j in _PAIRS]
+        self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
+        self._same: ProductSum | None = None  # of rows that are part of all three
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
@@ -144,26 +184,27 @@ class MomentSums:
         """
         if not len(dense):
             return
-        same = new is dense
-        dense, new = dense.float(), new.float()
+        pair = new.float(), dense.float()
         if weights is None:
             weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
         if not self.rows:
-            self._centres = [centre_of(new, weights), centre_of(dense, weights)]
-        new, dense = new - self._centres[0], dense - self._centres[1]
-        root = weights.sqrt()[:, None]
-        for total, rows in zip(self._means, (new, dense), strict=True):
-            total += weights @ rows.double()
-        new, dense = multipliable(root * new, root * dense)
-        if same:
-            gram = torch.zeros_like(self._sums[0])
-            add_gram(gram, new)
-            for total in self._sums:
-                total += gram
+            self._centres = [centre_of(rows, weights) for rows in pair]
+        root = weights.sqrt()
+        same = new is dense and torch.equal(*self._centres)
+        scaled = [
+            root[:, None] * (rows - centre)
+            for rows, centre in zip(pair[:1] if same else pair, self._centres, strict=False)
+        ]
+        for total, rows in zip(self._means, 2 * scaled if same else scaled, strict=True):
+            total += root @ rows
+        scaled = multipliable(*scaled)
+        if not same:
+            for own, (i, j) in zip(self._sums, _PAIRS, strict=True):
+                own.add(scaled[i], scaled[j])
         else:
-            add_gram(self._sums[0], new)
-            self._sums[1] += dense.T @ new
-            add_gram(self._sums[2], dense)
+            width = scaled[0].shape[-1]
+            self._same = self._same or ProductSum.zero(width, width, new.device)
+            self._same.add(scaled[0], scaled[0])
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())
@@ -172,14 +213,16 @@ class MomentSums:
         """Returns the moments so far; `centred` where a bias takes the shift of the means."""
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
-        if not all(bool(torch.isfinite(total).all()) for total in self._sums):
+        totals = [own.total for own in self._sums]
+        if self._same is not None:
+            totals = [total + self._same.total for total in totals]
+        if not all(bool(torch.isfinite(total).all()) for total in totals):
             hint = "repair the checkpoint, or convert this model without data: `--calib none`"
             raise FitError("calibration activations hold NaN or infinity", hint)
         shifts = [total / self._weight for total in self._means]
         means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
-        pairs = ((0, 0), (1, 0), (1, 1))
         parts = []
-        for total, (one, two) in zip(self._sums, pairs, strict=True):
+        for total, (one, two) in zip(totals, _PAIRS, strict=True):
             parts.append(total / self._weight - torch.outer(shifts[one], shifts[two]))
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 import torch
 
@@ -189,7 +190,8 @@ class TimeGoal:
             plan = solve(room)
             [speed] = self.clock.speedups(plan)
             tried[room] = plan, speed
-            most = CLOSE * (1 if attempt + 1 < TRIES else 3)
+            # Another try tells less than the last ones where the machine is not at rest.
+            most = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
             over = [speed / self.speedup - 1 for _, speed in tried.values()]
             if any(-CLOSE <= own <= most for own in over):
                 break

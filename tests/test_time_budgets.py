@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
 from tcompress.conversion import decision
 from tcompress.conversion.prices import TimeGoal
 from tcompress.errors import InputError, PlanError
 from tcompress.latency import predicted
+from tcompress.latency.passes import Pass
 from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.models import SourceModel
 from tcompress.options import Convert
@@ -36,7 +38,7 @@ REST = 20_000  # numbers that every model multiplies by, whatever becomes of its
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are numbers of weights; a model takes a fifth longer than its layers by themselves."""
 
-    def measured(_: LayerTimes, layer: nn.Module, __: int) -> float:
+    def measured(_: LayerTimes, layer: nn.Module) -> float:
         return 1e-6 * sum(parameter.numel() for parameter in layer.parameters())
 
     def speedups(clock: ModelClock, *plans: Plan) -> list[float]:
@@ -59,6 +61,25 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _made(folder: Path, method: str = "width", **changes: Any) -> Any:
     return make("bert", folder, aware=True, method={"name": method}, **changes)
+
+
+def test_a_slow_machine_makes_no_layer_dearer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = 1.0
+
+    def seconds(run: Pass, *_: Any, **__: Any) -> float:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return slower * 1e-6 * counter.get_total_flops()
+
+    monkeypatch.setattr(Pass, "seconds", seconds)
+    times = LayerTimes(8, 16, CPU)
+    times.unit = times.unit_pass.seconds()
+    layer: Any = SimpleNamespace(in_features=32, out_features=32, bias=True)
+    one = times.matrix(16, 32, layer)
+    assert one == pytest.approx(2 * times.unit)
+    slower = 1.5
+    other = times.matrix(32, 32, layer)
+    assert other == pytest.approx(4 * times.unit)
 
 
 @pytest.mark.parametrize("method", ["width", "svd", "auto"])

@@ -51,7 +51,7 @@ from tcompress.conversion.substitution import Substitute, Substitutions, Substit
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import LayerTimes, ModelClock
+from tcompress.latency.predicted import ModelClock
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
@@ -239,7 +239,8 @@ class Decision:
         """Times the dense model, and gives all candidates their time."""
         clock = clock_of(self.source, self.recipe, self.device)
         entries = {item.key: item for item in self._entries.values()}
-        prices = Prices(clock, LayerTimes(clock.rows, self.device, clock.dtype), entries)
+        width = min(entry.in_features for entry in entries.values())
+        prices = Prices(clock, clock.layer_times(width), entries)
         prices.price(problem.layers, problem.widths)
         self._rest = prices.rest(problem.layers)
         return clock

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import islice, product
 from statistics import median
 from typing import Any
 
@@ -105,19 +105,30 @@ class ModelClock:
 
     def speedups(self, *plans: Plan) -> list[float]:
         """How many times as fast models of these forms are, weights aside; all timed in turn."""
-        models = [self._dense, *map(self._small, plans)]
-        ratios: list[list[float]] = [[] for _ in plans]
+        models = [*map(self._small, plans)]
         with torch.inference_mode():
-            passes = [*map(self._pass, models)]
-            for own in passes[1:]:
-                own()
+            return self._ratios([*map(self._pass, models)])
+
+    def layer_times(self, width: int) -> LayerTimes:
+        """Makes times of layers, which count in units of a layer of this width beside the model."""
+        times = LayerTimes(self.rows, width, self.device, self.dtype)
+        [ratio] = self._ratios([times.unit_pass])
+        times.unit = self.seconds / ratio
+        return times
+
+    def _ratios(self, others: Sequence[Pass]) -> list[float]:
+        """The dense model's time over that of passes, all timed in turn."""
+        found: list[list[float]] = [[] for _ in others]
+        with torch.inference_mode():
+            for run in others:
+                run()
             start = time.perf_counter()
-            for dense, *others in turns(passes, wait=self._wait):
-                for known, seconds in zip(ratios, others, strict=True):
+            for dense, *own in turns([self._pass(self._dense), *others], wait=self._wait):
+                for known, seconds in zip(found, own, strict=True):
                     known.append(dense / seconds)
-                if all(map(_settled, ratios)) or _late(start, len(ratios[0])):
+                if all(map(_settled, found)) or _late(start, len(found[0])):
                     break
-        return [median(known) for known in ratios]
+        return [median(known) for known in found]
 
     def _small(self, plan: Plan) -> nn.Module:
         if plan.plain is not None:
@@ -172,23 +183,36 @@ def fill_at_random(module: nn.Module) -> None:
 
 @dataclass
 class LayerTimes:
-    """Seconds that layers of a form take by themselves; what was measured is not measured again."""
+    """Seconds that layers of a form take by themselves; what was measured is not measured again.
+
+    They count in units of one square layer, timed beside each of them and, to know what the unit
+    is, beside the model: a machine that is slower for a while makes no layer dearer than others.
+    """
 
     rows: int
+    width: int  # of the unit
     device: torch.device
     dtype: torch.dtype = torch.float32
     share: float = 1.0
     """Of these times, what layers take within a model."""
+    unit: float = 1.0  # seconds
     _known: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.unit_pass = self._pass(nn.Linear(self.width, self.width, **self._place))
+        """One pass of the unit."""
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        return {"dtype": self.dtype, "device": self.device}
 
     def of(self, form: Form, bias: bool = True) -> float:
         """Times one layer of a form."""
         key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
         if key not in self._known:
-            place: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
-            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **place).eval()
+            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **self._place)
             fill_at_random(layer)
-            self._known[key] = self._measure(layer, layer.in_features)
+            self._known[key] = self._measure(layer.eval())
         return self.share * self._known[key]
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
@@ -209,16 +233,24 @@ class LayerTimes:
         key = repr((inputs, outputs, bias))
         if key not in self._known:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
-            self._known[key] = self._measure(layer, inputs)
+            self._known[key] = self._measure(layer)
         return self.share * self._known[key]
 
-    def _measure(self, layer: nn.Module, inputs: int) -> float:
-        x = torch.randn(self.rows, inputs, dtype=self.dtype, device=self.device)
-        run, wait = Pass(lambda _: layer(x)), waiting(self.device)
+    def _measure(self, layer: nn.Module) -> float:
+        run, wait = self._pass(layer), waiting(self.device)
         with torch.inference_mode():
-            first = [run.seconds(wait=wait) for _ in range(3)]
-            count = min(200, round(_LEAST / max(*first, 1e-9)))
-            return median([run.seconds(wait=wait) for _ in range(count)] if count > 3 else first)
+            found = islice(turns([run, self.unit_pass], wait=wait), 3)
+            times, units = map(list, zip(*found, strict=True))
+            count = min(200, round(_LEAST / max(*times, 1e-9)))
+            if count > 3:
+                times = [run.seconds(wait=wait) for _ in range(count)]
+                units += [self.unit_pass.seconds(wait=wait) for _ in range(3)]
+        return self.unit * median(times) / median(units)
+
+    def _pass(self, layer: nn.Module) -> Pass:
+        inputs: Any = layer.in_features
+        x = torch.randn(self.rows, inputs, **self._place)
+        return Pass(lambda _: layer(x))
 
 
 def _around(size: int, whole: int) -> list[tuple[int, float]]:

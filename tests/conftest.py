@@ -25,6 +25,9 @@ if WORKERS:
 for name in ("FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TTY_COMPATIBLE", "TERMINAL_WIDTH"):
     os.environ.pop(name, None)
 
+# Before huggingface_hub is imported: times that were measured are kept nowhere.
+os.environ["HF_ASSETS_CACHE"] = f"{os.devnull}/none"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Golden files are compared with, unless this is asked for."""

@@ -1,11 +1,12 @@
 """Budgets of time: on a machine whose times are counted, so that tests do not depend on one."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,13 +19,15 @@ from tcompress.conversion import decision
 from tcompress.conversion.prices import TimeGoal
 from tcompress.errors import InputError, PlanError
 from tcompress.latency import predicted
+from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass
 from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import Form, Plan
 from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
+from tcompress.planning.planner import make_plan
 from tests.support.cli import run
 from tests.support.conversions import make
 from tests.support.evaluation import headed
@@ -73,13 +76,60 @@ def test_a_slow_machine_makes_no_layer_dearer_than_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Pass, "seconds", seconds)
     times = LayerTimes(8, 16, CPU)
-    times.unit = times.unit_pass.seconds()
+    unit = times.known[times.unit_key] = times.unit_pass.seconds()
     layer: Any = SimpleNamespace(in_features=32, out_features=32, bias=True)
     one = times.matrix(16, 32, layer)
-    assert one == pytest.approx(2 * times.unit)
+    assert one == pytest.approx(2 * unit)
     slower = 1.5
     other = times.matrix(32, 32, layer)
-    assert other == pytest.approx(4 * times.unit)
+    assert other == pytest.approx(4 * unit)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder that times are kept in."""
+    folder = tmp_path / "times"
+    folder.mkdir()
+    monkeypatch.setattr("tcompress.latency.known.cached_assets_path", lambda *_: folder)
+    return folder
+
+
+def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    plan = make_plan(Convert.model_validate({"method": {"name": "svd"}, "target": 0.5}), source)
+
+    def times(work: str) -> list[float]:
+        clock = ModelClock(source, Workload.read(work), CPU)
+        layer = clock.layer_times(16).of(Form(plan.layers[0].parts))
+        return [clock.seconds, *clock.speedups(plan), layer, *clock.speedups(plan)]
+
+    first = times("4x8")
+    [file] = kept.iterdir()
+    with patch.object(Pass, "seconds", side_effect=AssertionError):
+        assert times("4x8") == first
+    times("8x8")
+    assert len([*kept.iterdir()]) == 2
+    assert file.exists()
+
+
+def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = KnownTimes.of(CPU, "a model")
+    known.values["dense"] = 2.0
+    known.keep()
+    assert KnownTimes.of(CPU, "a model").values == {"dense": 2.0}
+    assert KnownTimes.of(CPU, "another").values == {}
+    now = time.time()
+    monkeypatch.setattr("tcompress.latency.known.time.time", lambda: now + 25 * 3600)
+    assert KnownTimes.of(CPU, "a model").values == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"since": 0, "values": {"dense": "x"}}', "\0"])
+def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
+    KnownTimes.of(CPU, "a model").keep()
+    [file] = kept.iterdir()
+    file.write_text(text)
+    assert KnownTimes.of(CPU, "a model").values == {}
 
 
 @pytest.mark.parametrize("method", ["width", "svd", "auto"])

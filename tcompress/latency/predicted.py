@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
 from tcompress.latency.generation import Generation
+from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
@@ -39,6 +41,7 @@ STEPS = 4  # tokens that are decoded in a row, each of them the pass
 REPEATS = 9
 FEWEST = 3  # repeats, where a pass is long
 MOST_SECONDS = 3.0  # for one model, where the machine does not come to rest
+_DENSE = "dense"
 _SURE = 0.015  # standard error of a speed that is believed
 _LEAST = 4e-3  # seconds that one measurement of a layer takes at least
 
@@ -85,7 +88,12 @@ class ModelClock:
         """Rows that a layer reads in a pass."""
         if not self.work.decodes:
             self.rows *= sequence_length(self.source, self._dense, self._inputs)
-        self.seconds = self._median(self._dense)
+        config = self.source.config.to_json_string(use_diff=False)
+        kind, what = self.source.model_class.__name__, (str(self.work), self.dtype)
+        self.known = KnownTimes.of(self.device, kind, config, *what)
+        if _DENSE not in self.known.values:
+            self.known.values[_DENSE] = self._median(self._dense)
+        self.seconds = self.known.values[_DENSE]
         """Of one pass of the dense model."""
 
     def _batch(self) -> dict[str, Tensor]:
@@ -105,15 +113,22 @@ class ModelClock:
 
     def speedups(self, *plans: Plan) -> list[float]:
         """How many times as fast models of these forms are, weights aside; all timed in turn."""
-        models = [*map(self._small, plans)]
+        keys = [_key_of(plan) for plan in plans]
+        new = {k: p for k, p in zip(keys, plans, strict=True) if k not in self.known.values}
+        models = [*map(self._small, new.values())]
         with torch.inference_mode():
-            return self._ratios([*map(self._pass, models)])
+            ratios = self._ratios([*map(self._pass, models)]) if models else []
+        self.known.values.update(zip(new, ratios, strict=True))
+        self.known.keep()
+        return [self.known.values[key] for key in keys]
 
     def layer_times(self, width: int) -> LayerTimes:
         """Makes times of layers, which count in units of a layer of this width beside the model."""
-        times = LayerTimes(self.rows, width, self.device, self.dtype)
-        [ratio] = self._ratios([times.unit_pass])
-        times.unit = self.seconds / ratio
+        known = self.known.values
+        times = LayerTimes(self.rows, width, self.device, self.dtype, known)
+        if times.unit_key not in known:
+            [ratio] = self._ratios([times.unit_pass])
+            known[times.unit_key] = self.seconds / ratio
         return times
 
     def _ratios(self, others: Sequence[Pass]) -> list[float]:
@@ -163,6 +178,12 @@ class ModelClock:
         return forward_pass(model, self._kinds, self._inputs)
 
 
+def _key_of(plan: Plan) -> str:
+    """Names what a model of a plan's forms takes its time for."""
+    layers = [(e.key, [(p.terms, p.channels) for p in e.parts], e.reads) for e in plan.layers]
+    return hashlib.sha256(repr((layers, plan.plain)).encode()).hexdigest()
+
+
 def _late(start: float, repeats: int) -> bool:
     return repeats >= FEWEST and time.perf_counter() - start > MOST_SECONDS
 
@@ -193,12 +214,12 @@ class LayerTimes:
     width: int  # of the unit
     device: torch.device
     dtype: torch.dtype = torch.float32
+    known: dict[str, float] = field(default_factory=dict)
     share: float = 1.0
     """Of these times, what layers take within a model."""
-    unit: float = 1.0  # seconds
-    _known: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.unit_key = f"unit of {self.width}"
         self.unit_pass = self._pass(nn.Linear(self.width, self.width, **self._place))
         """One pass of the unit."""
 
@@ -209,11 +230,11 @@ class LayerTimes:
     def of(self, form: Form, bias: bool = True) -> float:
         """Times one layer of a form."""
         key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
-        if key not in self._known:
+        if key not in self.known:
             layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **self._place)
             fill_at_random(layer)
-            self._known[key] = self._measure(layer.eval())
-        return self.share * self._known[key]
+            self.known[key] = self._measure(layer.eval())
+        return self.share * self.known[key]
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
         """Times a plain matrix that is no larger than a layer, between sizes that were timed."""
@@ -231,10 +252,10 @@ class LayerTimes:
             term = WidthLayout(in_features=inputs, out_features=outputs)
             return self.of(Form((PartLayout(name="", terms=(term,)),)), bias)
         key = repr((inputs, outputs, bias))
-        if key not in self._known:
+        if key not in self.known:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
-            self._known[key] = self._measure(layer)
-        return self.share * self._known[key]
+            self.known[key] = self._measure(layer)
+        return self.share * self.known[key]
 
     def _measure(self, layer: nn.Module) -> float:
         run, wait = self._pass(layer), waiting(self.device)
@@ -245,7 +266,7 @@ class LayerTimes:
             if count > 3:
                 times = [run.seconds(wait=wait) for _ in range(count)]
                 units += [self.unit_pass.seconds(wait=wait) for _ in range(3)]
-        return self.unit * median(times) / median(units)
+        return self.known[self.unit_key] * median(times) / median(units)
 
     def _pass(self, layer: nn.Module) -> Pass:
         inputs: Any = layer.in_features

@@ -165,20 +165,24 @@ def convert(
         check_written(place.model, job.outputs, job.plan, job.fitted, job.factors)
         place.publish(force=force)
     if recipe.counts_time:
-        manifest = _timed(source, output, recipe) or manifest
+        manifest = _timed(source, output, manifest.plan, recipe) or manifest
     return Converted(output, manifest, place.resumed)
 
 
-def _timed(source: SourceModel, output: Path, recipe: Convert) -> Manifest | None:
+def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Manifest | None:
     """Measures the pass that was asked for, and records it beside what was predicted."""
+    is_long = plan.budget is not None and (plan.budget.seconds or 0.0) > LONG
     work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
     new = STEPS if work.decodes else None
     length = inputs.fitting([work.length], new or 0) if inputs.has_length else ()
-    options = {"batch": (work.batch,), "length": length, "repeats": REPEATS, "generate": new}
+    options = {"batch": (work.batch,), "length": length, "generate": new}
+    options["repeats"] = FEWER if is_long else REPEATS
     own = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
     bench([str(output)], settings=Bench.model_validate({**options, **own}))
     return read_manifest(output)
 
+
+LONG, FEWER = 0.5, 5  # seconds of a pass of the dense model, and repeats of such ones
 
 TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
 

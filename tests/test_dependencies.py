@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "own_models",
     },
     "conversion": APPLICATION - {"conversion"} | {"latency"},
-    "training": FOUNDATION | {"planning", "data", "artifact", "hf"},
+    "training": APPLICATION,
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
     "reporting": {
@@ -63,6 +63,9 @@ ONLY = {
     ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
     ("exports", "conversion"): {"tcompress.conversion.converter"},
+    ("training", "conversion"): {
+        "tcompress.conversion.comparison", "tcompress.conversion.output_sampler",
+    },
     ("__init__", "hf"): {"tcompress.hf.autoload"},
     ("hf", "own_models"): {
         "tcompress.own_models.configs", "tcompress.own_models.grid", "tcompress.own_models.text",

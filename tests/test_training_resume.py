@@ -263,7 +263,8 @@ def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
     kept.keep_best({"a": torch.zeros(1)}, 0)
     kept.keep_best({"a": torch.ones(1)}, 3)
-    assert [path.name for path in tmp_path.glob("best-*")] == ["best-00000003.safetensors"]
+    names = sorted(path.name for path in tmp_path.glob("best-*"))
+    assert names == ["best-00000000.safetensors", "best-00000003.safetensors"]
     kept.save(RunState(step=4, best_step=3), lambda folder: None, lambda: None, True)
     kept.keep_best({"a": torch.full((1,), 6.0)}, 6)
     kept.keep_best({"a": torch.full((1,), 9.0)}, 9)
@@ -272,7 +273,8 @@ def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     assert last is not None
     state = again.read_state(last)
     assert float(again.best(state.best_step)["a"]) == 1.0
-    assert len(list(tmp_path.glob("best-*"))) == 2
+    assert len(list(tmp_path.glob("best-*"))) == 3
     kept.save(RunState(step=10, best_step=9), lambda folder: None, lambda: None, True)
-    assert [path.name for path in tmp_path.glob("best-*")] == ["best-00000009.safetensors"]
+    names = sorted(path.name for path in tmp_path.glob("best-*"))
+    assert names == ["best-00000000.safetensors", "best-00000009.safetensors"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000010"]

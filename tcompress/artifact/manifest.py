@@ -149,6 +149,16 @@ class CurvePoint(_Section):
     seconds: float = 0.0
 
 
+class SourceAgreement(_Section):
+    """How far a model agrees with its teacher on held-out samples of one source; 1 is fully."""
+
+    name: str
+    start: float | None = None  # before healing
+    end: float | None = None  # with the weights that healing came to
+    kept: float | None = None  # with those of the model
+    harmed: bool = False  # whether outputs are farther from the teacher's than at the start
+
+
 class TrainingFacts(_Section):
     """One run of fine-tuning."""
 
@@ -168,6 +178,8 @@ class TrainingFacts(_Section):
     best: float
     curve: list[CurvePoint]
     environment: dict[str, str]
+    share: float = 1.0  # of the way from the first weights to those of `best_step`
+    sources: list[SourceAgreement] = Field(default_factory=list)
 
 
 class Manifest(_Section):

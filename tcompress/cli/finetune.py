@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.cli import terminal
-from tcompress.errors import InputError, RecipeError
+from tcompress.errors import InputError, RecipeError, listed
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
 from tcompress.options.steps import Finetune
 
 if TYPE_CHECKING:
+    from tcompress.artifact.manifest import TrainingFacts
     from tcompress.training.finetuning import Finetuned
 
 EXAMPLES = (
@@ -115,6 +116,19 @@ def _one_voice() -> Iterator[None]:
         raise
 
 
+def _show_sources(facts: TrainingFacts) -> None:
+    """Prints what healing won and lost on each source of samples held out."""
+    columns = ("before", f"step {facts.best_step:,}", "written")
+    rows = terminal.table("agreement with the teacher", *columns, right=columns)
+    for own in facts.sources:
+        found = (own.start, own.end, own.kept)
+        rows.add_row(own.name, *("" if value is None else f"{value:.4f}" for value in found))
+    terminal.results().print(rows)
+    harmed = [own.name for own in facts.sources if own.harmed]
+    if harmed and facts.share < 1:
+        terminal.tell(f"Step {facts.best_step:,} is farther from the teacher on {listed(harmed)}.")
+
+
 def _show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
     facts, name = done.facts, terminal.relative(done.folder)
@@ -142,8 +156,13 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
     terminal.tell(
         f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes{taught}"
     )
-    terminal.tell(f"Wrote `{name}`, with the weights of step {facts.best_step:,}.")
-    if not facts.best_step and facts.steps:
+    if facts.sources:
+        _show_sources(facts)
+    step = facts.best_step if facts.share else 0
+    part = f"weights {100 * facts.share:.0f} % of the way to"
+    way = part if 0 < facts.share < 1 else "the weights of"
+    terminal.tell(f"Wrote `{name}`, with {way} step {step:,}.")
+    if facts.steps and not step:
         terminal.tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
     terminal.tell(f"Next: `tcompress evaluate {terminal.typed(name)} --task {measured} --data ...`")

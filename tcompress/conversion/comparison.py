@@ -28,10 +28,11 @@ class OutputComparison:
         self._scored: Counter[str] = Counter()
         self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
-    def add(self, source: str, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> None:
-        """Adds what both models put out for a batch."""
-        self._distance[source] += self._sampler.change(dense, other, batch)
-        self._samples[source] += len(next(iter(batch.values())))
+    def add(self, source: str, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
+        """Adds what both models put out for a batch, and gives its change per sample."""
+        change, samples = self._sampler.change(dense, other, batch), len(next(iter(batch.values())))
+        self._distance[source] += change
+        self._samples[source] += samples
         scored, pairs = self._sampler.pairs(dense, other, batch)
         for one, two, mask in pairs:
             if scored and one.shape[-1] > 1:
@@ -41,6 +42,7 @@ class OutputComparison:
                 self._scored[source] += int(counts.sum())
             elif not scored:
                 self._vectors[source].append((_mean(one, mask), _mean(two, mask)))
+        return change / samples
 
     @property
     def change(self) -> float:

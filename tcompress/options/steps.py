@@ -108,6 +108,9 @@ class Finetune(Section):
         "accumulation): less memory, the same result; more where memory runs out",
         gt=0,
     )
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw", "`muon`: orthogonalised momentum for matrices, AdamW for all else"
+    )
     learning_rate: float | None = option(
         None,
         "highest learning rate; default 1e-3 to heal and from random weights, 1e-4 with a task",
@@ -119,7 +122,7 @@ class Finetune(Section):
         "cosine", "course of the learning rate after warming up", off=True
     )
     warmup: float = option(0.1, "share of the steps to warm up", ge=0, lt=1, off=True)
-    weight_decay: float = option(0.01, "AdamW's, for matrices only", ge=0, off=True)
+    weight_decay: float = option(0.01, "for matrices only", ge=0, off=True)
     clip: float = option(1.0, "largest norm of the gradient", gt=0, off=True)
     dropout: bool | None = option(
         None, "whether to drop out; default only where there is no teacher", off=True

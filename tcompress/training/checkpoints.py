@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tcompress.artifact.manifest import CurvePoint
+from tcompress.artifact.manifest import CurvePoint, SourceAgreement
 from tcompress.errors import TrainingError
 from tcompress.files import beside, free_text, swap, sync, write_text
 
@@ -31,6 +31,8 @@ class RunState(BaseModel):
     stale: int = 0  # validations since the best
     recent: list[float] = Field(default_factory=list)  # losses since the last validation
     curve: list[CurvePoint] = Field(default_factory=list)
+    share: float = 1.0  # of the way from the first weights to the best ones
+    sources: list[SourceAgreement] = Field(default_factory=list)
 
 
 class Checkpoints:
@@ -91,15 +93,15 @@ class Checkpoints:
         self._forget(step)
 
     def best(self, step: int) -> dict[str, Tensor]:
-        """Reads the best weights, which are those of a step."""
+        """Reads the weights of a step that was the best one once, as the first always was."""
         return load_file(self._best(step))
 
     def _best(self, step: int) -> Path:
         return self.folder / f"best-{step:08d}.safetensors"
 
     def _forget(self, step: int) -> None:
-        """Removes best weights of other steps that no checkpoint needs."""
-        needed = {self._best(one) for one in (step, self._needed) if one is not None}
+        """Removes best weights of other steps, but for the first, that no checkpoint needs."""
+        needed = {self._best(one) for one in (0, step, self._needed) if one is not None}
         for path in self.folder.glob("best-*"):
             if path not in needed:
                 path.unlink()

@@ -123,6 +123,9 @@ def finetune(
     return run.go(progress or Silent(), say)
 
 
+_RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "sources"}
+
+
 @dataclass
 class _Run:
     source: SourceModel
@@ -151,7 +154,7 @@ class _Run:
                     progress, say = Silent(), lambda text: None
                 else:
                     best = sum(value.nbytes for value in self.setup.trained.values())
-                    place.need(self.source.store.total_bytes + best)
+                    place.need(self.source.store.total_bytes + 2 * best)
                 facts = self._train(Loop(self.setup, self.accelerator, checkpoints, progress, say))
                 if place is not None:
                     self._write(place.model, facts)
@@ -197,7 +200,7 @@ class _Run:
         device = self.accelerator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return TrainingFacts(
-            **state.model_dump(include={"samples", "tokens", "best_step", "best", "curve"}),
+            **state.model_dump(include=_RECORDED),
             stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
             task=options.task,
             teacher=self.teacher.id if self.teacher else None,

@@ -18,12 +18,15 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 
 from tcompress.artifact.manifest import CurvePoint
+from tcompress.conversion.output_sampler import sampler_of
 from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
+from tcompress.training.mixing import best_mix
 from tcompress.training.objectives import Batch
+from tcompress.training.optimizers import optimizer_of
 from tcompress.training.setup import (
     SURE,
     Pace,
@@ -72,7 +75,7 @@ class Loop:
         self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
         batches = loader(data.train, data.pad, self.sampler)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            setup.model, _optimizer(setup), batches
+            setup.model, optimizer_of(setup), batches
         )
         if setup.teacher_observer is not None:
             setup.teacher_observer.model.to(self.accelerator.device)  # type: ignore[arg-type]
@@ -121,8 +124,23 @@ class Loop:
             self._validate()
         if state.best_step != state.step:
             self._restore_best()
+        self._mix()
         state.seconds = self._seconds()
         return state
+
+    def _mix(self) -> None:
+        """Goes back as far on the way from the first weights as agrees best with the teacher."""
+        setup, state, teacher = self.setup, self.state, self.setup.teacher_observer
+        if teacher is None or not setup.data.held or not state.best_step:
+            return
+        if type(teacher.model).__name__ != type(setup.model).__name__:  # they put out other things
+            return
+        self.progress.stage("looking for the best mixture", 1, "")
+        start = self.checkpoints.best(0)
+        mix = best_mix(self.losses, start, sampler_of(setup.source, setup.options.seed))
+        state.share, state.sources = mix.share, [*mix.sources]
+        self.accelerator.wait_for_everyone()
+        self.progress.advance(1, f"{mix.share:.0%} of the way")
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options
@@ -297,12 +315,3 @@ class Loop:
             self.accelerator.save_state(str(folder))
         finally:
             log.setLevel(level)
-
-
-def _optimizer(setup: Setup) -> torch.optim.Optimizer:
-    """AdamW over the trained parameters; vectors do not decay."""
-    matrices = [value for value in setup.trained.values() if value.ndim > 1]
-    vectors = [value for value in setup.trained.values() if value.ndim <= 1]
-    kinds = ((matrices, setup.options.weight_decay), (vectors, 0.0))
-    groups = [{"params": params, "weight_decay": decay} for params, decay in kinds if params]
-    return torch.optim.AdamW(groups, lr=0.0)

@@ -75,7 +75,7 @@ class Losses:
         total = torch.zeros((), device=device)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
-            teacher = self._taught(_inputs(piece))
+            teacher = self.taught(_inputs(piece))
             # Blocks that are computed again in the backward pass must be fed again.
             feed = fed_with(self.setup.observer.modules, teacher.states) if alone else nullcontext()
             with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
@@ -91,7 +91,7 @@ class Losses:
         self.model.eval()
         task, held = self.setup.task, self.setup.data.validation
         held.epoch = 0
-        batches = self._loaded(held, in_order(held, size))
+        batches = self.loaded(held, in_order(held, size))
         if task is None or task.validated == "loss":
             value = self._mean_loss(batches)
         else:
@@ -108,7 +108,7 @@ class Losses:
         # By index, not as the loader deals them: equal in every process.
         order = [part.tolist() for part in torch.arange(len(data)).split(64)]
         for objective, _ in self.setup.objectives:
-            batches = self._loaded(data, order)
+            batches = self.loaded(data, order)
             objective.prepare((batch, observer.run(_inputs(batch))) for batch in batches)
 
     def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
@@ -123,13 +123,15 @@ class Losses:
             terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
 
-    def _taught(self, inputs: Batch) -> Observed:
+    def taught(self, inputs: Batch) -> Observed:
+        """What the teacher computes, if there is one."""
         if self.setup.teacher_observer is None:
             return Observed()
         with torch.no_grad(), self.accelerator.autocast():
             return self.setup.teacher_observer.run(inputs)
 
-    def _loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+    def loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+        """Batches on the device, of these examples each."""
         for batch in loader(data, self.setup.data.pad, order):
             yield send_to_device(batch, self.accelerator.device)
 
@@ -143,7 +145,7 @@ class Losses:
         sums, counts = [0.0] * len(chosen), torch.zeros(len(UNITS), dtype=torch.float64)
         for batch in batches:
             with self.accelerator.autocast():
-                teacher = self._taught(_inputs(batch))
+                teacher = self.taught(_inputs(batch))
                 student = self.setup.observer.run(_inputs(batch), self.model)
             for index, (objective, _) in enumerate(chosen):
                 sums[index] += float(objective.loss(batch, student, teacher))

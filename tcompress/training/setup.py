@@ -133,6 +133,7 @@ class Setup:
     objectives: list[tuple[Objective, float]]
     data: Data
     task: Task | None
+    source: SourceModel
     untrained: bool = False
 
     @property
@@ -197,7 +198,9 @@ def set_up(
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
     _choose_trained(model, roles, options, from_random=from_random)
     untrained = manifest is not None and manifest.is_untrained
-    return Setup(options, model, observer, teacher_observer, objectives, data, task, untrained)
+    return Setup(
+        options, model, observer, teacher_observer, objectives, data, task, source, untrained
+    )
 
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:

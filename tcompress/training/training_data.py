@@ -41,6 +41,10 @@ from tcompress.options import TrainingData
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.tasks import Task, masked
 
+BUILTIN = "builtin"
+FEWEST_HELD = 128  # examples of a source, where these are not a tenth of it
+BESIDE = 256  # texts that ship, to see what healing does to others than the user's
+
 
 @dataclass
 class Data:
@@ -52,22 +56,32 @@ class Data:
     fingerprint: str
     classes: tuple[str, ...]
     pad: int
+    held: dict[str, Encoded] = field(default_factory=dict)
+    """Without a task: what is held out, by source, and text that ships beside it."""
     notes: list[str] = field(default_factory=list)
 
 
 def load_data(source: SourceModel, options: TrainingData, task: Task | None, seed: int) -> Data:
     """Reads and encodes the data of a run; without a task inputs alone."""
     reader = _Reader(source, options, task, seed)
-    found = _joined(reader.training())
-    held = reader.validation(found)
-    if held is not None:
-        held = _with_classes(held, found)
+    parts = reader.training()
+    found = _joined(parts)
+    given = reader.validation(found)
+    if given is not None:
+        kept = [_with_classes(given, found)]
     else:
-        found, held = _split_off(found, options, seed, 1 if task is None else task.fewest_held)
+        most = max(1, options.validation_samples // len(parts))
+        split = []
+        for part in parts:
+            fewest = min(FEWEST_HELD, len(part) // 10) if task is None else task.fewest_held
+            split.append(_split_off(part, options.holdout, most, seed, fewest))
+        found, kept = _joined([own for own, _ in split]), [own for _, own in split]
+    held = _joined(kept)
     train, validation = reader.encode(found, "train on"), reader.encode(held, "validate on")
+    sources = {} if task is not None else reader.sources(kept)
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
-    return Data(train, validation, found.name, digest, found.classes, pad)
+    return Data(train, validation, found.name, digest, found.classes, pad, sources)
 
 
 def check_training_data(
@@ -126,7 +140,7 @@ class _Reader:
         needs = self._needs()
         if needs is None:
             return self._read_inputs(name, split, samples)
-        if name == "builtin":
+        if name == BUILTIN:
             what = "labels" if self.task is not None else "volumes or series"
             raise DataError(
                 f"the built-in data has no {what}, which "
@@ -149,7 +163,7 @@ class _Reader:
 
     def _read_inputs(self, name: str, split: str, samples: int) -> Examples:
         """Reads texts, or pictures."""
-        if name == "builtin":
+        if name == BUILTIN:
             if self.encoder is None:
                 hint = "give pictures with `--data`: a folder, a file or a hub id"
                 raise DataError("there are no built-in pictures to train on", hint)
@@ -170,6 +184,13 @@ class _Reader:
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))
         return replace(made, images=tuple(cast(list[bytes], items)))
+
+    def sources(self, held: Sequence[Examples]) -> dict[str, Encoded]:
+        """Writes held-out examples by source, and text that ships beside text of the user."""
+        parts = [*held]
+        if self.encoder is not None and BUILTIN not in self.options.source:
+            parts.append(self._read_inputs(BUILTIN, "train", BESIDE))
+        return {part.name: self.encode(part, "compare on") for part in parts}
 
     def encode(self, examples: Examples, purpose: str) -> Encoded:
         """Writes examples as the model's inputs; for the purpose there must be some."""
@@ -316,12 +337,12 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
 
 
 def _split_off(
-    examples: Examples, options: TrainingData, seed: int, fewest: int
+    examples: Examples, share: float, most: int, seed: int, fewest: int
 ) -> tuple[Examples, Examples]:
     """Holds examples out at random, at least so many where they are not half of all."""
     order = np.random.default_rng([seed, 1]).permutation(len(examples))
     least = max(1, min(fewest, len(order) // 2))
-    count = min(max(round(options.holdout * len(order)), least), options.validation_samples)
+    count = min(max(round(share * len(order)), least), most)
     return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
 
 

@@ -1,0 +1,118 @@
+"""Healing without harm: the best weights between those that it began with and those it came to.
+
+What a fit had right where healing text says little is forgotten in healing. A mean of the weights
+before and after keeps most of both (Wortsman et al., arXiv:2109.01903): points of the line between
+them are compared by how far outputs are from the teacher's, on samples held out of every source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean, stdev
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.artifact.manifest import SourceAgreement
+from tcompress.conversion.comparison import OutputComparison
+from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.training.batches import in_order
+from tcompress.training.losses import Losses
+
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the way from the start to the end."""
+
+JUDGED = 16
+"""Samples that are compared at once; the more such batches, the smaller is a difference seen."""
+
+SURE = 1.96
+"""Standard errors that a source has to be worse by to count as harmed."""
+
+Changes = Mapping[str, Sequence[float]]
+"""How far outputs are from the teacher's, of every batch, by source."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Where on the line the weights are, and what healing did on each source."""
+
+    share: float
+    sources: tuple[SourceAgreement, ...]
+
+
+def best_mix(losses: Losses, start: Mapping[str, Tensor], sampler: OutputSampler) -> Mix:
+    """Gives the model the best weights between these and its own."""
+    setup = losses.setup
+    line = _Line(setup.trained, start)
+    found: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
+    compared = {share: OutputComparison(sampler) for share in SHARES}
+    setup.model.eval()
+    with torch.no_grad():
+        for source, held in setup.data.held.items():
+            held.epoch = 0
+            for batch in losses.loaded(held, in_order(held, JUDGED)):
+                inputs = dict(sampler.with_variants(batch))
+                taught = losses.taught(inputs).output
+                for share in SHARES:
+                    line.go(share)
+                    own = setup.observer.run(inputs).output
+                    change = compared[share].add(source, taught, own, inputs)
+                    found[share].setdefault(source, []).append(change)
+    share = chosen(found)
+    line.go(share)
+    agreements = {own: compared[own].agreement for own in (0.0, share, 1.0)}
+    return Mix(
+        share,
+        tuple(
+            SourceAgreement(
+                name=source,
+                start=agreements[0.0].get(source),
+                end=agreements[1.0].get(source),
+                kept=agreements[share].get(source),
+                harmed=is_worse(found[0.0][source], found[1.0][source]),
+            )
+            for source in setup.data.held
+        ),
+    )
+
+
+def chosen(changes: Mapping[float, Changes]) -> float:
+    """Takes the share of least change, in the geometric mean of the sources, that harms none.
+
+    The start, share 0, harms none.
+    """
+    start = changes[0.0]
+    harmless = [
+        share
+        for share, own in changes.items()
+        if not any(is_worse(start[source], own[source]) for source in start)
+    ]
+
+    def mean(share: float) -> float:
+        return fmean(log(max(fmean(own), 1e-300)) for own in changes[share].values())
+
+    return min(harmless, key=mean)
+
+
+def is_worse(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Whether batches changed by more than their differences leave open."""
+    gaps = [new - old for old, new in zip(before, after, strict=True)]
+    error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+    return fmean(gaps) > SURE * error
+
+
+class _Line:
+    """Weights of a model between two of their states."""
+
+    def __init__(self, trained: Mapping[str, nn.Parameter], start: Mapping[str, Tensor]) -> None:
+        self._trained = trained
+        self._start = {name: start[name].to(value.device) for name, value in trained.items()}
+        self._end = {name: value.detach().clone() for name, value in trained.items()}
+
+    def go(self, share: float) -> None:
+        """Gives the model the weights that are so far on the way."""
+        with torch.no_grad():
+            for name, value in self._trained.items():
+                value.copy_(torch.lerp(self._start[name], self._end[name], share))

@@ -1,0 +1,114 @@
+"""Muon for matrices, AdamW for all else."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.training.setup import Setup
+
+# Coefficients of the quintic iteration of Jordan et al. (Muon, 2024): it brings singular values
+# from nearly nothing to between 0.7 and 1.2 in five steps.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_STEPS = 5
+_MOMENTUM = 0.95
+_ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's are scaled to (Liu et al., arXiv:2502.16982)
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """Replaces singular values by about one, in float32.  # (n, rows, columns).
+
+    PyTorch's own Muon computes in bfloat16, which is slow on most CPUs, and takes one matrix.
+    """
+    x = matrices.float()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
+    first, third, fifth = _QUINTIC
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = first * x + (third * gram + fifth * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.AdamW):
+    """Moves matrices by orthogonalised momentum, and what is in other groups as AdamW does.
+
+    Groups with `matrices` hold parameters of two or more dimensions: those of three are as many
+    matrices as they have slices, those of more are a matrix of their first and second half.
+    Matrices of one shape are orthogonalised together. Rates mean what they mean for AdamW.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__([{"matrices": False, **group} for group in groups], lr=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Takes one step."""
+        moved = [
+            (parameter, parameter.grad, group)
+            for group in self.param_groups
+            if group["matrices"]
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        for parameter, *_ in moved:
+            parameter.grad = None  # AdamW passes over it
+        loss = super().step(closure)
+        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = defaultdict(list)
+        for parameter, gradient, group in moved:
+            parameter.grad = gradient
+            update = as_matrices(self._momentum(parameter, gradient))
+            alike[update.shape[1:], update.device].append((parameter, update, group))
+        for own in alike.values():
+            made = orthogonalised(torch.cat([update for _, update, _ in own]))
+            counts = [len(update) for _, update, _ in own]
+            scale = _ADAMW_RMS * max(made.shape[-2:]) ** 0.5
+            for (parameter, _, group), update in zip(own, made.split(counts), strict=True):
+                rate = group["lr"]
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.add_(update.reshape(parameter.shape), alpha=-rate * scale)
+        return loss
+
+    def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Nesterov's."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(gradient)
+            state["step"] = torch.zeros(())  # which AdamW looks for when it is loaded
+        kept = state["momentum"].lerp_(gradient, 1 - _MOMENTUM)
+        return gradient.lerp(kept, _MOMENTUM)
+
+
+def as_matrices(tensor: Tensor) -> Tensor:
+    """Reads a tensor as matrices.  # (n, rows, columns)."""
+    if tensor.ndim <= 3:
+        return tensor.reshape(-1, *tensor.shape[-2:])
+    half = tensor.ndim // 2
+    return tensor.flatten(half).flatten(0, half - 1)[None]
+
+
+def optimizer_of(setup: Setup) -> torch.optim.Optimizer:
+    """Makes the optimizer of a run; vectors do not decay."""
+    trained, options = setup.trained.values(), setup.options
+    kind, decay = options.optimizer, options.weight_decay
+    tables = {
+        id(parameter)
+        for module in setup.model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    matrices = [value for value in trained if value.ndim > 1]
+    moved = [value for value in matrices if kind == "muon" and id(value) not in tables]
+    known = {*map(id, moved)}
+    groups = [
+        {"params": moved, "weight_decay": decay, "matrices": True},
+        {"params": [own for own in matrices if id(own) not in known], "weight_decay": decay},
+        {"params": [own for own in trained if own.ndim <= 1], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return Muon(groups) if kind == "muon" else torch.optim.AdamW(groups, lr=0.0)

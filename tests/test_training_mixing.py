@@ -1,0 +1,103 @@
+"""Healing ends where the weights between start and end agree best with the teacher."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tcompress.training import mixing
+from tcompress.training.checkpoints import Checkpoints
+from tcompress.training.mixing import SHARES, chosen, is_worse
+from tests.support.evaluation import labelled_file
+from tests.support.training import small_classifier, small_encoder, texts, train
+
+NEAR = [1.0, 1.2, 0.9, 1.1]
+
+
+def _less(share: float) -> list[float]:
+    return [share * value for value in NEAR]
+
+
+def test_the_least_change_is_chosen() -> None:
+    changes = {0.0: NEAR, 0.25: _less(0.8), 0.5: _less(0.6), 0.75: _less(0.7), 1.0: _less(0.9)}
+    assert chosen({share: {"a": own} for share, own in changes.items()}) == 0.5
+
+
+def test_sources_count_by_the_factor_that_they_change_by() -> None:
+    large = [1000 * value for value in NEAR]
+    changes = {
+        0.0: {"a": NEAR, "b": large},
+        0.5: {"a": _less(0.5), "b": [0.98 * value for value in large]},
+        1.0: {"a": _less(0.9), "b": [0.9 * value for value in large]},
+    }
+    assert chosen(changes) == 0.5
+
+
+def test_what_harms_a_source_is_not_chosen() -> None:
+    changes = {
+        0.0: {"a": NEAR, "b": NEAR},
+        0.5: {"a": _less(0.7), "b": NEAR},
+        1.0: {"a": _less(0.1), "b": _less(1.2)},
+    }
+    assert chosen(changes) == 0.5
+    assert chosen({share: own for share, own in changes.items() if share != 0.5}) == 0.0
+
+
+def test_worse_is_what_differences_of_batches_leave_no_doubt_of() -> None:
+    assert is_worse(NEAR, [value + 0.1 for value in NEAR])
+    assert not is_worse(NEAR, NEAR)
+    assert not is_worse(NEAR, _less(0.9))
+    assert not is_worse([1.0, 1.0, 1.0, 1.0], [0.5, 1.6, 0.6, 1.5])
+    assert is_worse([1.0], [1.1])
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_weights_that_were_chosen_are_written(
+    share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, seen = small_encoder(tmp_path), {}
+    monkeypatch.setattr(mixing, "chosen", lambda changes: share)
+    best = Checkpoints.best
+
+    def kept(own: Checkpoints, step: int) -> dict[str, torch.Tensor]:
+        seen[step] = best(own, step)
+        return seen[step]
+
+    monkeypatch.setattr(Checkpoints, "best", kept)
+    facts = train(folder, tmp_path / "out", data=texts(tmp_path), steps=6).facts
+    assert facts.best_step == 6
+    assert facts.share == share
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    changed = [name for name in written if not torch.equal(written[name], before[name])]
+    assert bool(changed) == (share > 0)
+    for name, value in seen[0].items():
+        assert torch.equal(before[name], value)
+
+
+def test_what_healing_did_is_told_by_source(tmp_path: Path) -> None:
+    one, other = tmp_path / "one.txt", tmp_path / "two.txt"
+    lines = [f"w{place % 90} w{3 * place % 90} w{place % 7}" for place in range(120)]
+    one.write_text("\n".join(lines[:60]))
+    other.write_text("\n".join(lines[60:]))
+    folder = small_encoder(tmp_path)
+    facts = train(folder, tmp_path / "out", data={"source": [str(one), str(other)]}).facts
+    names = [own.name.partition(":")[0] for own in facts.sources]
+    assert names == ["one.txt", "two.txt", "builtin text"]
+    for own in facts.sources:
+        assert own.start is not None
+        assert own.kept is not None
+        assert -1 <= own.kept <= 1
+
+
+def test_a_task_is_learnt_to_its_end(tmp_path: Path) -> None:
+    rows = labelled_file(tmp_path / "rows.jsonl", classes=(0, 1))
+    done = train(
+        small_classifier(tmp_path),
+        tmp_path / "out",
+        task="classification",
+        data={"source": [str(rows)]},
+    )
+    assert done.facts.share == 1
+    assert done.facts.sources == []

@@ -91,6 +91,17 @@ def test_what_healing_did_is_told_by_source(tmp_path: Path) -> None:
         assert -1 <= own.kept <= 1
 
 
+def test_sources_of_one_name_count_apart(tmp_path: Path) -> None:
+    paths = [tmp_path / part / "train.txt" for part in ("one", "two")]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text("\n".join(f"w{place} w{place + 1}" for place in range(40)))
+    facts = train(
+        small_encoder(tmp_path), tmp_path / "out", data={"source": [*map(str, paths)]}
+    ).facts
+    assert len({own.name for own in facts.sources}) == 3
+
+
 def test_a_task_is_learnt_to_its_end(tmp_path: Path) -> None:
     rows = labelled_file(tmp_path / "rows.jsonl", classes=(0, 1))
     done = train(

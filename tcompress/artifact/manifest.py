@@ -174,7 +174,7 @@ class TrainingFacts(_Section):
     tokens: int  # seen, padding not counted
     seconds: float
     validation: str  # name of the validated number
-    best_step: int  # its weights are those of the model, with the number `best`
+    best_step: int  # its weights are those of the model, as far as `share` says; it has `best`
     best: float
     curve: list[CurvePoint]
     environment: dict[str, str]

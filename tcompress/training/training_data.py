@@ -190,7 +190,14 @@ class _Reader:
         parts = [*held]
         if self.encoder is not None and BUILTIN not in self.options.source:
             parts.append(self._read_inputs(BUILTIN, "train", BESIDE))
-        return {part.name: self.encode(part, "compare on") for part in parts}
+        found: dict[str, Encoded] = {}
+        for part in filter(len, parts):
+            encoded, same = self._encoded(part), 1
+            while (name := part.name if same == 1 else f"{part.name} ({same})") in found:
+                same += 1  # files of one name, in several folders
+            if len(encoded):  # a few words may be too short to compare anything on
+                found[name] = encoded
+        return found
 
     def encode(self, examples: Examples, purpose: str) -> Encoded:
         """Writes examples as the model's inputs; for the purpose there must be some."""

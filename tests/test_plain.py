@@ -17,6 +17,7 @@ from tcompress.cli.convert import default_output
 from tcompress.conversion import plain
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, PlanError, WriteError
+from tcompress.latency.drawn import DrawnWeights
 from tcompress.latency.predicted import ModelClock
 from tcompress.models import SourceModel
 from tcompress.models.narrower import with_keys
@@ -346,8 +347,8 @@ def test_reports_and_healing_know_where_it_comes_from(pairs: dict[str, Pair]) ->
 def test_the_clock_runs_the_plain_model_itself(pairs: dict[str, Pair]) -> None:
     one = pairs["bert"].plain
     clock = object.__new__(ModelClock)
-    clock.source, clock.device = SourceModel.open(str(one.source)), torch.device("cpu")
-    clock.dtype = torch.float32
+    clock.source = SourceModel.open(str(one.source))
+    clock._weights = DrawnWeights(torch.device("cpu"), torch.float32)
     small = clock._small(one.plan)
     assert type(small) is type(one.dense)
     assert small.num_parameters() == one.plan.parameters - one.plan.saved

@@ -19,6 +19,7 @@ from tcompress.conversion import decision
 from tcompress.conversion.prices import TimeGoal
 from tcompress.errors import InputError, PlanError
 from tcompress.latency import predicted
+from tcompress.latency.drawn import DrawnWeights
 from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass
 from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
@@ -257,6 +258,32 @@ def test_a_real_pass_is_timed(tmp_path: Path) -> None:
     assert clock.rows == 16
     assert clock.seconds > 0
     assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "vit"])
+def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    largest = 4 * max(own.numel() for own in model.parameters())
+    weights = DrawnWeights(CPU, torch.float32, ring_bytes=largest)
+    drawn = [weights.model(source, source.config) for _ in range(3)]
+    for own in drawn:
+        assert {n: p.shape for n, p in own.named_parameters()} == {
+            n: p.shape for n, p in model.named_parameters()
+        }  # what is tied is named once
+    matrices = [p for own in drawn for p in own.parameters() if p.ndim > 1]
+    assert len({p.untyped_storage().data_ptr() for p in matrices}) == 1
+    assert len({p.data_ptr() for p in matrices}) > 1
+    assert all(0 < p.abs().max() <= 0.02 for p in matrices)
+
+
+def test_what_is_not_replaced_is_timed_with_the_same_weights(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    clock = ModelClock(SourceModel.open(str(tmp_path / "dense")), Workload.read("2x8"), CPU)
+    small = clock._small(Plan(layers=()))
+    assert [*map(id, small.parameters())] == [*map(id, clock._dense.parameters())]
+    assert small is not clock._dense
 
 
 def test_two_budgets_are_met_at_the_least_loss() -> None:

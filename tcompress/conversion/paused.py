@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,6 +69,7 @@ class PartialModel:
         try:
             for stream in streams:
                 stream.start()
+                _give_back()
             yield
         finally:
             for stream in streams:
@@ -81,6 +83,7 @@ class PartialModel:
         yield module
         for name, parameter in list(module.named_parameters()):
             _place(module, name, parameter.to("meta"))
+        _give_back()
 
     def answer_of(self, stream: Stream, forward: Callable[..., Any] | None = None) -> Any:
         """Runs the block at which a pass waits, or another in its place; gives what it computes."""
@@ -108,6 +111,12 @@ class PartialModel:
                     value = value.float()
                 shared[key] = value.to(self.device)
             _place(self.model, name, shared[key])
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system: what one thread has freed no other one can take."""
+    with suppress(OSError, AttributeError, TypeError):  # the allocator of glibc alone can
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _place(root: nn.Module, name: str, value: torch.Tensor) -> None:

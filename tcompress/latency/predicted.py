@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
+from tcompress.latency.drawn import DrawnWeights
 from tcompress.latency.generation import Generation
 from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
-from tcompress.models.model import draw_model
 from tcompress.models.narrower import with_keys
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
@@ -80,8 +80,8 @@ class ModelClock:
     """Whether the pass was named; if not, texts are as long as the model allows."""
 
     def __post_init__(self) -> None:
-        drawn = draw_model(self.source.model_class, self.source.config, 0)
-        self._dense = drawn.to(device=self.device, dtype=self.dtype).eval()
+        self._weights = DrawnWeights(self.device, self.dtype)
+        self._dense = self._weights.model(self.source, self.source.config)
         self._wait = waiting(self.device)
         self._inputs = self._batch()
         self.rows = self.work.batch
@@ -147,13 +147,12 @@ class ModelClock:
 
     def _small(self, plan: Plan) -> nn.Module:
         if plan.plain is not None:
-            config = with_keys(self.source, plan.plain).config
-            drawn = draw_model(self.source.model_class, config, 0)
-            return drawn.to(device=self.device, dtype=self.dtype).eval()
-        small, name = copy.deepcopy(self._dense), self.source.keymap.runtime_name
+            return self._weights.model(self.source, with_keys(self.source, plan.plain).config)
+        same = {id(own): own for own in self._dense.parameters()}  # what is not replaced
+        small, name = copy.deepcopy(self._dense, same), self.source.keymap.runtime_name
         made = install_layers(small, plan.layers, name, dtype=self.dtype, device=self.device)
         for module in made.values():
-            fill_at_random(module)
+            self._weights.fill(module)
         return small
 
     def _median(self, model: nn.Module) -> float:

@@ -92,7 +92,7 @@ def settings(args: argparse.Namespace, name: str) -> list[str]:
     variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
     said = [variant, *local_files(args.data / row.data), f"output={args.out / name}"]
     said += [] if args.full else list(row.cut)
-    return said + ([f"finetune.max_minutes={args.max_minutes}"] if args.max_minutes else [])
+    return said + ([f"finetune.minutes={args.max_minutes}"] if args.max_minutes else [])
 
 
 def run(name: str, said: list[str]) -> dict[str, Any]:

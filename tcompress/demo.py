@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tcompress.artifact.workplace import check_output
 from tcompress.conversion.converter import Converted, convert
+from tcompress.data.written import written_texts
 from tcompress.files import write_text
 from tcompress.latency.benchmark import bench
 from tcompress.options import Bench, Calibration, Convert, Finetune
@@ -185,20 +186,9 @@ def _language_model(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@torch.no_grad()
 def written_stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
-    """Lets a language model write texts: what it knows, without the data that taught it."""
-    model = _language_model(folder)
-    start = torch.full((count, 1), model.config.bos_token_id)
-    room = model.config.max_position_embeddings - 1
-    # The state of the caller's random numbers stays as it is.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        length: dict[str, Any] = {"max_new_tokens": min(_STORY_TOKENS, room), "max_length": None}
-        mask = torch.ones_like(start)
-        ids = model.generate(start, attention_mask=mask, do_sample=True, top_k=0, **length)
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return [" ".join(text.split()) for text in texts]
+    """Lets a language model write texts."""
+    return written_texts(_language_model(folder), tokenizer, count, _STORY_TOKENS + 1)
 
 
 @torch.no_grad()

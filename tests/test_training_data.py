@@ -1,5 +1,6 @@
 """Batches of training data: their order, their labels, and what does not go together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
@@ -17,7 +19,7 @@ from tcompress.training.batches import LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
 from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
-from tcompress.training.training_data import Data, load_data
+from tcompress.training.training_data import Data, check_training_data, load_data
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -285,10 +287,46 @@ def test_builtin_text(place: Path) -> None:
     data = _load(place / "encoder")
     assert data.name == "builtin text"
     assert len(data.train) + len(data.validation) == len(builtin_texts())
-    with pytest.raises(DataError, match="the built-in data has no labels"):
+    with pytest.raises(DataError, match="the data `builtin` has no labels"):
         _load(place / "encoder", "sts")
     with pytest.raises(DataError, match="no built-in pictures"):
         _load(place / "vit")
+
+
+def test_a_teacher_writes_its_own_data(place: Path, tmp_path: Path) -> None:
+    model = headed("gpt2", tmp_path / "gpt2", "GPT2LMHeadModel")
+    save_tokenizer(model, bos_token="<s>")
+    source, options = SourceModel.open(str(model)), settings(data={"source": ["teacher"]}).data
+    options = options.model_copy(update={"samples": 70})
+    first, again = (load_data(source, options, None, 0, source) for _ in range(2))
+    assert first.name == "text that the teacher wrote"
+    assert first.fingerprint == again.fingerprint
+    assert first.fingerprint != load_data(source, options, None, 1, source).fingerprint
+    assert {*first.held} == {"text that the teacher wrote", "builtin text"}
+    check_training_data(source, options, None, 0, source)
+    with pytest.raises(DataError, match="what the teacher writes, but there is none"):
+        load_data(source, options, None, 0)
+    writer = SourceModel.open(str(place / "encoder"))
+    with pytest.raises(DataError, match="a `BertModel` writes no text"):
+        load_data(writer, options, None, 0, writer)
+    with pytest.raises(DataError, match="the data `teacher` has no labels"):
+        _load(place / "encoder", "sts", source=["teacher"])
+
+
+def test_sources_are_seen_as_often_as_their_weights_say(place: Path, tmp_path: Path) -> None:
+    one = text_file(tmp_path / "one.txt", ["fox " * i for i in range(1, 11)])
+    two = text_file(tmp_path / "two.txt", ["dog " * i for i in range(1, 11)])
+    plain = _load(place / "encoder", source=[one, two], holdout=0.5)
+    found = _load(place / "encoder", source=[one, two], holdout=0.5, weights=[2.5, 0.3])
+    assert (len(plain.train), len(found.train)) == (10, 12 + 2)
+    rows = [tuple(found.train[place][0]["input_ids"].tolist()) for place in range(14)]
+    assert sorted(Counter(rows[:12]).values()) == [2] * 3 + [3] * 2
+    assert len({*rows[12:]}) == 2
+    assert {n: len(held) for n, held in found.held.items()} == {
+        n: len(held) for n, held in plain.held.items()
+    }
+    with pytest.raises(ValidationError, match="`weights` are 1 for 2 sources"):
+        settings(data={"source": [one, two], "weights": [1]})
 
 
 def test_pictures(place: Path, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_the_curve_of_one_process(tmp_path: Path) -> None:
     folder = small_encoder(tmp_path)
     path = pairs_file(tmp_path / "pairs.jsonl", 30)
     common = [folder, "--task", "sts", "--data", path, "--steps", 6, "--evaluate-every", 2]
-    common += ["--block-steps", 2, "--checkpoint-every", 4, "--max-minutes", 5]
+    common += ["--block-steps", 2, "--checkpoint-every", 4, "--minutes", 5]
     alone = run(
         "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu", "--json",
         "--quiet",

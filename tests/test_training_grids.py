@@ -111,7 +111,7 @@ def test_tasks_and_models_that_do_not_go_together(tmp_path: Path) -> None:
     other = grid_folder("tcompress_grid", tmp_path / "other", input_size=(8, 8, 8))
     with pytest.raises(DataError, match=r"inputs of shape \(1, 8, 8, 4\), the model takes"):
         _load(other, "volume-classification", source=[volumes])
-    with pytest.raises(DataError, match="the built-in data has no volumes or series"):
+    with pytest.raises(DataError, match="the data `builtin` has no volumes or series"):
         _load(grid, None)
 
 

@@ -79,6 +79,8 @@ def test_rates_without_warming_up() -> None:
     [
         ({"steps": 7, "epochs": 3}, 7),
         ({"steps": None}, HEALING_STEPS),
+        ({"steps": None, "minutes": 5}, 10**9),
+        ({"steps": None, "minutes": 5, "epochs": 1}, 12),
         ({"steps": None, "epochs": 2}, 24),
         ({"steps": None, "epochs": 0.01}, 1),
         ({"steps": None, "task": "sts"}, 36),
@@ -88,16 +90,25 @@ def test_number_of_steps(changes: dict[str, Any], total: int) -> None:
     assert total_steps(settings(**changes), 12) == total
 
 
+def _possible(pace: Pace, step: int, seconds: float, validation: float = 0.0) -> int | None:
+    pace.note(step, seconds)
+    return pace.possible(validation)
+
+
 def test_pace_finds_out_what_a_limit_allows() -> None:
     """The first step, which is slow, does not count; where all are slow, none is waited for."""
     pace = Pace(2.0)
     times = [3.0, *(10 + 0.5 * step for step in range(1, 40))]
-    found = [pace.possible(step, seconds) for step, seconds in enumerate(times)]
+    found = [_possible(pace, step, seconds) for step, seconds in enumerate(times)]
     assert found == [None] * 4 + [220] * 36
     slow = Pace(2.0)
-    assert [slow.possible(step, 3 + 20.0 * step) for step in range(6)] == [None, 5, 5, 5, 5, 5]
+    assert [_possible(slow, step, 3 + 20.0 * step) for step in range(6)] == [None, 5, 5, 5, 5, 5]
     assert pace.left(119) == 1
     assert pace.left(121) == -1
+    pace.reserve(20)
+    assert pace.left(119) == -19
+    pace.reserve(1000)  # a quarter of the time at most
+    assert pace.left(119) == -29
 
 
 @pytest.mark.parametrize("every", [10, 100])
@@ -106,14 +117,26 @@ def test_pace_knows_what_validations_take(every: int) -> None:
     pace, found = Pace(10.0, every), None
     for step in range(1, 40):
         seconds = 8 + 0.5 * step + 8 * ((step - 1) // every)
-        found = found or pace.possible(step, seconds, 8.0)
+        found = found or _possible(pace, step, seconds, 8.0)
     assert found is not None
     assert 560 <= 8 + 0.5 * found + 8 * (found // every) <= 600
 
 
+def test_what_is_left_is_right_from_the_tenth_step() -> None:
+    """A minute of reading and validating before the first step counts for nothing after it."""
+    pace = Pace(None, 50)
+    for step in range(121):
+        validations = max(0, step - 1) // 50
+        pace.note(step, 60 + 2 * min(step, 1) + 0.5 * step + 8 * validations)
+        left = pace.ahead(200, 8.0)
+        if step >= 10:
+            assert left == pytest.approx(0.5 * (200 - step) + 8 * (4 - step // 50))
+
+
 def test_pace_without_a_limit() -> None:
-    assert [Pace(None).possible(step, 1e6) for step in range(40)] == [None] * 40
-    assert Pace(None).left(1e9) > 0
+    pace = Pace(None)
+    assert [_possible(pace, step, 1e6) for step in range(40)] == [None] * 40
+    assert pace.left(1e9) > 0
 
 
 class _Clock:
@@ -131,11 +154,11 @@ def test_a_limit_of_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(loop, "time", _Clock())
     folder, said = small_encoder(tmp_path), []
     options = {"steps": 10_000, "evaluate_every": 1000, "data": texts(tmp_path)}
-    done = train(folder, tmp_path / "out", max_minutes=2, say=said.append, **options)
+    done = train(folder, tmp_path / "out", minutes=2, say=said.append, **options)
     (line,) = said
     told = int(line.removeprefix("2 minutes allow about ").removesuffix(" steps"))
     assert abs(told - done.facts.steps) <= 2
-    assert 27 <= done.facts.steps <= 60
+    assert 60 <= done.facts.steps <= 90  # of 120 seconds, a quarter of them for what follows
     rates = [point.learning_rate for point in done.facts.curve]
     assert rates[-1] is not None
     assert rates[-1] < 1e-4  # the schedule came to its end
@@ -149,7 +172,7 @@ def test_a_short_limit_warms_up_and_ends_in_time(
     notes: list[str] = []
     monkeypatch.setattr(Silent, "advance", lambda _, amount=1, note="": notes.append(note))
     options = {"steps": 10_000, "evaluate_every": 1, "data": texts(tmp_path)}
-    done = train(small_encoder(tmp_path), tmp_path / "out", max_minutes=1, **options)
+    done = train(small_encoder(tmp_path), tmp_path / "out", minutes=1, **options)
     rates = [point.learning_rate or 0.0 for point in done.facts.curve]
     assert max(rates) > 0.5 * HEALING_RATE
     assert rates[-1] < 0.3 * HEALING_RATE
@@ -163,7 +186,7 @@ def test_a_limit_of_time_ends_slow_runs_too(
 ) -> None:
     monkeypatch.setattr(loop, "time", _Clock())
     done = train(
-        small_encoder(tmp_path), tmp_path / "out", max_minutes=0.2, steps=99, data=texts(tmp_path)
+        small_encoder(tmp_path), tmp_path / "out", minutes=0.2, steps=99, data=texts(tmp_path)
     )
     assert 1 < done.facts.steps < 12
     assert done.facts.curve[-1].step == done.facts.steps

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "tcompress finetune minilm-lprod-p4 --data sentences.txt",
     "tcompress finetune small --task classification --data train.csv",
-    "tcompress finetune small --data text.jsonl --max-minutes 30 -o healed",
+    "tcompress finetune small --data text.jsonl --minutes 30 -o healed",
     "tcompress finetune minilm --task sts --data pairs.csv --teacher none",
     "torchrun --nproc_per_node 2 -m tcompress finetune small --data a.txt",
 )

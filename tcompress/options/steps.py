@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -28,10 +28,17 @@ class TrainingData(Section):
 
     source: tuple[str, ...] = option(
         ("builtin",),
-        "`builtin`, or txt, csv, jsonl, parquet or npz files, image folders, hub ids",
+        "`builtin`, `teacher` (what a language model writes itself), txt, csv, jsonl, "
+        "parquet or npz files, image folders, hub ids",
         "--data",
         splits=False,
         **DATASET,
+    )
+    weights: tuple[Annotated[float, Field(gt=0)], ...] = option(
+        (),
+        "how often each of several sources is seen in a pass over the data; default once",
+        "--data-weights",
+        metavar="2,1,0.5",
     )
     split: str = option(
         "train", "split of folders and hub datasets, or part of an archive or a series"
@@ -50,6 +57,15 @@ class TrainingData(Section):
         0.02, "share of the data kept back where `validation` is not set", gt=0, lt=0.9, off=True
     )
     validation_samples: int = option(1000, "most examples to validate on", gt=0, off=True)
+
+    @model_validator(mode="after")
+    def _check_weights(self) -> Self:
+        if self.weights and len(self.weights) != len(self.source):
+            raise ValueError(
+                f"`weights` are {len(self.weights)} for {len(self.source)} sources of data: give "
+                "one for each, or leave `weights` out"
+            )
+        return self
 
 
 class Finetune(Section):
@@ -95,11 +111,14 @@ class Finetune(Section):
         "auto", "parameters to train; `auto`: blocks to heal, all for a task", panel=LEARNING
     )
     steps: int | None = option(
-        None, "optimizer steps; default 1,000 to heal, else as `epochs`", gt=0
+        None, "optimizer steps; default 1,000 or `minutes` to heal, else as `epochs`", gt=0
     )
     epochs: float | None = option(None, "passes over the data; default 3 with a task", gt=0)
-    max_minutes: float | None = option(
-        None, "longest duration, in minutes; the learning rate warms up and falls within it", gt=0
+    minutes: float | None = option(
+        None,
+        "duration, of which steps are planned as they are timed: as many as it allows, `steps` or "
+        "`epochs` at most",
+        gt=0,
     )
     batch_size: int = option(64, "examples in a step, in each process", gt=0)
     accumulate: int = option(

@@ -24,10 +24,11 @@ from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
-from tcompress.training.mixing import best_mix
+from tcompress.training.mixing import SHARES, best_mix
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
 from tcompress.training.setup import (
+    HEALING_STEPS,
     SURE,
     Pace,
     Setup,
@@ -82,8 +83,10 @@ class Loop:
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
+        if options.minutes is not None:  # until it is known how many they allow
+            self.state.total = min(self._most, HEALING_STEPS)
         self.state.parts = min(options.accumulate, options.batch_size)
-        self.pace = Pace(options.max_minutes, options.evaluate_every)
+        self.pace = Pace(options.minutes, options.evaluate_every)
         self._told = False  # how many steps the time allows
         self._validation = 0.0  # time that the first validation took, the same in all processes
         self._start = time.perf_counter()  # less the time before it was resumed
@@ -110,7 +113,8 @@ class Loop:
             self._validate()
             self._validation = self._seconds() - before
         self._agree(asked=False)
-        self.pace.possible(state.step, self._now)
+        self.pace.reserve(self._validation * self._mixing)
+        self.pace.note(state.step, self._now)
         begun = state.step
         self.model.train()
         with stopping(self.say) as asked:
@@ -128,12 +132,19 @@ class Loop:
         state.seconds = self._seconds()
         return state
 
+    @property
+    def _mixing(self) -> float:
+        """What it takes to compare mixtures, in validations; nothing where none is made."""
+        setup, teacher = self.setup, self.setup.teacher_observer
+        if teacher is None or type(teacher.model).__name__ != type(setup.model).__name__:
+            return 0.0  # they put out other things
+        held = sum(map(len, setup.data.held.values()))
+        return (len(SHARES) + 1) * held / len(setup.data.validation)
+
     def _mix(self) -> None:
         """Goes back as far on the way from the first weights as agrees best with the teacher."""
-        setup, state, teacher = self.setup, self.state, self.setup.teacher_observer
-        if teacher is None or not setup.data.held or not state.best_step:
-            return
-        if type(teacher.model).__name__ != type(setup.model).__name__:  # they put out other things
+        setup, state = self.setup, self.state
+        if not self._mixing or not state.best_step:
             return
         self.progress.stage("looking for the best mixture", 1, "")
         start = self.checkpoints.best(0)
@@ -163,7 +174,8 @@ class Loop:
     def _keep_pace(self, *, sure: bool) -> None:
         """Fits the schedule into the time that there is."""
         state = self.state
-        possible = self.pace.possible(state.step, self._now, self._validation)
+        self.pace.note(state.step, self._now)
+        possible = self.pace.possible(self._validation)
         if possible is None:
             return
         state.total = min(possible, self._most)
@@ -238,13 +250,13 @@ class Loop:
             ) from error
 
     def _note(self, loss: float) -> str:
-        state, seconds = self.state, max(self._seconds(), 1e-9)
-        ahead = (state.total - state.step) * seconds / max(1, state.step)
-        left = max(0, int(min(ahead, self.pace.left(seconds))))
-        return (
-            f"loss {loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}  "
-            f"{state.tokens / seconds:,.0f} tokens/s  {left // 60}:{left % 60:02d} left"
-        )
+        state, validation = self.state, self._validation
+        note = f"loss {loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}"
+        each, left = self.pace.each(validation), self.pace.ahead(state.total, validation)
+        if each is None or left is None:
+            return note
+        rate = state.tokens / state.step / each
+        return f"{note}  {rate:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left"
 
     def _finished(self) -> bool:
         patience = self.setup.options.patience

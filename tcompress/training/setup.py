@@ -36,6 +36,7 @@ SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in doc
 _FIRST = 5  # steps, or
 _EARLY = 0.1  # part of the time, before the pace is taken for known
 SURE = 25  # steps after which it hardly changes any more
+_ENDLESS = 10**9  # steps that only a limit of time ends
 
 
 def total_steps(options: Finetune, per_epoch: int) -> int:
@@ -43,7 +44,7 @@ def total_steps(options: Finetune, per_epoch: int) -> int:
     if options.steps is not None:
         return options.steps
     if options.epochs is None and options.task is None:
-        return HEALING_STEPS
+        return HEALING_STEPS if options.minutes is None else _ENDLESS
     return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
 
 
@@ -82,32 +83,53 @@ def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool =
 
 @dataclass
 class Pace:
-    """Finds how many steps a time limit allows, with a validation `every` so many of them."""
+    """Knows what steps take, with a validation `every` so many, and how many a limit allows."""
 
     minutes: float | None
     every: int = 100
+    _after: float = 0.0
     _times: list[tuple[int, float]] = field(default_factory=list)
+    _last: tuple[int, float] = (0, 0.0)
 
-    def possible(self, step: int, seconds: float, validation: float = 0.0) -> int | None:
-        """Steps in all that the limit allows; None without one and while the pace is unknown.
+    def reserve(self, seconds: float) -> None:
+        """Keeps time for what follows the last step; steps get three quarters at least."""
+        self._after = 0.0 if self.minutes is None else min(seconds, 15 * self.minutes)
 
-        The first call comes before the steps that count.
-        """
-        if self.minutes is None:
-            return None
+    def note(self, step: int, seconds: float) -> None:
+        """Takes the time after a step; the first call comes before the steps that count."""
         if len(self._times) < 3:
             self._times.append((step, seconds))
-        first, limit = self._times[0][0], 60 * self.minutes
-        if step == first or (step - first <= _FIRST and seconds < _EARLY * limit):
+        self._last = step, seconds
+
+    def each(self, validation: float = 0.0) -> float | None:
+        """Seconds of a step, apart from those of validations in between; None while unknown."""
+        step, seconds = self._last
+        if len(self._times) < 2:
             return None
         before, start = self._times[min(1, len(self._times) - 2)]  # the first step is a slow one
-        inside = (step - 1) // self.every - max(0, before - 1) // self.every  # validations between
-        each = max((seconds - start - inside * validation) / (step - before), 1e-9)
-        return step + max(0, int((limit - seconds) / (each + validation / self.every)))
+        inside = (step - 1) // self.every - max(0, before - 1) // self.every
+        return max((seconds - start - inside * validation) / (step - before), 1e-9)
+
+    def possible(self, validation: float = 0.0) -> int | None:
+        """Steps in all that the limit allows; None without one and while the pace is unknown."""
+        each, (step, seconds) = self.each(validation), self._last
+        if self.minutes is None or each is None:
+            return None
+        if step - self._times[0][0] <= _FIRST and seconds < _EARLY * 60 * self.minutes:
+            return None
+        return step + max(0, int(self.left(seconds) / (each + validation / self.every)))
+
+    def ahead(self, total: int, validation: float = 0.0) -> float | None:
+        """Seconds that the steps up to so many will take; None while the pace is unknown."""
+        each, (step, seconds) = self.each(validation), self._last
+        if each is None:
+            return None
+        validations = -(-total // self.every) - step // self.every
+        return min((total - step) * each + validations * validation, self.left(seconds))
 
     def left(self, seconds: float) -> float:
-        """Returns the seconds that the limit leaves; infinite where there is none."""
-        return math.inf if self.minutes is None else 60 * self.minutes - seconds
+        """Returns the seconds that the limit leaves for steps; infinite where there is none."""
+        return math.inf if self.minutes is None else 60 * self.minutes - self._after - seconds
 
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
@@ -152,7 +174,7 @@ def set_up(
     pooling, task = _pooling_and_task(source, options, names)
     if teacher is not None:
         check_teacher(source, teacher)
-    data = load_data(source, options.data, task, options.seed)
+    data = load_data(source, options.data, task, options.seed, teacher)
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
@@ -217,7 +239,7 @@ def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetun
             check_teacher(source, teacher)
     with problems.collected():
         _, task = _pooling_and_task(source, options, names)
-        check_training_data(source, options.data, task, options.seed)
+        check_training_data(source, options.data, task, options.seed, teacher)
     problems.report()
 
 

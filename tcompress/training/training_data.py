@@ -34,14 +34,16 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
+from tcompress.data.written import written_texts
 from tcompress.errors import DataError, listed
-from tcompress.hf.opening import has_head
+from tcompress.hf.opening import has_head, load_model
 from tcompress.models import SourceModel
 from tcompress.options import TrainingData
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.tasks import Task, masked
 
-BUILTIN = "builtin"
+BUILTIN, TEACHER = "builtin", "teacher"
+WRITTEN = 2048  # texts that a teacher writes, at most
 FEWEST_HELD = 128  # examples of a source, where these are not a tenth of it
 BESIDE = 256  # texts that ship, to see what healing does to others than the user's
 
@@ -61,9 +63,15 @@ class Data:
     notes: list[str] = field(default_factory=list)
 
 
-def load_data(source: SourceModel, options: TrainingData, task: Task | None, seed: int) -> Data:
+def load_data(
+    source: SourceModel,
+    options: TrainingData,
+    task: Task | None,
+    seed: int,
+    teacher: SourceModel | None = None,
+) -> Data:
     """Reads and encodes the data of a run; without a task inputs alone."""
-    reader = _Reader(source, options, task, seed)
+    reader = _Reader(source, options, task, seed, teacher)
     parts = reader.training()
     found = _joined(parts)
     given = reader.validation(found)
@@ -75,7 +83,10 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
         for part in parts:
             fewest = min(FEWEST_HELD, len(part) // 10) if task is None else task.fewest_held
             split.append(_split_off(part, options.holdout, most, seed, fewest))
-        found, kept = _joined([own for own, _ in split]), [own for _, own in split]
+        parts, kept = [own for own, _ in split], [own for _, own in split]
+        found = _joined(parts)
+    if options.weights:
+        found = _joined([_seen(*pair, seed) for pair in zip(parts, options.weights, strict=True)])
     held = _joined(kept)
     train, validation = reader.encode(found, "train on"), reader.encode(held, "validate on")
     sources = {} if task is not None else reader.sources(kept)
@@ -85,10 +96,14 @@ def load_data(source: SourceModel, options: TrainingData, task: Task | None, see
 
 
 def check_training_data(
-    source: SourceModel, options: TrainingData, task: Task | None, seed: int
+    source: SourceModel,
+    options: TrainingData,
+    task: Task | None,
+    seed: int,
+    teacher: SourceModel | None = None,
 ) -> None:
     """Reads the data of a run without encoding it; errors are those of `load_data`."""
-    reader = _Reader(source, options, task, seed)
+    reader = _Reader(source, options, task, seed, teacher, writes=False)
     reader.validation(reader.training()[0])
 
 
@@ -96,9 +111,17 @@ class _Reader:
     """Reads examples, and writes them as a model's inputs."""
 
     def __init__(
-        self, source: SourceModel, options: TrainingData, task: Task | None, seed: int
+        self,
+        source: SourceModel,
+        options: TrainingData,
+        task: Task | None,
+        seed: int,
+        teacher: SourceModel | None,
+        *,
+        writes: bool = True,
     ) -> None:
         self.source, self.options, self.task, self.seed = source, options, task, seed
+        self.teacher, self._writes = teacher, writes
         self.inputs = inputs_of(source)
         self.model = source.model_class.__name__
         self._check_inputs()
@@ -140,10 +163,10 @@ class _Reader:
         needs = self._needs()
         if needs is None:
             return self._read_inputs(name, split, samples)
-        if name == BUILTIN:
+        if name in (BUILTIN, TEACHER):
             what = "labels" if self.task is not None else "volumes or series"
             raise DataError(
-                f"the built-in data has no {what}, which "
+                f"the data `{name}` has no {what}, which "
                 f"`{self.model if self.task is None else self.task.name}` needs",
                 hint="give data with `--data`, or leave the task out to heal",
             )
@@ -163,6 +186,8 @@ class _Reader:
 
     def _read_inputs(self, name: str, split: str, samples: int) -> Examples:
         """Reads texts, or pictures."""
+        if name == TEACHER:
+            return self._written(samples)
         if name == BUILTIN:
             if self.encoder is None:
                 hint = "give pictures with `--data`: a folder, a file or a hub id"
@@ -184,6 +209,24 @@ class _Reader:
         if self.encoder:
             return replace(made, texts=([str(item) for item in items],))
         return replace(made, images=tuple(cast(list[bytes], items)))
+
+    def _written(self, samples: int) -> Examples:
+        """What the teacher writes by itself; it writes nothing where data is only checked."""
+        teacher, encoder = self.teacher, self.encoder
+        if teacher is None or not self._is_causal or encoder is None:
+            what = "there is none" if teacher is None else f"a `{self.model}` writes no text"
+            text = f"the data `{TEACHER}` is what the teacher writes, but {what}"
+            raise DataError(text, "give data with `--data`, or leave it out")
+        texts = [TEACHER]
+        if self._writes:
+            count, tokens = min(samples, WRITTEN), encoder.limit
+            texts = written_texts(load_model(teacher), encoder.tokenizer, count, tokens, self.seed)
+        digest = tables.hash_of(map(str.encode, texts)).hexdigest()
+        return Examples("text that the teacher wrote", "train", digest, (texts,))
+
+    @property
+    def _is_causal(self) -> bool:
+        return "CausalLM" in self.model or "LMHead" in self.model
 
     def sources(self, held: Sequence[Examples]) -> dict[str, Encoded]:
         """Writes held-out examples by source, and text that ships beside text of the user."""
@@ -218,8 +261,7 @@ class _Reader:
             labels = None if examples.targets is None else torch.tensor(examples.targets)
             return Encoded([0] * len(examples), lambda place, _: [read(place)], labels)
         # Of a model that writes text long texts may be cut anywhere.
-        writes = "CausalLM" in self.model or "LMHead" in self.model
-        if name == "causal-lm" or (name is None and writes):
+        if name == "causal-lm" or (name is None and self._is_causal):
             return self._windows(self.encoder, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
             return self._masked(self.encoder, examples)
@@ -351,6 +393,14 @@ def _split_off(
     least = max(1, min(fewest, len(order) // 2))
     count = min(max(round(share * len(order)), least), most)
     return _chosen(examples, np.sort(order[count:])), _chosen(examples, np.sort(order[:count]))
+
+
+def _seen(examples: Examples, weight: float, seed: int) -> Examples:
+    """Takes examples as often as the weight says; of a part of them, which they are is drawn."""
+    times, count = int(weight), len(examples)
+    order = np.random.default_rng([seed, 2]).permutation(count)
+    some = np.sort(order[: max(round((weight - times) * count), 0 if times else 1)])
+    return _chosen(examples, np.concatenate([np.tile(np.arange(count), times), some]))
 
 
 def _chosen(examples: Examples, indices: NDArray[np.int64]) -> Examples:

@@ -180,12 +180,14 @@ def _curve(document: dict[str, Any]) -> list[float]:
     return [number for number in found if number is not None]
 
 
-def test_the_curve_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
     """The model's pooler takes no part in the task; no process must wait for its gradient."""
     folder = small_encoder(tmp_path)
     path = pairs_file(tmp_path / "pairs.jsonl", 30)
     common = [folder, "--task", "sts", "--data", path, "--steps", 6, "--evaluate-every", 2]
     common += ["--block-steps", 2, "--checkpoint-every", 4, "--minutes", 5]
+    common += ["--optimizer", optimizer]
     alone = run(
         "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu", "--json",
         "--quiet",

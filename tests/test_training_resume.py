@@ -59,6 +59,8 @@ def _run(kind: str, place: Path) -> tuple[Path, dict[str, Any]]:
         return place / "dense", {**OPTIONS, "task": "classification", "data": rows}
     if kind == "tied":
         return place / "tied" / "gpt2-small", {**OPTIONS, "data": data, "train": "all"}
+    if kind == "muon":
+        return place / "bert-small", {**OPTIONS, "data": data, "optimizer": "muon"}
     if kind == "blocks":
         return place / "bert-small", {**OPTIONS, "data": data, "block_steps": 5}
     return place / "bert-small", {**OPTIONS, "data": data}
@@ -92,6 +94,7 @@ MOMENTS: list[tuple[str, int | str, bool]] = [
     ("dropout", 7, True),
     ("tied", 5, True),
     ("blocks", 9, True),
+    ("muon", 7, True),
     ("heal", "tcompress.artifact.workplace.Workplace.publish", True),
 ]
 

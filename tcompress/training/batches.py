@@ -17,6 +17,7 @@ from tcompress.errors import DataError
 Row = dict[str, Tensor]
 
 _Read = Callable[[int, int], list[Row]]
+BY_EXAMPLE = ("labels", "place")  # what a batch holds beside the model's inputs
 _WINDOW = 50  # batches whose examples are sorted by length together
 
 
@@ -29,12 +30,16 @@ class Encoded(Dataset[list[Row]]):
     def __init__(self, lengths: list[int], read: _Read, labels: Tensor | None = None) -> None:
         self.lengths, self.read, self.labels = lengths, read, labels
         self.epoch = 0
+        self.is_fixed = False  # texts of one row each, the same in every epoch
+        self.tells_places = False  # whether batches say which examples they are of
 
     @classmethod
     def of(cls, examples: Sequence[tuple[Row, ...]], labels: Tensor | None = None) -> Encoded:
         """Takes examples whose rows are tokens, the same in every epoch."""
         lengths = [max(len(ids) for row in rows for ids in row.values()) for rows in examples]
-        return cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
+        made = cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
+        made.is_fixed = all(len(rows) == 1 for rows in examples)
+        return made
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -43,6 +48,8 @@ class Encoded(Dataset[list[Row]]):
         found = self.read(index, self.epoch)
         if self.labels is not None:
             found[0]["labels"] = self.labels[index]
+        if self.tells_places:
+            found[0]["place"] = torch.tensor(index)
         return found
 
 
@@ -98,6 +105,7 @@ def in_order(data: Encoded, size: int) -> list[list[int]]:
 
 
 def _collate(examples: Sequence[list[Row]], pad: int) -> Row:
-    labels = [{"labels": rows[0].pop("labels")} for rows in examples if "labels" in rows[0]]
-    batch = collate([row for rows in examples for row in rows], pad)
-    return {**batch, **collate(labels, pad)} if labels else batch
+    named = [
+        {name: rows[0].pop(name) for name in BY_EXAMPLE if name in rows[0]} for rows in examples
+    ]
+    return {**collate([row for rows in examples for row in rows], pad), **collate(named, pad)}

@@ -85,6 +85,8 @@ class Loop:
         self._most = self.state.total = total_steps(options, self.per_epoch)
         if options.minutes is not None:  # until it is known how many they allow
             self.state.total = min(self._most, HEALING_STEPS)
+        again = [data.train] if self._most > self.per_epoch else []
+        self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
         self.pace = Pace(options.minutes, options.evaluate_every)
         self._told = False  # how many steps the time allows

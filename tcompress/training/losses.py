@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import Encoded, in_order, loader
+from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader
+from tcompress.training.kept import KeptOutputs
 from tcompress.training.objectives import Batch, Observed, fed_with
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import Task
@@ -65,6 +67,17 @@ class Losses:
     setup: Setup
     accelerator: Accelerator
     model: nn.Module
+    _kept: dict[Encoded, KeptOutputs] = field(default_factory=dict, init=False)
+
+    def keep_outputs(self, folder: Path, *data: Encoded) -> None:
+        """Lets the teacher compute what it says of texts once, where that is kept in a folder."""
+        setup, process = self.setup, self.accelerator.process_index
+        logits = any(objective.name == "logits" for objective, _ in setup.objectives)
+        for index, own in enumerate(data):
+            if setup.teacher_observer is not None and own.is_fixed:
+                path = folder / f"teacher-{index}-{process}"
+                self._kept[own] = KeptOutputs(path, own.lengths, logits=logits)
+                own.tells_places = True
 
     def gradients(self, batch: Batch, parts: int, *, alone: bool) -> float:
         """Adds a batch's gradients and returns its loss, over all processes and pieces alike."""
@@ -75,7 +88,7 @@ class Losses:
         total = torch.zeros((), device=device)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
-            teacher = self.taught(_inputs(piece))
+            teacher = self._imitated(piece, self.setup.data.train)
             # Blocks that are computed again in the backward pass must be fed again.
             feed = fed_with(self.setup.observer.modules, teacher.states) if alone else nullcontext()
             with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
@@ -130,6 +143,13 @@ class Losses:
         with torch.no_grad(), self.accelerator.autocast():
             return self.setup.teacher_observer.run(inputs)
 
+    def _imitated(self, batch: Batch, data: Encoded) -> Observed:
+        """What the teacher computes for a batch of these examples, or has computed."""
+        kept, inputs = self._kept.get(data), _inputs(batch)
+        if kept is None:
+            return self.taught(inputs)
+        return kept.observed(batch["place"], lambda: self.taught(inputs))
+
     def loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
         """Batches on the device, of these examples each."""
         for batch in loader(data, self.setup.data.pad, order):
@@ -145,7 +165,7 @@ class Losses:
         sums, counts = [0.0] * len(chosen), torch.zeros(len(UNITS), dtype=torch.float64)
         for batch in batches:
             with self.accelerator.autocast():
-                teacher = self.taught(_inputs(batch))
+                teacher = self._imitated(batch, self.setup.data.validation)
                 student = self.setup.observer.run(_inputs(batch), self.model)
             for index, (objective, _) in enumerate(chosen):
                 sums[index] += float(objective.loss(batch, student, teacher))
@@ -166,4 +186,4 @@ class Losses:
 
 
 def _inputs(batch: Batch) -> Batch:
-    return {name: value for name, value in batch.items() if name != "labels"}
+    return {name: value for name, value in batch.items() if name not in BY_EXAMPLE}

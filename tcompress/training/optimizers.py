@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from tcompress.training.setup import Setup
 
-# Coefficients of the quintic iteration of Jordan et al. (Muon, 2024): it brings singular values
-# from nearly nothing to between 0.7 and 1.2 in five steps.
+# Coefficients of the quintic iteration of Jordan et al. (Muon, 2024). In three steps it brings
+# singular values from a thirtieth of the largest to between 0.7 and 1.2.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
+_STEPS = 3
 _MOMENTUM = 0.95
 _ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's are scaled to (Liu et al., arXiv:2502.16982)
 
@@ -22,17 +22,37 @@ _ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's are scaled to (Liu et al., 
 def orthogonalised(matrices: Tensor) -> Tensor:
     """Replaces singular values by about one, in float32.  # (n, rows, columns).
 
-    PyTorch's own Muon computes in bfloat16, which is slow on most CPUs, and takes one matrix.
+    PyTorch's own Muon computes in bfloat16, which is slow on most CPUs, and takes one matrix. It
+    divides by the Frobenius norm and needs five steps; the Schatten 8-norm, which the first step
+    has all but computed, is nearer to the largest singular value and saves two. Steps are
+    polynomials of the Gram matrix, which alone is iterated: long rows are multiplied twice in all.
     """
     x = matrices.float()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
-    first, third, fifth = _QUINTIC
-    for _ in range(_STEPS):
-        gram = x @ x.mT
-        x = first * x + (third * gram + fifth * gram @ gram) @ x
+    x = x / _norm(x)
+    gram = x @ x.mT
+    square = gram @ gram
+    size = _norm(square) ** 0.25
+    x, gram, square = x / size, gram / size**2, square / size**4
+    whole = polynomial = _polynomial(gram, square)
+    for _ in range(_STEPS - 1):
+        gram = polynomial @ gram @ polynomial
+        polynomial = _polynomial(gram, gram @ gram)
+        whole = polynomial @ whole
+    x = whole @ x
     return x.mT if tall else x
+
+
+def _polynomial(gram: Tensor, square: Tensor) -> Tensor:
+    first, third, fifth = _QUINTIC
+    found = third * gram + fifth * square
+    found.diagonal(dim1=-2, dim2=-1).add_(first)
+    return found
+
+
+def _norm(matrices: Tensor) -> Tensor:
+    return matrices.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-12)
 
 
 class Muon(torch.optim.AdamW):

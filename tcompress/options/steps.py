@@ -127,8 +127,10 @@ class Finetune(Section):
         "accumulation): less memory, the same result; more where memory runs out",
         gt=0,
     )
-    optimizer: Literal["adamw", "muon"] = option(
-        "adamw", "`muon`: orthogonalised momentum for matrices, AdamW for all else"
+    optimizer: Literal["adamw", "muon"] | None = option(
+        None,
+        "`muon`: orthogonalised momentum for matrices, AdamW for all else; default `muon` to heal, "
+        "`adamw` with a task",
     )
     learning_rate: float | None = option(
         None,

@@ -115,7 +115,8 @@ def as_matrices(tensor: Tensor) -> Tensor:
 def optimizer_of(setup: Setup) -> torch.optim.Optimizer:
     """Makes the optimizer of a run; vectors do not decay."""
     trained, options = setup.trained.values(), setup.options
-    kind, decay = options.optimizer, options.weight_decay
+    kind = options.optimizer or ("muon" if options.task is None else "adamw")
+    decay = options.weight_decay
     tables = {
         id(parameter)
         for module in setup.model.modules()

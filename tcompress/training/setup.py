@@ -30,7 +30,7 @@ from tcompress.training.teacher import blocks_to_imitate, check_length, check_te
 from tcompress.training.training_data import Data, check_training_data, head_options, load_data
 
 HEALING_STEPS, TASK_EPOCHS = 1000, 3.0  # where neither steps nor epochs are given
-HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing.md
+HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing-measured.md
 SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in docs/scratch.md
 
 _FIRST = 5  # steps, or

@@ -34,6 +34,14 @@ def test_sources_count_by_the_factor_that_they_change_by() -> None:
     assert chosen(changes) == 0.5
 
 
+def test_of_shares_that_are_as_near_the_smallest_is_chosen() -> None:
+    """Better in two of four batches by as much as it is worse in the others, and a bit."""
+    near = [0.5 + value for value in (0.1, -0.1, 0.1, -0.09)]
+    changes = {0.0: NEAR, 0.5: near, 1.0: [0.5] * 4}
+    assert chosen({share: {"a": own} for share, own in changes.items()}) == 0.5
+    assert chosen({0.0: {"a": NEAR}, 0.5: {"a": [0.53] * 4}, 1.0: {"a": [0.5] * 4}}) == 1.0
+
+
 def test_what_harms_a_source_is_not_chosen() -> None:
     changes = {
         0.0: {"a": NEAR, "b": NEAR},

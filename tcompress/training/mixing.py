@@ -81,7 +81,8 @@ def best_mix(losses: Losses, start: Mapping[str, Tensor], sampler: OutputSampler
 def chosen(changes: Mapping[float, Changes]) -> float:
     """Takes the share of least change, in the geometric mean of the sources, that harms none.
 
-    The start, share 0, harms none.
+    Of those that are as near by what differences of batches leave open it is the smallest, as what
+    the fit had right is on no held-out sample. The start, share 0, harms none.
     """
     start = changes[0.0]
     harmless = [
@@ -93,14 +94,29 @@ def chosen(changes: Mapping[float, Changes]) -> float:
     def mean(share: float) -> float:
         return fmean(log(max(fmean(own), 1e-300)) for own in changes[share].values())
 
-    return min(harmless, key=mean)
+    best = changes[min(harmless, key=mean)]
+    return min(share for share in harmless if _is_as_near(best, changes[share]))
 
 
 def is_worse(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether batches changed by more than their differences leave open."""
+    gap, error = _gap(before, after)
+    return gap > SURE * error
+
+
+def _is_as_near(best: Changes, other: Changes) -> bool:
+    """Whether a share is within one standard error of the best, over all sources."""
+    gaps = [
+        [value / max(fmean(own), 1e-300) for value in _gap(own, other[source])]
+        for source, own in best.items()
+    ]
+    return sum(gap for gap, _ in gaps) <= sum(error**2 for _, error in gaps) ** 0.5
+
+
+def _gap(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The mean difference of batches, and its standard error."""
     gaps = [new - old for old, new in zip(before, after, strict=True)]
-    error = stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
-    return fmean(gaps) > SURE * error
+    return fmean(gaps), stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
 
 
 class _Line:

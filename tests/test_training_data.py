@@ -15,7 +15,7 @@ from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
 from tcompress.errors import DataError, InputError
 from tcompress.models import SourceModel
-from tcompress.training.batches import LengthBatches, in_order, loader
+from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
 from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
@@ -363,3 +363,11 @@ def test_validation_batches_are_longest_first(place: Path, tmp_path: Path) -> No
     assert sorted(order) == list(range(len(data.train)))
     lengths = [data.train.lengths[index] for index in order]
     assert lengths == sorted(lengths, reverse=True)
+
+
+def test_the_first_examples_of_so_many_tokens() -> None:
+    whole = Encoded.of([({"input_ids": torch.arange(length)},) for length in [10] * 100])
+    assert whole.first(505).lengths == [10] * 50
+    assert whole.first(20).lengths == [10] * 32
+    assert len(whole.first(10**6)) == 100
+    assert whole.first(505)[49][0]["input_ids"].tolist() == [*range(10)]

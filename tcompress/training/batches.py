@@ -18,6 +18,7 @@ Row = dict[str, Tensor]
 
 _Read = Callable[[int, int], list[Row]]
 BY_EXAMPLE = ("labels", "place")  # what a batch holds beside the model's inputs
+_FEWEST = 32
 _WINDOW = 50  # batches whose examples are sorted by length together
 
 
@@ -40,6 +41,12 @@ class Encoded(Dataset[list[Row]]):
         made = cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
         made.is_fixed = all(len(rows) == 1 for rows in examples)
         return made
+
+    def first(self, tokens: int) -> Encoded:
+        """The first examples of so many tokens, but 32 at least; all where they have none."""
+        count = max(_FEWEST, int((np.cumsum(self.lengths) <= tokens).sum()))
+        labels = None if self.labels is None else self.labels[:count]
+        return Encoded(self.lengths[:count], self.read, labels)
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -111,7 +111,8 @@ def finetune(
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
     if teacher is not None:
         check_apart(output, teacher.folder, "the teacher's own folder")
-    setup = set_up(model, teacher, options, manifest)
+    heard = progress if accelerator.is_main_process else None
+    setup = set_up(model, teacher, options, manifest, heard)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
     say = say or (lambda text: None)

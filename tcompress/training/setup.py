@@ -19,6 +19,7 @@ from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
@@ -166,7 +167,11 @@ class Setup:
 
 
 def set_up(
-    source: SourceModel, teacher: SourceModel | None, options: Finetune, manifest: Manifest | None
+    source: SourceModel,
+    teacher: SourceModel | None,
+    options: Finetune,
+    manifest: Manifest | None,
+    progress: Progress | None = None,
 ) -> Setup:
     """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
@@ -174,7 +179,7 @@ def set_up(
     pooling, task = _pooling_and_task(source, options, names)
     if teacher is not None:
         check_teacher(source, teacher)
-    data = load_data(source, options.data, task, options.seed, teacher)
+    data = load_data(source, options.data, task, options.seed, teacher, progress)
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)

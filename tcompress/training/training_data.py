@@ -39,12 +39,14 @@ from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head, load_model
 from tcompress.models import SourceModel
 from tcompress.options import TrainingData
+from tcompress.progress import Progress, Silent
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.tasks import Task, masked
 
 BUILTIN, TEACHER = "builtin", "teacher"
 WRITTEN = 2048  # texts that a teacher writes, at most
 FEWEST_HELD = 128  # examples of a source, where these are not a tenth of it
+COMPARED = 2**14  # tokens of each source that mixtures of weights are compared on
 BESIDE = 256  # texts that ship, to see what healing does to others than the user's
 
 
@@ -69,9 +71,10 @@ def load_data(
     task: Task | None,
     seed: int,
     teacher: SourceModel | None = None,
+    progress: Progress | None = None,
 ) -> Data:
     """Reads and encodes the data of a run; without a task inputs alone."""
-    reader = _Reader(source, options, task, seed, teacher)
+    reader = _Reader(source, options, task, seed, teacher, progress or Silent())
     parts = reader.training()
     found = _joined(parts)
     given = reader.validation(found)
@@ -103,7 +106,7 @@ def check_training_data(
     teacher: SourceModel | None = None,
 ) -> None:
     """Reads the data of a run without encoding it; errors are those of `load_data`."""
-    reader = _Reader(source, options, task, seed, teacher, writes=False)
+    reader = _Reader(source, options, task, seed, teacher)
     reader.validation(reader.training()[0])
 
 
@@ -117,11 +120,10 @@ class _Reader:
         task: Task | None,
         seed: int,
         teacher: SourceModel | None,
-        *,
-        writes: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         self.source, self.options, self.task, self.seed = source, options, task, seed
-        self.teacher, self._writes = teacher, writes
+        self.teacher, self._progress = teacher, progress  # where data is only checked, none
         self.inputs = inputs_of(source)
         self.model = source.model_class.__name__
         self._check_inputs()
@@ -218,9 +220,11 @@ class _Reader:
             text = f"the data `{TEACHER}` is what the teacher writes, but {what}"
             raise DataError(text, "give data with `--data`, or leave it out")
         texts = [TEACHER]
-        if self._writes:
-            count, tokens = min(samples, WRITTEN), encoder.limit
-            texts = written_texts(load_model(teacher), encoder.tokenizer, count, tokens, self.seed)
+        if (progress := self._progress) is not None:
+            count, model = min(samples, WRITTEN), load_model(teacher)
+            progress.stage("the teacher is writing", count, "texts")
+            how = count, encoder.limit, self.seed, progress.advance
+            texts = written_texts(model, encoder.tokenizer, *how)
         digest = tables.hash_of(map(str.encode, texts)).hexdigest()
         return Examples("text that the teacher wrote", "train", digest, (texts,))
 
@@ -239,7 +243,7 @@ class _Reader:
             while (name := part.name if same == 1 else f"{part.name} ({same})") in found:
                 same += 1  # files of one name, in several folders
             if len(encoded):  # a few words may be too short to compare anything on
-                found[name] = encoded
+                found[name] = encoded.first(COMPARED)
         return found
 
     def encode(self, examples: Examples, purpose: str) -> Encoded:

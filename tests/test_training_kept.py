@@ -1,5 +1,6 @@
 """What a teacher computes for a text is kept, and is the same in every pass and every run."""
 
+import errno
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,18 @@ def test_without_room_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
         assert teacher.calls == calls
         assert seen.states[0].dtype == torch.float32
     assert not (tmp_path / "kept").exists()
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(kept.os, "posix_fallocate", full, raising=False)
+    teacher = Teacher()
+    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    for calls in (1, 2):
+        _observed(store, teacher, [0, 1])
+        assert teacher.calls == calls
 
 
 def test_two_stacks_are_not_kept(tmp_path: Path) -> None:

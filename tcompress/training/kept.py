@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -82,10 +84,11 @@ class KeptOutputs:
         room = min(MOST_BYTES, shutil.disk_usage(self._path.parent).free // 2)
         if 2 * rows * columns > room:
             return
-        self._parts, self._ends_with_state = parts, _ends_with_state(seen)
-        self._table = _mapped(self._path, rows * columns, torch.int16).view(rows, columns)
-        known = self._path.with_suffix(".known")
-        self._known = _mapped(known, len(self._lengths), torch.uint8)
+        with suppress(OSError):  # the disk has filled up meanwhile
+            self._table = _mapped(self._path, rows * columns, torch.int16).view(rows, columns)
+            known = self._path.with_suffix(".known")
+            self._known = _mapped(known, len(self._lengths), torch.uint8)
+            self._parts, self._ends_with_state = parts, _ends_with_state(seen)
 
     def _rows(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the file that texts have, and which tokens of a batch these are."""
@@ -140,5 +143,11 @@ def _ends_with_state(seen: Observed) -> bool:
 
 
 def _mapped(path: Path, count: int, dtype: torch.dtype) -> Tensor:
-    """A tensor in a file, which has zeros where nothing was written."""
+    """A tensor in a file, which has zeros where nothing was written.
+
+    Its place on the disk is taken now: where it is lacking later, writing would end the process.
+    """
+    if count and hasattr(os, "posix_fallocate"):
+        with path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
     return torch.from_file(str(path), shared=True, size=count, dtype=dtype)

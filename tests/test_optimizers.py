@@ -1,13 +1,15 @@
 """Muon: what it does to a matrix, to many at once, and to what is none."""
 
 from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from tcompress.training.optimizers import Muon, as_matrices, orthogonalised
+from tcompress.training.optimizers import Muon, as_matrices, optimizer_of, orthogonalised
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -95,3 +97,20 @@ def test_other_groups_are_adamw_s_and_a_run_resumes() -> None:
     step(own, optimizer, 3)
     step(other, resumed, 3)
     assert_close(other, own, rtol=0, atol=0)
+
+
+def test_tables_and_matrices_without_numbers_are_left_to_adamw() -> None:
+    parts: dict[str, Any] = {"some": nn.Linear(4, 6), "table": nn.Embedding(5, 4)}
+    parts["none"] = nn.Linear(4, 1)
+    parts["none"].weight = nn.Parameter(torch.empty(0, 4))
+    model = nn.ModuleDict(parts)
+    options = SimpleNamespace(optimizer=None, task=None, weight_decay=0.1)
+    trained = dict(model.named_parameters())
+    setup: Any = SimpleNamespace(model=model, trained=trained, options=options)
+    optimizer = optimizer_of(setup)
+    moved = [
+        own for group in optimizer.param_groups if group["matrices"] for own in group["params"]
+    ]
+    assert [*map(id, moved)] == [id(trained["some.weight"])]
+    torch.stack([value.sum() for value in trained.values()]).sum().backward()
+    optimizer.step()

@@ -124,7 +124,11 @@ def optimizer_of(setup: Setup) -> torch.optim.Optimizer:
         for parameter in module.parameters()
     }
     matrices = [value for value in trained if value.ndim > 1]
-    moved = [value for value in matrices if kind == "muon" and id(value) not in tables]
+    moved = [
+        value  # where width leaves nothing, a matrix may have no numbers at all
+        for value in matrices
+        if kind == "muon" and id(value) not in tables and value.numel()
+    ]
     known = {*map(id, moved)}
     groups = [
         {"params": moved, "weight_decay": decay, "matrices": True},

@@ -50,12 +50,11 @@ def _stepped(values: list[Tensor], gradients: list[Tensor], **group: float) -> l
     return own
 
 
-def test_steps_are_as_large_as_those_of_adamw() -> None:
+def test_steps_are_as_large_in_all_shapes() -> None:
     for shape in ((64, 64), (16, 256), (4, 32, 32)):
         [moved] = _stepped([torch.zeros(shape)], [randn(*shape)])
-        few = min(shape[-2:]) / max(shape[-2:])  # of the singular values that a square one has
-        rms = float(moved.detach().square().mean().sqrt())
-        assert rms == pytest.approx(0.01 * 0.2 * max(few, 1 / 16) ** 0.5 * few**-0.5, rel=0.25)
+        largest = torch.linalg.matrix_norm(moved.detach(), 2).max()
+        assert float(largest) == pytest.approx(0.01 * 5 * 1.0, rel=0.3)
 
 
 def test_parameters_of_one_shape_go_together_and_change_nothing() -> None:

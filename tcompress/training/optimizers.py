@@ -16,7 +16,9 @@ from tcompress.training.setup import Setup
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _STEPS = 3
 _MOMENTUM = 0.95
-_ADAMW_RMS = 0.2  # of AdamW's updates, which Muon's are scaled to (Liu et al., arXiv:2502.16982)
+# Singular values of an update at a rate of 1. The same for all shapes, so that a rate suits narrow
+# models and wide ones (Yang et al., arXiv:2310.17813); at a width of 600 as large as AdamW's.
+_SPECTRAL = 5.0
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class Muon(torch.optim.AdamW):
 
     Groups with `matrices` hold parameters of two or more dimensions: those of three are as many
     matrices as they have slices, those of more are a matrix of their first and second half.
-    Matrices of one shape are orthogonalised together. Rates mean what they mean for AdamW.
+    Matrices of one shape are orthogonalised together. Rates suit models of all widths alike.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -87,11 +89,10 @@ class Muon(torch.optim.AdamW):
         for own in alike.values():
             made = orthogonalised(torch.cat([update for _, update, _ in own]))
             counts = [len(update) for _, update, _ in own]
-            scale = _ADAMW_RMS * max(made.shape[-2:]) ** 0.5
             for (parameter, _, group), update in zip(own, made.split(counts), strict=True):
                 rate = group["lr"]
                 parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.add_(update.reshape(parameter.shape), alpha=-rate * scale)
+                parameter.add_(update.reshape(parameter.shape), alpha=-rate * _SPECTRAL)
         return loss
 
     def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:

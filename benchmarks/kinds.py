@@ -8,7 +8,8 @@
 
 Agreement is with the dense model, labels unread. Speed is that of the written model beside the
 dense one, in turns; `predicted` was known before anything was fitted. Healing imitates the dense
-model on the calibration data. What is done is not done again.
+model on the different texts of the calibration data, or of `--train`, that are not measured on;
+what it writes stays in OUT. What is done is not done again.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     """Converts, measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="dense model: folder, short name or hub id")
-    parser.add_argument("out", type=Path, help="folder for results.json")
+    parser.add_argument("out", type=Path, help="folder for results.json and healed models")
     parser.add_argument("--calibrate", nargs="+", default=["builtin"], help="calibration data")
     parser.add_argument("--samples", type=int, help="of it; default as `convert` does")
     parser.add_argument("--task", required=True, help="task of `tcompress evaluate`")
@@ -59,7 +60,11 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--slices", type=int, default=8, help="of `lprod`: divides all widths")
     parser.add_argument("--drop", nargs="*", type=int, default=[], help="numbers of blocks to drop")
+    parser.add_argument(
+        "--more", type=json.loads, default={}, help="rows by name: settings of `convert`"
+    )
     parser.add_argument("--heal", type=int, default=0, help="steps of healing")
+    parser.add_argument("--train", nargs="+", help="data to heal with; default that of calibration")
     parser.add_argument("--finetune", type=json.loads, default={}, help="more settings of it")
     args = parser.parse_args()
     record, rows = recorded(args.out)
@@ -72,9 +77,12 @@ def main() -> None:
         for budget, kind in product(args.budgets, args.kinds)
     ]
     wanted += [(f"without {count} blocks", {"drop_layers": count}) for count in args.drop]
+    wanted += args.more.items()
+    if args.heal:
+        args.train = unmeasured(args.train or args.calibrate, args.data, args.out)
     for name, said in wanted:
         if name not in rows:
-            rows[name] = row(args, said)
+            rows[name] = row(args, name, said)
             record.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {line(rows[name])}", flush=True)
 
@@ -95,7 +103,29 @@ def split(text: Path, out: Path) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def row(args: argparse.Namespace, said: dict[str, Any]) -> dict[str, Any]:
+def unmeasured(sources: list[str], measured: list[str], out: Path) -> list[str]:
+    """Writes the different texts of each table that no measured table holds, as files of lines."""
+    taken = {text for file in measured if file.endswith(".parquet") for text in texts(file)}
+    names = []
+    for index, file in enumerate(sources):
+        names.append(file)
+        if file.endswith(".parquet") and (found := texts(file)):
+            kept = [text for text in dict.fromkeys(found) if text not in taken]
+            names[-1] = str(out / f"train{index}.txt")
+            Path(names[-1]).write_text("\n".join(kept) + "\n", encoding="utf-8")
+            print(f"{file}: {len(kept)} texts of which none is measured on", flush=True)
+    return names
+
+
+def texts(file: str) -> list[str]:
+    """All texts of a table, from columns such as `sentence1` and `text`."""
+    table = pd.read_parquet(file)
+    columns = [name for name in table if name.startswith(("sentence", "text"))]
+    lines = [" ".join(text.split()) for name in columns for text in table[name]]
+    return [line for line in lines if line]
+
+
+def row(args: argparse.Namespace, name: str, said: dict[str, Any]) -> dict[str, Any]:
     """Converts, measures, heals and measures again; a refusal is a row as well."""
     calibration = {"source": args.calibrate, "samples": args.samples, "max_length": args.max_length}
     calibration = {name: value for name, value in calibration.items() if value is not None}
@@ -118,10 +148,12 @@ def row(args: argparse.Namespace, said: dict[str, Any]) -> dict[str, Any]:
             "samples": done.calibration.samples,
         }
         if args.heal:
-            data = {"source": args.calibrate, "max_length": args.max_length or 128}
-            options = {"steps": args.heal, "evaluate_every": args.heal, **args.finetune}
-            healed = finetune(out, output=Path(folder) / "healed", data=data, **options)
+            more = dict(args.finetune)
+            data = {"max_length": args.max_length or 128, **more.pop("data", {})}
+            options = {"steps": args.heal, "data": {"source": args.train, **data}, **more}
+            healed = finetune(out, output=args.out / name.replace(" ", "-"), force=True, **options)
             found["healed"] = measured(args, healed.folder)
+            found["minutes"] = round(healed.facts.seconds / 60, 2)
     return found
 
 
@@ -154,7 +186,9 @@ def line(found: dict[str, Any]) -> str:
         return f"refused: {found['refused']}"
     predicted = f" ({found['predicted']:.2f} predicted)" if found["predicted"] else ""
     taken = f", {found['taken']} taken" if found["taken"] else ""
-    healed = f"; healed {quality(found['healed'])}" if "healed" in found else ""
+    healed = ""
+    if "healed" in found:
+        healed = f"; healed in {found['minutes']} minutes: {quality(found['healed'])}"
     return (
         f"{quality(found)}, kept {found['kept']:.1%}, {found['speed']:.2f} x{predicted}, "
         f"{found['seconds']:.0f} s{taken}{healed}"

@@ -29,12 +29,11 @@ def recorded(out: Path) -> tuple[Path, dict[str, Any]]:
     return record, json.loads(record.read_text()) if record.is_file() else {}
 
 
-def budgets(target: float, kept: float = 1.0, p: int = 8) -> dict[str, dict[str, Any]]:
+def budgets(target: float, p: int = 8) -> dict[str, dict[str, Any]]:
     """Every method at one budget.
 
     Args:
         target: Fraction to keep of all blocks' layers.
-        kept: Fraction of the blocks that stay: their layers have more of the budget each.
         p: Number of slices; layers whose widths it does not divide would stay dense.
     """
     methods: dict[str, dict[str, Any]] = {
@@ -45,30 +44,11 @@ def budgets(target: float, kept: float = 1.0, p: int = 8) -> dict[str, dict[str,
         "auto": {"name": "auto"},
     }
     return {
-        f"{label} {target:.0%}".replace("%", " %"): {"method": method, "target": target / kept}
+        f"{label} {target:.0%}".replace("%", " %"): {"method": method, "target": target}
         for label, method in methods.items()
     }
 
 
-def every_budget(p: int = 8) -> dict[str, dict[str, Any]]:
+def every_budget() -> dict[str, dict[str, Any]]:
     """Every method at a quarter and at a half of the rewritten layers."""
-    return {name: row for target in TARGETS for name, row in budgets(target, p=p).items()}
-
-
-def with_depth(
-    label: str, depth: dict[str, Any], kept: float, p: int = 8
-) -> dict[str, dict[str, Any]]:
-    """Rows of fewer blocks, by themselves and with every method at the budgets below that.
-
-    Args:
-        label: What stays or goes, such as "layers 1, 3, 5".
-        depth: The same as settings of a conversion, such as `{"drop_layers": 3}`.
-        kept: Fraction of the blocks that stay.
-        p: Number of slices.
-    """
-    rows = {label: depth}
-    for target in TARGETS:
-        if target < kept:
-            below = budgets(target, kept, p)
-            rows |= {f"{label}, {name}": depth | row for name, row in below.items()}
-    return rows
+    return {name: row for target in TARGETS for name, row in budgets(target).items()}

@@ -44,6 +44,24 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave all cases of a test to the grid but those that its mark `often` names."""
+    unmet: set[tuple[str, str]] = set()
+    met: set[tuple[str, str]] = set()
+    for item in items:
+        mark = item.get_closest_marker("often")
+        if mark is None:
+            continue
+        test, _, case = item.nodeid.rstrip("]").partition("[")
+        unmet |= {(test, name) for name in mark.args}
+        met.add((test, case))
+        if case not in mark.args:
+            item.add_marker(pytest.mark.grid)
+    if (unmet - met) and not any("::" in name for name in config.args):
+        raise pytest.UsageError(f"marked `often`, but no such cases: {sorted(unmet - met)}")
+
+
 def pytest_collection_finish() -> None:
     """Keeps the collector away from what stays: libraries and thousands of tests."""
     gc.collect()
@@ -101,14 +119,9 @@ def planned(sources: Callable[[str], Any]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Any]:
     """Converted models by family and option, each made once."""
-    from tests.support.conversions import few_steps, make
+    from tests.support.conversions import make
 
-    def made(family: str, option: str) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            few_steps(patch)
-            return make(family, tmp_path_factory.mktemp(family), option)
-
-    return cache(made)
+    return cache(lambda family, option: make(family, tmp_path_factory.mktemp(family), option))
 
 
 @pytest.fixture(scope="session")
@@ -121,13 +134,21 @@ def uninterrupted(
     return cache(lambda aware: run(tiny("bert"), tmp_path_factory.mktemp("whole") / "out", aware))
 
 
-@pytest.fixture(scope="module")
-def quick_fits() -> Iterator[None]:
-    """Stops fits that go on in steps early, where their quality does not matter."""
+@pytest.fixture(scope="session", autouse=True)
+def _few_steps() -> Iterator[None]:
+    """Stop fits that go on in steps early: few tests look at how good they become."""
     from tests.support.conversions import few_steps
 
-    with pytest.MonkeyPatch.context() as patch:
-        few_steps(patch)
+    with few_steps():
+        yield
+
+
+@pytest.fixture
+def whole_fits() -> Iterator[None]:
+    """Let fits take all of their steps, for tests of quality."""
+    from tests.support.conversions import all_steps
+
+    with all_steps():
         yield
 
 

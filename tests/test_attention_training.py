@@ -45,6 +45,8 @@ from tests.support.typed import conversion_changes as settings
 pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
+@pytest.mark.often("vit-hot-None")
+@pytest.mark.often("vit-hot-None")
 @pytest.mark.parametrize(
     ("family", "name", "method"),
     [

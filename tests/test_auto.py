@@ -29,7 +29,7 @@ from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
+pytestmark = pytest.mark.usefixtures("one_thread")
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
 OFFER = ["lowrank", "tt", "lprod"]
@@ -208,6 +208,7 @@ def test_what_is_offered() -> None:
 
 
 # ---------------------------------------------------------------- conversions
+@pytest.mark.often("all")
 @pytest.mark.parametrize("default", [True, False], ids=["default", "all"])
 def test_a_budget_is_kept_by_a_mixture(
     default: bool, made: Callable[[], Converted], folder: Path, tmp_path: Path
@@ -245,6 +246,7 @@ def test_the_same_share_for_all_layers(folder: Path, tmp_path: Path) -> None:
         assert 0.3 < share <= 0.45  # sides are counted with their owners
 
 
+@pytest.mark.often("mixtral-True", "gpt2-False")
 @pytest.mark.parametrize(
     ("family", "trials"),
     [("gpt2", False), ("phi3", False), ("mixtral", True), ("t5", False), ("vit", True)],

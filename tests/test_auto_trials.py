@@ -31,7 +31,7 @@ def all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decision, "FAR", inf)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_fits")
+pytestmark = pytest.mark.usefixtures("one_thread")
 LLAMA = deep("llama", 3)
 
 
@@ -148,6 +148,7 @@ def test_what_is_taken_changes_the_output_least(
         assert text in report.out
 
 
+@pytest.mark.slow
 def test_the_winner_is_what_its_method_alone_would_be(folder: Path, tmp_path: Path) -> None:
     done = _convert(folder, tmp_path / "out", _recipe(options={"offer": ["lprod"]}))
     facts = done.manifest.plan.budget
@@ -164,6 +165,7 @@ def _layouts(plan: Plan) -> set[tuple[str, int]]:
     return {(term.structure, getattr(term, "p", 0)) for term in terms}
 
 
+@pytest.mark.often("changes1")
 @pytest.mark.parametrize("changes", [{}, {"method": {"name": "svd"}, "drop_layers": "auto"}])
 def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: Path) -> None:
     """Nothing is held out then; a change of nought for all would take the first, or few blocks."""
@@ -182,6 +184,7 @@ def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: P
     assert not convert(str(folder), alone, tmp_path / "svd", data=data).manifest.plan.warnings
 
 
+@pytest.mark.often("a largest error")
 @pytest.mark.parametrize(
     "changes",
     [{"options": {"trials": False}}, {"target": None, "max_error": 0.2}],
@@ -194,12 +197,14 @@ def test_where_predictions_decide(changes: Any, folder: Path, tmp_path: Path) ->
     assert facts.error is not None
 
 
+@pytest.mark.slow
 def test_in_fewer_blocks(folder: Path, tmp_path: Path) -> None:
     done = _convert(folder, tmp_path / "out", _recipe(drop_layers=1))
     assert done.manifest.plan.depth.kept == 2
     assert len(done.manifest.plan.budget.tried) > 1
 
 
+@pytest.mark.often("10")
 @pytest.mark.parametrize("after", [10, 38])
 def test_an_interrupted_search_goes_on(
     after: int, folder: Path, whole: Callable[[], Converted], tmp_path: Path

@@ -79,6 +79,7 @@ def _plain(
     return found
 
 
+@pytest.mark.often("deberta-v2", "clip", "t5", "mixtral", "llama")
 @pytest.mark.parametrize("family", TINY)
 def test_block_by_block_equals_a_plain_backward_pass(family: str, tmp_path: Path) -> None:
     model: Any = build(family)

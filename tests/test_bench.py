@@ -156,6 +156,7 @@ def test_lengths_beyond_the_models(tmp_path: Path) -> None:
 
 
 # -- whole runs
+@pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])
 def test_the_grid_is_measured(family: str, tmp_path: Path) -> None:
     folder = converted(family, tmp_path).folder

@@ -87,6 +87,7 @@ def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
 
 
 # -- what is decoded
+@pytest.mark.often("whisper-static")
 @pytest.mark.parametrize("cache", BOTH)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "t5", "whisper"])
 def test_steps_see_all_that_came_before(family: str, cache: str, tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_memory_counts_the_cache(cache: str, tmp_path: Path) -> None:
 
 
 # -- whole runs
+@pytest.mark.often("llama")
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_generation_is_measured(family: str, tmp_path: Path) -> None:
     folder = converted(family, tmp_path).folder

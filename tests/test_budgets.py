@@ -103,6 +103,7 @@ def test_whole_numbers_are_themselves(count: int) -> None:
 
 
 # ---------------------------------------------------------------- from shapes alone
+@pytest.mark.often("lprod-whole")
 @pytest.mark.parametrize("depth", [{}, {"keep_layers": [1]}], ids=["whole", "cut"])
 @pytest.mark.parametrize("name", METHODS)
 def test_plans_keep_within_parameters_and_bytes(
@@ -204,6 +205,7 @@ def test_python_takes_budgets(folder: Path) -> None:
 
 
 # ---------------------------------------------------------------- on data
+@pytest.mark.often("tucker")
 @pytest.mark.parametrize("name", ["lprod", "tucker"])
 def test_parameters_are_shared_out_by_loss(name: str, folder: Path, tmp_path: Path) -> None:
     limit = 20_000
@@ -217,6 +219,7 @@ def test_parameters_are_shared_out_by_loss(name: str, folder: Path, tmp_path: Pa
     assert budget.uniform_error is None or budget.error <= budget.uniform_error
 
 
+@pytest.mark.often("svd")
 @pytest.mark.parametrize("name", ["svd", "tt", "lprod"])
 def test_a_residual_of_fixed_rank_stays_where_loss_sizes(
     name: str, folder: Path, tmp_path: Path
@@ -250,6 +253,7 @@ def test_bytes_are_those_on_disk(data: bool, folder: Path, tmp_path: Path) -> No
     assert disk_bytes(source, done.manifest.plan, "float16") == _stored(done.folder)
 
 
+@pytest.mark.often("svd-False")
 @pytest.mark.parametrize(
     ("name", "data"), [("svd", True), ("svd", False), ("tt", False), ("auto", True)]
 )
@@ -272,6 +276,7 @@ def test_an_error_that_nothing_smaller_meets_is_refused(folder: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.often("tt", "tt-4")
 @pytest.mark.parametrize("name", ["svd", "tt", "tt-4", "tucker"])
 def test_a_tolerance_holds_for_every_weight(name: str, folder: Path, tmp_path: Path) -> None:
     """Without data it is the error of the weight."""

@@ -51,6 +51,7 @@ KINDS = ("bert", "mpnet", "gpt2", "t5", "vit", "clip", "whisper", "tcompress_gri
 KINDS += ("tcompress_text", "tcompress_grid-series")
 
 
+@pytest.mark.often("tcompress_text", "bert", "clip", "whisper", "tcompress_grid")
 @pytest.mark.parametrize("family", tiered(sorted(TINY), lambda row: row in KINDS))
 def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder(family, tmp_path)))
@@ -196,6 +197,7 @@ def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -
 
 
 # Tokenizers and limits
+@pytest.mark.often("bert-options2-1000-12")
 @pytest.mark.parametrize(
     ("family", "options", "max_length", "expected"),
     [

@@ -53,6 +53,7 @@ WRITERS: dict[str, Callable[[Path, pd.DataFrame], Any]] = {
 }
 
 
+@pytest.mark.often("tsv")
 @pytest.mark.parametrize("kind", sorted(WRITERS))
 def test_every_format_gives_the_same(kind: str, bert: SourceModel, tmp_path: Path) -> None:
     texts = sentences(12)

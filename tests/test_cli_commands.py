@@ -172,6 +172,7 @@ def test_exit_codes_of_errors() -> None:
     assert describe(typer.Abort()).code == 130
 
 
+@pytest.mark.often("stdout-arguments2", "stderr-arguments2")
 @pytest.mark.parametrize("arguments", [["recipes", "list"], ["--help"], ["recipes", "list", "-x"]])
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_reader_that_has_gone_changes_nothing(

@@ -225,6 +225,7 @@ def test_recipe_by_name(model: Path) -> None:
     assert done.document["plan"]["layers"][0]["parts"][0]["terms"][0]["transform"] == "fitted"
 
 
+@pytest.mark.often("2-130")
 @pytest.mark.parametrize(("by", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_conversion_goes_on(
     by: int, code: int, model: Path, monkeypatch: pytest.MonkeyPatch

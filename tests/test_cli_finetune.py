@@ -202,6 +202,7 @@ def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) 
     assert (finished.code, finished.out, finished.err) == (0, "", "")
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_training(tmp_path: Path) -> None:
     """In a process of its own, as users run it."""
     output = tmp_path / "out"

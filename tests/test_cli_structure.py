@@ -29,6 +29,7 @@ def modules_after(*arguments: str, setup: str = "") -> set[str]:
     return set(done.stdout.rpartition("modules:")[2].split())
 
 
+@pytest.mark.often("arguments1")
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["convert", "--help"], []])
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     loaded = modules_after(*arguments)

@@ -63,6 +63,7 @@ MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
 RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.converter.write_index")
 
 
+@pytest.mark.often("False-tcompress.conversion.outputs.config_text-True")
 @pytest.mark.parametrize(
     ("aware", "moment", "begun"), tiered(MOMENTS, lambda row: row[1] not in RARER)
 )
@@ -116,6 +117,7 @@ def test_finished_work_is_not_done_again(
     assert all((output / name).stat().st_mtime_ns == time for name, time in kept.items())
 
 
+@pytest.mark.often("False-40")
 @pytest.mark.parametrize(("aware", "after"), [(False, 40), (True, 14), (True, 40)])
 def test_an_interrupt_keeps_the_work(
     aware: bool,
@@ -139,6 +141,7 @@ def test_an_interrupt_keeps_the_work(
     }
 
 
+@pytest.mark.often("data")
 @pytest.mark.parametrize(
     "change", ["recipe", "weights", "config", "data", "tool", "query.weight", "LayerNorm.bias"]
 )
@@ -350,6 +353,7 @@ class _FullDisk(io.FileIO):
         return super().write(data) or 0
 
 
+@pytest.mark.often("False")
 @pytest.mark.parametrize("aware", [False, True])
 def test_a_full_disk(
     aware: bool,
@@ -439,6 +443,7 @@ def test_what_a_disk_does_is_no_defect_of_what_was_written() -> None:
         raise OSError("there is no file named config.json")  # as Transformers puts it
 
 
+@pytest.mark.often("another shape", "another type", "a mechanism", "weights that are drawn")
 @pytest.mark.parametrize("case", BROKEN)
 def test_a_writer_that_errs_publishes_nothing(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,7 +23,6 @@ from tcompress.errors import InputError
 from tcompress.options import Bench
 from tcompress.structures.lowrank import LowRankSpec
 from tests.support.cli import run
-from tests.support.conversions import few_steps
 from tests.support.model_folders import WORDS, model_folder
 
 FITTING = 10
@@ -62,13 +61,13 @@ TRIED = (
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work for a model that knows nothing."""
-    few_steps(monkeypatch)
     timed = Bench(batch=(1,), length=(8,), repeats=1, dtype="float32")
     less = {"FITTING_STORIES": FITTING, "WRITTEN_STORIES": 4, "HEALING_STEPS": 2, "TIMED": timed}
     for name, value in {"VARIANTS": TRIED, **less}.items():
         monkeypatch.setattr(f"tcompress.demo.{name}", value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short")
 def test_demo_leads_with_what_is_healed(data: DemoData, tmp_path: Path) -> None:
     report = run_demo(data, tmp_path / "models")

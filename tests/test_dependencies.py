@@ -169,6 +169,7 @@ def test_public_names_are_documented(name: str) -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_each_package_may_be_imported_first() -> None:
     """No package waits for another one that waits for it."""
     code = (

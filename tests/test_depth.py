@@ -90,6 +90,7 @@ def _assert_left(
         assert {item.path: item.kept for item in depth.stacks}[path] == kept
 
 
+@pytest.mark.often("modernbert", "gpt2")
 @pytest.mark.parametrize("family", USUAL)
 def test_what_is_left_computes_as_before(family: str, tmp_path: Path) -> None:
     _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)))
@@ -273,6 +274,7 @@ def test_two_blocks_that_replace_each_other_do_not_both_go(tmp_path: Path) -> No
     assert chosen[1] == min(second, key=lambda item: item.loss)
 
 
+@pytest.mark.often("clip")
 @pytest.mark.parametrize("family", ["t5", "whisper", "clip", "vit", "modernbert"])
 def test_stacks_of_other_models(family: str, tmp_path: Path) -> None:
     """Position biases of a first block, blocks that must stay, pictures and sounds."""
@@ -331,6 +333,7 @@ def whole(
     return cache(lambda name: convert(source, RESUMED[name], root / name, data=data))
 
 
+@pytest.mark.often("one-moment3", "weighed-tcompress.conversion.state.FitWorkplace.adopt")
 @pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_killed_and_run_again(
     name: str,
@@ -382,6 +385,7 @@ OFTEN = ("bert", "distilbert", "deberta-v2", "modernbert", "gpt2", "opt", "gemma
 OFTEN += ("qwen3_moe", "vit", "tcompress_grid")
 
 
+@pytest.mark.often("modernbert")
 @pytest.mark.parametrize("family", tiered(ONE_STACK, lambda row: row in OFTEN))
 def test_copies_compute_what_the_last_block_does(family: str, tmp_path: Path) -> None:
     model, right = _made(family, tmp_path, append_layers=2)
@@ -389,6 +393,7 @@ def test_copies_compute_what_the_last_block_does(family: str, tmp_path: Path) ->
     assert distance(outputs(model, inputs), outputs(right, inputs)) == 0
 
 
+@pytest.mark.often("llama-none")
 @pytest.mark.parametrize(
     ("family", "source"), [("bert", "builtin"), ("llama", "none"), ("vit", "builtin")]
 )

@@ -131,6 +131,7 @@ def test_blocks_that_know_their_place(
     planned(source, keep_layers=[0, 1])
 
 
+@pytest.mark.often("qwen3_moe-options2-changed2", "t5-options3-changed3")
 @pytest.mark.parametrize(
     ("family", "options", "changed"),
     [
@@ -248,6 +249,7 @@ def test_exports(bert: str, tmp_path: Path) -> None:
         export_dense(alone, tmp_path / "other")
 
 
+@pytest.mark.often("kept2-imitated2")
 @pytest.mark.parametrize(("kept", "imitated"), [([1, 3], [1, 3]), ([0, 2], [0, 3]), ([2], [3])])
 def test_healing_knows_what_blocks_stand_for(
     kept: list[int], imitated: list[int], bert: str, tmp_path: Path
@@ -261,6 +263,7 @@ def test_healing_knows_what_blocks_stand_for(
     assert setup.teacher_observer.modules == wanted
 
 
+@pytest.mark.slow
 def test_healing_needs_no_option(bert: str, tmp_path: Path) -> None:
     folder = cut(bert, tmp_path / "small")
     done = train(

@@ -39,6 +39,7 @@ def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path:
     assert [sizes[index] > 0 for index in range(5)] == [True, False, True, False, True]
 
 
+@pytest.mark.often("method0")
 @pytest.mark.parametrize("method", [{"name": "svd"}, {"name": "auto", "offer": ["svd", "lprod"]}])
 def test_idle_blocks_pay_for_the_others(idle: Path, method: dict[str, Any], tmp_path: Path) -> None:
     recipe = _recipe(method=method, target=0.35)
@@ -64,6 +65,7 @@ def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
     assert not plan.changes_model
 
 
+@pytest.mark.slow
 def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     """The change measured block by block is the one of whole passes of the saved model."""
     tiny = deep("llama", 4)
@@ -78,6 +80,7 @@ def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     assert told == pytest.approx(change_of(dense, model, data, sampler), rel=1e-3)
 
 
+@pytest.mark.often("modernbert")
 @pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "modernbert", "qwen3_moe"])
 def test_families(family: str, tmp_path: Path) -> None:
     tiny = deep(family, 3)

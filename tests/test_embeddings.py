@@ -161,6 +161,7 @@ def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
 
 
 # ---------------------------------------------------------------- whole models
+@pytest.mark.often("llama-svd", "bert-tt", "gpt2-svd", "t5-tucker")
 @pytest.mark.parametrize(("family", "method"), ROWS)
 def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, method)
@@ -172,6 +173,7 @@ def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path
     assert sum(p.numel() for p in model.parameters()) == found.plan.parameters - found.plan.saved
 
 
+@pytest.mark.often("opt")
 @pytest.mark.parametrize("family", ["bert", "opt", "t5", "gemma3"])
 def test_saved_again_trained_and_exported(family: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, aware=True, method={"name": "svd"}, target=0.5)
@@ -421,6 +423,7 @@ def test_a_dry_run_names_the_table(tiny: Callable[[str], Path]) -> None:
     assert "word embedding" in planned.out
 
 
+@pytest.mark.slow
 def test_healing_trains_the_table(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "dense")
     save_tokenizer(tmp_path / "dense")

@@ -107,6 +107,7 @@ def test_means_are_of_what_all_sets_have() -> None:
     assert means_of([number(0.5), other_task]) == []
 
 
+@pytest.mark.slow
 def test_records_are_those_of_single_measurements(place: Path) -> None:
     def kept(folder: str, *calls: Any) -> list[Metric]:
         shutil.copytree("bert-small", folder)

@@ -153,6 +153,7 @@ POOLINGS: dict[str, dict[str, Any] | None] = {
 }
 
 
+@pytest.mark.often("mean", "cls")
 @pytest.mark.parametrize("how", POOLINGS)
 def test_similarity(how: str, tmp_path: Path) -> None:
     folder = encoder(tmp_path / "model", pooling=POOLINGS[how])
@@ -214,6 +215,7 @@ def nats(folder: Path, windows: list[list[int]], context: int) -> tuple[float, i
     return total, count
 
 
+@pytest.mark.often("newline-False", "none-False")
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.parametrize("pack", ["eos", "newline", "none"])
 def test_perplexity(pack: str, start: bool, tmp_path: Path) -> None:

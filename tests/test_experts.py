@@ -64,6 +64,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[nn.M
     return cache(make)
 
 
+@pytest.mark.often("a module for each weight", "one product for all")
 @pytest.mark.parametrize("layout", EXPERTS)
 def test_rank_two_is_kept_through_loading_saving_and_exporting(
     layout: str, made: Callable[[str], Any], tmp_path: Path
@@ -111,6 +112,9 @@ def test_all_but_what_chooses_is_rewritten(layout: str, made: Callable[[str], An
 SIZED = ("shared expert", "list", "one product for all")
 
 
+@pytest.mark.often(
+    "chunked-False", "one product for all-False", "list, two experts for a token-False"
+)
 @pytest.mark.parametrize(
     ("layout", "by_loss"), [*((name, False) for name in EXPERTS), *((name, True) for name in SIZED)]
 )
@@ -140,6 +144,7 @@ def test_what_stays_dense_is_converted_on_saving_beside_what_does_not(
     assert distance(outputs(again, inputs), outputs(dense, inputs)) < 1e-4
 
 
+@pytest.mark.often("chunked")
 @pytest.mark.parametrize("layout", ["chunked", "transposed, biased, interleaved"])
 def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Path) -> None:
     dense: Any = EXPERTS[layout].build()
@@ -169,6 +174,7 @@ def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.often("list, two experts for a token")
 @pytest.mark.parametrize("layout", [name for name in EXPERTS if name.startswith("list")])
 def test_padding_is_no_row_of_listed_experts(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from tcompress import exports
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense_weight, export_dense
-from tests.support.conversions import distance, few_steps, outputs
+from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
 from tests.support.model_folders import model_folder
 from tests.support.tiers import tiered
@@ -55,10 +55,7 @@ OFTEN = "gpt2 vit qwen3_moe electra"
 @pytest.mark.parametrize(
     "families", tiered([OFTEN, "bert llama t5 mixtral phi3"], lambda row: row == OFTEN)
 )
-def test_exports_compute_the_same_without_tcompress(
-    families: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_steps(monkeypatch)
+def test_exports_compute_the_same_without_tcompress(families: str, tmp_path: Path) -> None:
     cases = []
     for family in families.split():
         folder = converted(family, tmp_path, **RECIPES[family]).folder

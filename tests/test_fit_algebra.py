@@ -401,6 +401,7 @@ def _explained(problems: list[Problem], turn: Tensor, p: int, *, output: bool) -
     return shares
 
 
+@pytest.mark.often("stages0-out")
 @pytest.mark.parametrize("output", [False, True], ids=["in", "out"])
 @pytest.mark.parametrize("stages", [Stages(WIDTH, 4, 2), Stages(WIDTH, 3, 1)])
 def test_fitted_transform(stages: Stages, output: bool) -> None:

@@ -151,6 +151,7 @@ WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, Any
 }
 
 
+@pytest.mark.often("class")
 @pytest.mark.parametrize("case", WRONG)
 def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) -> None:
     """All is said at once, before anything is done, by whatever opens the model."""

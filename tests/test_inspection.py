@@ -13,7 +13,7 @@ from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
-from tests.support.conversions import OPTIONS, few_steps, make
+from tests.support.conversions import OPTIONS, make
 from tests.support.own_models import Workshop
 from tests.support.scratch import config_folder
 from tests.support.tiny import TINY, build
@@ -37,6 +37,7 @@ def told_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert at_once.parameters == report_of(folder).parameters.total.now
 
 
+@pytest.mark.often("tcompress_text", "llama", "t5", "vit")
 @pytest.mark.parametrize("family", QUICK)
 def test_names_and_shapes_tell_what_the_model_does(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,15 +54,16 @@ def test_other_families_are_built(family: str, tmp_path: Path) -> None:
     assert found.parameters == report_of(tmp_path).parameters.total.now
 
 
+@pytest.mark.often("experts", "svd", "fitted")
 @pytest.mark.parametrize("option", [*OPTIONS, "experts"])
 def test_plans_tell_what_artefacts_hold(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few_steps(monkeypatch)
     family, method = ("mixtral", "svd") if option == "experts" else ("gpt2", option)
     told_twice(make(family, tmp_path, method).folder, monkeypatch)
 
 
+@pytest.mark.often("vit-hot")
 @pytest.mark.parametrize(
     ("family", "name"), [("vit", "hot"), ("gpt2", "tga"), ("bert", "tam"), ("bert", "multilinear")]
 )
@@ -83,9 +85,7 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
         subprocess.run([sys.executable, "-c", code, str(folder)], check=True, capture_output=True)
 
 
-def test_buffers_and_tied_tables_are_no_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffers_and_tied_tables_are_no_parameters(tmp_path: Path) -> None:
     model = build("gpt2")
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -110,6 +110,7 @@ def test_one_update_is_the_least_squares_optimum(
     assert_close(design[:, :-1] @ found.reshape(-1, 1), design[:, :-1] @ best, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @quick
 @given(
     st.sampled_from(sorted(CASES)), st.booleans(), st.sampled_from([0.5, 3, 7]), st.integers(0, 99)

@@ -27,7 +27,6 @@ from tests.support.conversions import (
     dense_weight,
     densified,
     distance,
-    few_steps,
     load_whole,
     make,
     outputs,
@@ -73,6 +72,7 @@ def test_without_tcompress_loading_fails(models: Models) -> None:
     assert lines[4] == "all loaded"
 
 
+@pytest.mark.slow
 def test_without_tcompress_the_first_line_says_what_to_do(models: Models, tmp_path: Path) -> None:
     """Also of a model that was saved again, with and without the package being installed."""
     made = models("bert", "dct")
@@ -105,6 +105,7 @@ def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path
     assert distance(outputs(found, made.inputs()), outputs(made.load(), made.inputs())) == 0
 
 
+@pytest.mark.often("bert-tucker-model-cpu_offload")
 @pytest.mark.parametrize(
     ("family", "option", "place"),
     [
@@ -147,6 +148,7 @@ OFFLOADED = [
 ]
 
 
+@pytest.mark.often("bert-tucker-model-bert.encoder.layer.1")
 @pytest.mark.parametrize(
     ("family", "option", "block"),
     tiered(OFFLOADED, lambda row: row[0] in ("bert", "mixtral", "t5")),
@@ -178,6 +180,7 @@ CAST = [
 CASTS = [(*pair, dtype) for pair in CAST for dtype in LOW]
 
 
+@pytest.mark.often("llama-fitted-dtype3")
 @pytest.mark.parametrize(
     ("family", "option", "dtype"), tiered(CASTS, lambda row: CASTS.index(row) % 4 in (0, 3))
 )
@@ -220,11 +223,9 @@ def test_cast_after_loading(family: str, option: str, dtype: torch.dtype, models
     assert outputs(model, made.inputs())[0].dtype == torch.float64
 
 
+@pytest.mark.often("fitted-float16")
 @pytest.mark.parametrize(("option", "dtype"), [("fitted", "float16"), ("svd", "bfloat16")])
-def test_convert_to_another_dtype(
-    option: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_steps(monkeypatch)
+def test_convert_to_another_dtype(option: str, dtype: str, tmp_path: Path) -> None:
     made = make("llama", tmp_path, option, aware=True, dtype=dtype)
     model = made.load()
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
@@ -238,9 +239,9 @@ def test_convert_to_another_dtype(
 SHARDED = [("llama", False), ("gpt2", True), ("mixtral", True)]
 
 
+@pytest.mark.often("llama-False")
 @pytest.mark.parametrize(("family", "aware"), tiered(SHARDED, lambda row: row[0] != "mixtral"))
-def test_shards(family: str, aware: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few_steps(monkeypatch)
+def test_shards(family: str, aware: bool, tmp_path: Path) -> None:
     whole = make(family, tmp_path / "one", "fitted", aware=aware)
     cut = make(family, tmp_path / "many", "fitted", aware=aware, max_shard_size="20KB")
     files = sorted(path.name for path in cut.folder.glob("*.safetensors"))
@@ -299,6 +300,7 @@ def test_classes_of_users_are_saved_and_loaded(kind: type[Tagger], tmp_path: Pat
 # What a loaded model can do: generate, be copied, train
 
 
+@pytest.mark.often("llama-fitted")
 @pytest.mark.parametrize(
     ("family", "option"),
     [("llama", "fitted"), ("gpt2", "residual"), ("t5", "dct"), ("mixtral", "svd"), ("bart", "dct")],
@@ -332,6 +334,7 @@ def test_copies_are_whole_and_independent(way: str, family: str, models: Models)
 TRAINED = [*(("bert", option) for option in OPTIONS), ("mixtral", "fitted"), ("t5", "residual")]
 
 
+@pytest.mark.often("bert-dct", "bert-fitted", "bert-tucker-model", "mixtral-fitted")
 @pytest.mark.parametrize(("family", "option"), TRAINED)
 def test_two_steps_of_adamw_change_every_tensor(family: str, option: str, models: Models) -> None:
     model, inputs = models(family, option).load().train(), TINY[family].inputs(8, 16, 0)

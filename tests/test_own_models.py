@@ -242,6 +242,8 @@ FIRST = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.often("import tcompress.own_models.grid")
 @pytest.mark.parametrize("first", tiered(FIRST, lambda row: row in FIRST[:3]))
 def test_auto_classes_know_the_hosts_whatever_is_imported_first(first: str, tmp_path: Path) -> None:
     for name in HOSTS[:2]:

@@ -57,6 +57,7 @@ def test_a_whole_recipe_and_the_same_again() -> None:
     assert Path("made/model.safetensors").stat().st_mtime_ns > before
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_not_taken_for_the_conversion() -> None:
     _recipe()
     assert _run().code == 0
@@ -127,6 +128,7 @@ def test_all_that_shows_early_is_said_before_any_work() -> None:
     assert not Path("made-converted").exists()
 
 
+@pytest.mark.slow
 def test_data_of_finished_stages_may_be_gone() -> None:
     _recipe(convert={"method": "svd", "target": 0.5, "calibration": {"source": "rows.jsonl"}})
     assert _run().code == 0

@@ -96,6 +96,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return found
 
 
+@pytest.mark.often("bert", "t5")
 @pytest.mark.parametrize("family", KEYS)
 def test_it_loads_without_tcompress_and_computes_the_same(
     family: str, pairs: dict[str, Pair]
@@ -108,6 +109,7 @@ def test_it_loads_without_tcompress_and_computes_the_same(
     assert max(float((found[key] - wanted[key]).abs().max()) for key in found) <= 1e-5
 
 
+@pytest.mark.often("phi3")
 @pytest.mark.parametrize("family", KEYS)
 def test_nothing_but_sizes_differs_from_the_source(family: str, pairs: dict[str, Pair]) -> None:
     one = pairs[family].plain
@@ -251,6 +253,7 @@ def _widths(made: Made) -> set[int]:
     return {entry.inputs_left for entry in made.plan.layers if entry.role == "down"}
 
 
+@pytest.mark.often("target_bytes")
 @pytest.mark.parametrize("budget", ["target", "target_params", "target_bytes"])
 def test_a_budget_chooses_the_largest_width(budget: str, tmp_path: Path) -> None:
     chosen = {**WIDTH, "plain": True, "aware": True}
@@ -270,6 +273,7 @@ def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
         make("bert", tmp_path, aware=True, plain=True, target=0.2, **WIDTH)
 
 
+@pytest.mark.often("dropped0")
 @pytest.mark.parametrize("dropped", [{"keep_layers": [0, 2]}, {"drop_layers": "auto"}])
 def test_fewer_blocks_and_neurons(dropped: dict[str, Any], tmp_path: Path) -> None:
     model = deep("bert").build()

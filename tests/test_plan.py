@@ -23,7 +23,6 @@ from tests.support.conversions import (
     assert_wired,
     by_role,
     calibration,
-    few_steps,
     make,
     recipe,
     short_name,
@@ -35,6 +34,7 @@ Planned = Callable[..., Plan]
 SVD = {"name": "svd", "rank": 4}
 
 
+@pytest.mark.often("phi3", "t5", "mixtral")
 @pytest.mark.parametrize("family", TINY)
 def test_no_weight_is_read(
     family: str, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
@@ -256,6 +256,7 @@ def test_an_unknown_family_is_scanned(tmp_path: Path) -> None:
         make_plan(recipe(keep=["q"]), _unknown(tmp_path / "again"))
 
 
+@pytest.mark.often("svd-True")
 @pytest.mark.parametrize("aware", [False, True])
 @pytest.mark.parametrize("option", ["dct", "svd"])
 def test_an_unknown_family_is_converted(option: str, aware: bool, tmp_path: Path) -> None:
@@ -389,6 +390,7 @@ BUDGETS = [
 ]
 
 
+@pytest.mark.often("tcompress_text", "llama", "bert", "t5")
 @pytest.mark.parametrize("family", TINY)
 def test_targets_are_kept_and_filled(family: str, tmp_path: Path) -> None:
     _wide(TINY[family], 4).build().save_pretrained(tmp_path)
@@ -399,6 +401,7 @@ def test_targets_are_kept_and_filled(family: str, tmp_path: Path) -> None:
         assert 0.9 * target <= plan.kept <= target, (method, target)
 
 
+@pytest.mark.often("changes3-method2")
 @pytest.mark.parametrize("method", [FITTED, {"name": "lprod", "p": 4}, {"name": "svd"}])
 @pytest.mark.parametrize(
     "changes",
@@ -503,13 +506,11 @@ def test_plans_share_inputs_among_equals_only(
     assert found == {**wanted, **owners}
 
 
+@pytest.mark.often("changes0")
 @pytest.mark.parametrize(
     "changes",
     tiered([case for case, _ in MIXED], lambda row: row in [MIXED[n][0] for n in (0, 3, 4, 5)]),
 )
-def test_inputs_are_shared_as_planned(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_steps(monkeypatch)
+def test_inputs_are_shared_as_planned(changes: dict[str, Any], tmp_path: Path) -> None:
     made = make("llama", tmp_path, aware=True, method=FITTED, **changes)
     assert_wired(made)

@@ -254,6 +254,7 @@ def estimated(sources: Callable[[str], SourceModel]) -> Callable[..., Estimate]:
     return of
 
 
+@pytest.mark.often("svd-gpt2")
 @pytest.mark.parametrize(
     "family", tiered(["bert", "gpt2", "mixtral", "t5"], lambda row: row in ("gpt2", "mixtral"))
 )

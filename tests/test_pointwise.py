@@ -178,6 +178,7 @@ def test_data_reach_them_by_channels_without_padding(texts: Path, tmp_path: Path
     assert found["calibration"] == pytest.approx(float(lost) ** 2, rel=1e-3)
 
 
+@pytest.mark.often("tt")
 @pytest.mark.parametrize("method", ["lprod", "tt", "auto"])
 def test_other_fits_with_data(method: str, texts: Path, tmp_path: Path) -> None:
     recipe = {"method": {"name": method}, "target": 0.5, "calibration": {"source": "builtin"}}

@@ -114,6 +114,7 @@ def test_windows_share_memory_and_can_be_drawn(tmp_path: Path) -> None:
     assert few.fingerprint != _read(path).fingerprint
 
 
+@pytest.mark.often("60-1")
 @pytest.mark.parametrize(("minutes", "factor"), [(60, 1), (15, 4)])
 def test_electricity_transformers_are_cut_after_months(
     minutes: int, factor: int, tmp_path: Path

@@ -43,6 +43,17 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tcompress_grid")
 
 
+@pytest.mark.often(
+    "tcompress_text-memory",
+    "bert-tga",
+    "bert-tsa",
+    "vit-hot",
+    "vit-favor",
+    "gpt2-tga",
+    "tcompress_text-folded",
+    "tcompress_text-tucker",
+    "tcompress_text-multilinear",
+)
 @pytest.mark.parametrize(
     ("family", "name"), tiered(PAIRS, lambda row: row[0] in OFTEN or row[1] == "tga")
 )
@@ -79,6 +90,7 @@ def test_what_cannot_work_is_refused_by_layer(family: str, name: str, shop: Work
     assert any(f"`{path}`" in error.value.message for path, _ in first.named_modules())
 
 
+@pytest.mark.often("tam")
 @pytest.mark.parametrize("name", [name for name in REPLACEMENTS if ("bert", name) not in REASONS])
 def test_padding_changes_nothing_in_a_model(name: str, shop: Workshop) -> None:
     """With numbers as training leaves them: at first some mechanisms are the host's attention."""
@@ -144,6 +156,7 @@ def test_generating_with_a_cache_gives_the_same(
     assert torch.equal(plain, kept)
 
 
+@pytest.mark.slow
 def test_a_pickled_model_runs_in_another_process(shop: Workshop, tmp_path: Path) -> None:
     model, _ = shop.hosted("bert", "tga").load()
     inputs = FAMILIES["bert"].inputs(batch=2, length=8, seed=1)
@@ -187,6 +200,7 @@ def test_other_heads_find_the_mechanisms(shop: Workshop, tmp_path: Path) -> None
     torch.testing.assert_close(head.bert(**inputs).last_hidden_state, states)
 
 
+@pytest.mark.slow
 def test_plain_transformers_stops(shop: Workshop) -> None:
     code = (
         "import sys, transformers\n"
@@ -234,6 +248,7 @@ def test_both_axes_combine_and_layers_make_up_for_the_mechanism(
     assert errors[True] < 0.9 * errors[False]
 
 
+@pytest.mark.often("alone")
 @pytest.mark.parametrize("layers", [False, True], ids=["alone", "with-svd"])
 def test_a_small_core_keeps_the_scores_that_matter(
     layers: bool, shop: Workshop, tmp_path: Path

@@ -19,7 +19,6 @@ from tcompress.models.store import SafetensorsShard
 from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.tree import ModelReport
-from tests.support.conversions import few_steps
 from tests.support.converted import converted
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build, named
@@ -143,6 +142,7 @@ COUNTED = {"llama": ("dense", "fitted", "tt"), "gpt2": ("dct",), "phi3": ("fitte
 COUNTED["t5"] = ("dense", "svd")
 
 
+@pytest.mark.often("llama-dense")
 @pytest.mark.parametrize(
     ("family", "option"),
     tiered(
@@ -150,10 +150,7 @@ COUNTED["t5"] = ("dense", "svd")
         lambda row: row[1] in COUNTED[row[0]],
     ),
 )
-def test_multiply_adds_are_those_that_run(
-    tmp_path: Path, family: str, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    few_steps(monkeypatch)
+def test_multiply_adds_are_those_that_run(tmp_path: Path, family: str, option: str) -> None:
     length, options = 12, MACS_OF[option]
     if options is None:
         folder = tmp_path / family

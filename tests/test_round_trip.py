@@ -33,7 +33,6 @@ from tests.support.conversions import (
     dense_weight,
     densified,
     distance,
-    few_steps,
     make,
     outputs,
     recipe,
@@ -41,12 +40,6 @@ from tests.support.conversions import (
 )
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, TinyModel, build
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_steps(monkeypatch)
-
 
 ALL = (*OPTIONS, *WIDTHS)
 
@@ -107,6 +100,19 @@ def _check_errors(made: Made, model: nn.Module) -> None:
         assert float(missed.square().sum() / wanted.square().sum()) < 0.9, name
 
 
+@pytest.mark.often(
+    "qwen3-svd-width-True",
+    "bert-dct-True",
+    "distilbert-dft-True",
+    "electra-tubal_rank-True",
+    "mpnet-residual-True",
+    "gpt2-tt-3-True",
+    "opt-tucker-model-True",
+    "llama-qtt-True",
+    "mixtral-dft-False",
+    "t5-gated-svd-False",
+    "phi3-fitted-False",
+)
 @pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)
@@ -158,6 +164,7 @@ MEASURED = (
 )  # fmt: skip
 
 
+@pytest.mark.often("phi3")
 @pytest.mark.parametrize(
     "family", tiered(MEASURED, lambda row: row in ("bert", "gpt2", "phi3", "t5", "vit"))
 )
@@ -211,6 +218,7 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]
     return cache(lambda family: make(family, tmp_path_factory.mktemp(family)))
 
 
+@pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", HEADS)
 def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -> None:
     made = with_head(family)
@@ -220,6 +228,7 @@ def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -
     _assert_filled(model, made)
 
 
+@pytest.mark.often("vit")
 @pytest.mark.parametrize("family", HEADS)
 def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str], Made]) -> None:
     made = with_head(family)
@@ -260,6 +269,7 @@ def _base_alone(family: str, folder: Path) -> Made:
     return Made(family, dense, folder / "dense", converted)
 
 
+@pytest.mark.often("vit")
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "mixtral"])
 def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
     made = _base_alone(family, tmp_path)
@@ -271,6 +281,7 @@ def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
     _assert_filled(HEADS[family].from_pretrained(made.folder), made)
 
 
+@pytest.mark.often("False-llama")
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
 @pytest.mark.parametrize("added", [False, True])
 def test_saved_without_its_head_or_with_one_added(

@@ -110,6 +110,7 @@ OFTEN = {(option, next(_OPTIONS)) for option in OPTIONS}
 ROWS = [(option, family) for option in OPTIONS for family in FAMILIES]
 
 
+@pytest.mark.often("tucker-model-phi3")
 @pytest.mark.parametrize(("option", "family"), tiered(ROWS, lambda row: row in OFTEN))
 def test_weights_are_as_large_as_the_host_draws_them(
     option: str, family: str, tmp_path: Path
@@ -142,6 +143,7 @@ def _size(weight: Tensor) -> float:
     return float(weight.detach().double().square().mean().sqrt())
 
 
+@pytest.mark.often("svd")
 @pytest.mark.parametrize("option", ["dct", "residual", "svd", "tt", "tucker-model"])
 def test_activations_keep_their_scale_through_depth(option: str, tmp_path: Path) -> None:
     config = GPT2Config(
@@ -218,6 +220,7 @@ REPLACEMENTS = (
 """All but multilinear attention: products of three small numbers are as small as its paper has."""
 
 
+@pytest.mark.often("{'name': 'tga'}")
 @pytest.mark.parametrize("attention", REPLACEMENTS, ids=str)
 def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path: Path) -> None:
     """No more than values have, and not next to nothing; softmax attention averages too."""

@@ -266,6 +266,7 @@ def test_without_a_task_there_is_nothing_to_learn(place: Path, tmp_path: Path) -
     assert not (tmp_path / "never").exists()
 
 
+@pytest.mark.slow
 def test_a_teacher_can_be_named_and_all_is_trained(place: Path, tmp_path: Path) -> None:
     source = open_architecture(architecture(tokenizer=WORDS), 1)
     dense = scratch(tmp_path / "dense", source, seed=1).folder

@@ -59,6 +59,7 @@ def test_what_asks_for_a_backward_pass() -> None:
         assert (chosen.measures_sensitivity, chosen.by_loss) == (first, second), changes
 
 
+@pytest.mark.often("svd")
 @pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])
 def test_a_budget_is_kept_and_shared_unevenly(
     changes: dict[str, Any], source: Path, tmp_path: Path
@@ -71,6 +72,7 @@ def test_a_budget_is_kept_and_shared_unevenly(
     assert Artifact.open(tmp_path / "out").layers == plan.layers
 
 
+@pytest.mark.often("svd")
 @pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])
 def test_loss_is_smaller_than_of_equal_shares(
     changes: dict[str, Any], source: Path, tmp_path: Path
@@ -98,6 +100,7 @@ def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float
 FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
 
 
+@pytest.mark.often("phi3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
@@ -128,6 +131,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     assert contents(output) == contents(whole().folder)
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_was_cut_short_is_made_again(
     source: Path, whole: Callable[[], Converted], tmp_path: Path
 ) -> None:
@@ -152,6 +156,7 @@ def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:
     assert not any("layer.0" in name and "query" in name for name in shares)
 
 
+@pytest.mark.often("method0")
 @pytest.mark.parametrize("method", [{"name": "lprod", "p": 4, "transform": "dct"}, SVD["method"]])
 def test_output_moments_change_fits_of_equal_sizes(
     method: dict[str, Any], source: Path, tmp_path: Path
@@ -168,6 +173,7 @@ def test_output_moments_change_fits_of_equal_sizes(
     assert written[0][1] != written[1][1]
 
 
+@pytest.mark.often("tt")
 @pytest.mark.parametrize("name", ["tt", "qtt"])
 def test_tensor_trains_take_a_budget(name: str, source: Path, tmp_path: Path) -> None:
     plan = _convert(source, tmp_path / "out", {"method": {"name": name}, "target": 0.4})

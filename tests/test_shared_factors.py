@@ -231,6 +231,7 @@ def test_every_family(family: str, share: str, aware: bool, tmp_path: Path) -> N
     assert_wired(made)
 
 
+@pytest.mark.often("model")
 @pytest.mark.parametrize("share", SHARES)
 def test_export(share: str, tmp_path: Path) -> None:
     made = make("gpt2" if share == "layers" else "bert", tmp_path, **METHODS[share])

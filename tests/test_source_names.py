@@ -203,7 +203,7 @@ def test_the_package_exports_what_it_says() -> None:
         _ = models.nothing
 
 
-def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
     hub.folder = hub.folder.parent / commit
     save("bert_base", hub.folder)

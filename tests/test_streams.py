@@ -235,6 +235,7 @@ def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed:
 RARER = ("llama", "bart", "whisper")
 
 
+@pytest.mark.often("opt")
 @pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
 def test_padding_is_left_out(case: str, tmp_path: Path) -> None:
     family = case.partition(",")[0]

@@ -54,9 +54,10 @@ from tests.support.structures import (
     stored_of,
     target_of,
 )
+from tests.support.tiers import tiered
 
 SLACK = 1e-9  # of relative errors: what is left of rounding in float64
-few = settings(deadline=None, derandomize=True, max_examples=4)
+few = settings(deadline=None, derandomize=True, max_examples=2)
 every_case = pytest.mark.parametrize("case", marked_cases(), ids=str)
 some_cases = pytest.mark.parametrize("case", six_cases(), ids=str)
 
@@ -90,7 +91,7 @@ def test_gradients_equal_those_of_the_dense_reference(case: Case) -> None:
         assert_close(ours, theirs)
 
 
-SECOND_ORDER = {"wide", "dct-in", "dft-in", "learned-out", "fitted-in", "fitted-out"}
+SECOND_ORDER = {"wide", "dct-in", "dft-both", "learned-out", "fitted-in", "fitted-out"}
 
 
 @pytest.mark.parametrize("case", [c for c in all_cases() if c.name in SECOND_ORDER], ids=str)
@@ -239,7 +240,11 @@ def test_full_capacity_reproduces_every_weight(case: Case) -> None:
 LADDER_ROWS = [ladder for kind in structures() for ladder in LADDERS[kind.name]]
 
 
-@pytest.mark.parametrize("ladder", LADDER_ROWS, ids=lambda rows: f"{rows[0]}-{rows[0].side}")
+@pytest.mark.parametrize(
+    "ladder",
+    tiered(LADDER_ROWS, lambda ladder: ladder[0].side == "in"),
+    ids=lambda rows: f"{rows[0]}-{rows[0].side}",
+)
 @few
 @given(seed=st.integers(0, 10**6))
 def test_error_never_grows_with_capacity(ladder: list[Case], seed: int) -> None:

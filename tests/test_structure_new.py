@@ -88,6 +88,7 @@ def in_tree(tree: Path, *arguments: object, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_contract_holds(tree: Path) -> None:
     contract = "tests/test_structure_contract.py"
     out = in_tree(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "-k",
@@ -95,6 +96,7 @@ def test_the_contract_holds(tree: Path) -> None:
     assert re.search(r"\n\d{2,} passed", out), out
 
 
+@pytest.mark.slow
 def test_commands_recipes_and_budgets_know_it(tree: Path) -> None:
     (tree / "mine.yaml").write_text(RECIPE)
     done: dict[str, Any] = json.loads(in_tree(tree, "-c", COMMANDS))

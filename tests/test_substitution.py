@@ -62,6 +62,7 @@ def test_changes_of_embeddings_that_change_no_order_are_none(texts: int) -> None
     assert 0 < little < more
 
 
+@pytest.mark.slow
 def test_substitutes_in_idle_blocks_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     assert made.manifest.plan.budget.error > 0  # predictions stand where nothing was found
 
 
+@pytest.mark.often("llama")
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5"])
 def test_a_dry_run_says_how_many_candidates_are_tried(
     tiny: object, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,6 +123,7 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     assert tried == [planned.candidates]
 
 
+@pytest.mark.slow
 def test_blocks_between_those_that_are_tried_get_what_lies_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from tcompress.errors import PlanError, RecipeError
 from tcompress.models import SourceModel
 from tcompress.options import Recipe
 from tcompress.sweeps import Cell, cells_of, default_methods, fallback_metric
-from tests.support.conversions import few_steps
 from tests.support.depth import deep
 from tests.support.evaluation import rows_file
 from tests.support.model_folders import sentences
@@ -146,8 +145,7 @@ def test_folder_holds_all_numbers() -> None:
     assert not found.failed
 
 
-def test_without_a_task_the_last_layer_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_steps(monkeypatch)
+def test_without_a_task_the_last_layer_tells() -> None:
     data = {"calibration": {"source": "texts.txt", "samples": 24}, "allocation": "uniform"}
     found = run(recipe(targets=[0.5], convert=data, evaluate=[]))
     report = found.cells[0].reports[0]

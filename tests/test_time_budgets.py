@@ -133,6 +133,7 @@ def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
     assert KnownTimes.of(CPU, "a model").values == {}
 
 
+@pytest.mark.often("svd", "auto")
 @pytest.mark.parametrize("method", ["width", "svd", "auto"])
 def test_a_model_is_as_fast_as_asked_for(method: str, counted: None, tmp_path: Path) -> None:
     budget = _made(tmp_path, method, speedup=1.25, at="4x8").plan.budget
@@ -192,6 +193,7 @@ def test_an_encoder_does_not_decode(tmp_path: Path) -> None:
         _made(tmp_path, speedup=2, at="decode")
 
 
+@pytest.mark.slow
 def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure = Mock()
     monkeypatch.setattr("tcompress.conversion.converter.bench", measure)
@@ -260,6 +262,7 @@ def test_a_real_pass_is_timed(tmp_path: Path) -> None:
     assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
 
 
+@pytest.mark.often("bert")
 @pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "vit"])
 def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Path) -> None:
     model = build(family)

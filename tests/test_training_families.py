@@ -43,6 +43,7 @@ FAMILIES = (
 OFTEN = ("bert", "deberta-v2", "gpt2", "mixtral", "t5", "vit", "clip_text_model")
 
 
+@pytest.mark.often("vit", "gpt2")
 @pytest.mark.parametrize("family", tiered(FAMILIES, lambda row: row in OFTEN))
 def test_families(family: str, tmp_path: Path) -> None:
     """Gradients reach every rewritten layer, and the result of a step loads."""
@@ -64,6 +65,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert {name: problems for name, problems in info.items() if problems} == {}
 
 
+@pytest.mark.often("vit-image-classification-accuracy")
 @pytest.mark.parametrize(
     ("family", "task", "validated"),
     [
@@ -84,6 +86,7 @@ def test_tasks_of_converted_models(family: str, task: str, validated: str, tmp_p
     assert report_of(done.folder).method == "lprod"
 
 
+@pytest.mark.slow
 def test_checkpoints_say_nothing_of_tied_weights(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,6 +183,8 @@ def _curve(document: dict[str, Any]) -> list[float]:
     return [number for number in found if number is not None]
 
 
+@pytest.mark.slow
+@pytest.mark.often("adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
     """The model's pooler takes no part in the task; no process must wait for its gradient."""

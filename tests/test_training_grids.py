@@ -40,6 +40,7 @@ def test_a_classifier_of_volumes_learns(tmp_path: Path) -> None:
     assert done.facts.curve[-1].loss < 0.7 * done.facts.curve[1].loss  # type: ignore[operator]
 
 
+@pytest.mark.often("tga")
 @pytest.mark.parametrize("name", ["hot", "tga"])
 def test_a_converted_forecaster_learns(name: str, tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid-series", tmp_path / "model")
@@ -50,6 +51,7 @@ def test_a_converted_forecaster_learns(name: str, tmp_path: Path) -> None:
     assert done.facts.best < 0.6 * float(done.facts.curve[0].validation or 0)
 
 
+@pytest.mark.often("tcompress_grid")
 @pytest.mark.parametrize("kind", ["tcompress_grid", "tcompress_grid-series"])
 def test_healing_reads_no_labels(kind: str, tmp_path: Path) -> None:
     model = grid_folder(kind, tmp_path / "model")

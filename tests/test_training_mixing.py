@@ -60,6 +60,7 @@ def test_worse_is_what_differences_of_batches_leave_no_doubt_of() -> None:
     assert is_worse([1.0], [1.1])
 
 
+@pytest.mark.often("1.0")
 @pytest.mark.parametrize("share", SHARES)
 def test_the_weights_that_were_chosen_are_written(
     share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -39,6 +39,7 @@ def _observer(folder: Path, blocks: list[int] | None = None, projections: bool =
     return Observer(model, roles, every if blocks is None else blocks, projections)
 
 
+@pytest.mark.often("llama")
 @pytest.mark.parametrize("family", NORMS)
 def test_states_are_those_that_the_model_gives(family: str, tmp_path: Path) -> None:
     small = converted(family, tmp_path).folder
@@ -57,6 +58,7 @@ def test_states_are_those_that_the_model_gives(family: str, tmp_path: Path) -> N
             assert_close(norm(last), stack[2])
 
 
+@pytest.mark.often("llama-widths2")
 @pytest.mark.parametrize(
     ("family", "widths"),
     [
@@ -84,6 +86,7 @@ def test_chosen_blocks(tmp_path: Path) -> None:
 FED = ("bert", "distilbert", "mpnet", "deberta-v2", "modernbert", "gpt2", "llama", "mixtral", "vit")
 
 
+@pytest.mark.often("modernbert")
 @pytest.mark.parametrize("family", FED)
 def test_fed_blocks_are_independent(family: str, tmp_path: Path) -> None:
     """Each reads the given state; no gradient reaches another one."""
@@ -106,6 +109,7 @@ def test_fed_blocks_are_independent(family: str, tmp_path: Path) -> None:
         assert not gradients(observer.modules[1 - index])
 
 
+@pytest.mark.often("gpt2-True")
 @pytest.mark.parametrize(
     ("family", "alone"), [("bert", False), ("bert", True), ("gpt2", True), ("llama", False)]
 )

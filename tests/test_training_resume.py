@@ -99,6 +99,7 @@ MOMENTS: list[tuple[str, int | str, bool]] = [
 ]
 
 
+@pytest.mark.often("dropout-7-True")
 @pytest.mark.parametrize(
     ("kind", "moment", "begun"),
     tiered(MOMENTS, lambda row: row[:2] not in [("heal", 1), ("tied", 5)]),
@@ -123,6 +124,7 @@ def test_killed_and_run_again(
     assert not partial_folder(output).exists()
 
 
+@pytest.mark.slow
 def test_killed_while_a_checkpoint_is_written(
     place: Path, whole: Callable[[str], Finetuned], tmp_path: Path
 ) -> None:
@@ -146,6 +148,7 @@ def test_interrupted_twice(place: Path, whole: Callable[[str], Finetuned], tmp_p
     _assert_same(train(model, tmp_path / "out", **options), whole("dropout"))
 
 
+@pytest.mark.often("change1")
 @pytest.mark.parametrize(
     "change", [{"learning_rate": 1e-3}, {"seed": 1}, {"objectives": {"hidden": 1}}, {"data": None}]
 )
@@ -160,6 +163,7 @@ def test_changed_options_start_afresh(change: dict[str, Any], place: Path, tmp_p
     _assert_same(again, train(model, tmp_path / "other", **{**options, **change}))
 
 
+@pytest.mark.slow
 def test_a_changed_model_starts_afresh(tmp_path: Path) -> None:
     model, data = small_encoder(tmp_path), texts(tmp_path)
     with pytest.raises(KeyboardInterrupt):
@@ -172,6 +176,7 @@ def test_a_changed_model_starts_afresh(tmp_path: Path) -> None:
     assert not train(model, tmp_path / "out", data=data, **OPTIONS).resumed
 
 
+@pytest.mark.slow
 def test_a_finished_output_is_not_replaced(place: Path, tmp_path: Path) -> None:
     model, options = _run("heal", place)
     options["steps"] = 2
@@ -185,6 +190,7 @@ def test_a_finished_output_is_not_replaced(place: Path, tmp_path: Path) -> None:
     verify_files(other.folder)
 
 
+@pytest.mark.slow
 def test_an_output_that_appears_meanwhile(place: Path, tmp_path: Path) -> None:
     """It is not replaced, and the training is not lost."""
     model, options = _run("heal", place)
@@ -205,6 +211,10 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 CHECKPOINT = "the checkpoint of step 4 cannot be written ("
 
 
+@pytest.mark.often(
+    "accelerate.Accelerator.save_state-1-error0-the checkpoint of step 4 cannot be written (-2",
+    "tcompress.training.checkpoints.save_file-2-error2-the best weights cannot be written (-4",
+)
 @pytest.mark.parametrize(
     ("function", "call", "error", "said", "kept"),
     [

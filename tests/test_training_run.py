@@ -60,6 +60,7 @@ def _rows(folder: Path, classes: Sequence[Any] = (0, 1)) -> dict[str, Any]:
     return {"task": "classification", "data": {"source": [str(rows)]}}
 
 
+@pytest.mark.often("bert")
 @pytest.mark.parametrize("family", ["bert", "llama"])
 def test_healing_lowers_the_loss(family: str, tmp_path: Path) -> None:
     folder = small(family, tmp_path)
@@ -123,6 +124,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
+@pytest.mark.often("bert-float32")
 @pytest.mark.parametrize(
     ("family", "dtype"), [("bert", "float32"), ("llama", "float16"), ("bert", "bfloat16")]
 )
@@ -143,6 +145,7 @@ def test_what_is_stored_stays_as_it_was(family: str, dtype: str, tmp_path: Path)
     assert weights(done.folder) != weights(folder)
 
 
+@pytest.mark.slow
 def test_only_what_should_be_is_trained(tmp_path: Path) -> None:
     folder, data = small("bert", tmp_path), texts(tmp_path)
     changed = {}
@@ -158,6 +161,7 @@ def test_only_what_should_be_is_trained(tmp_path: Path) -> None:
     assert any("embeddings" in name for name in changed["all"])
 
 
+@pytest.mark.often("regression")
 @pytest.mark.parametrize("task", ["sts", "classification", "regression"])
 def test_dense_models_are_trained(task: str, tmp_path: Path) -> None:
     folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
@@ -202,6 +206,7 @@ def test_a_task_is_learnt(tmp_path: Path) -> None:
     assert model.config.id2label[int(model(**tokens).logits.argmax())] == "tree"
 
 
+@pytest.mark.slow
 def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
     """The names of its layers get a prefix."""
     folder = small_encoder(tmp_path)
@@ -221,6 +226,7 @@ def test_a_head_is_added_to_a_converted_model(tmp_path: Path) -> None:
     assert again.facts.teacher == str(tmp_path / "bert")
 
 
+@pytest.mark.slow
 def test_a_classifier_is_healed_with_its_logits(tmp_path: Path) -> None:
     folder = small_classifier(tmp_path, ("a", "b", "c"))
     options = {"steps": 12, "learning_rate": 3e-3, "evaluate_every": 6}
@@ -232,6 +238,7 @@ def test_a_classifier_is_healed_with_its_logits(tmp_path: Path) -> None:
     assert AutoModel.from_pretrained(taught.folder)
 
 
+@pytest.mark.slow
 def test_a_model_without_head_learns_from_a_classifier(tmp_path: Path) -> None:
     """Its new head gets the teacher's order of the classes."""
     folder = small_encoder(tmp_path)
@@ -270,6 +277,7 @@ def test_what_options_mean_by_default(
     assert first == again != third
 
 
+@pytest.mark.slow
 def test_blocks_first_then_all_together(tmp_path: Path) -> None:
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     options = {"data": data, "steps": 20, "learning_rate": 3e-3, "evaluate_every": 20}
@@ -304,6 +312,7 @@ def test_a_head_with_one_output_is_imitated(tmp_path: Path) -> None:
     assert 0 < found[-1] < found[0]
 
 
+@pytest.mark.slow
 def test_columns_joined_without_a_task(tmp_path: Path) -> None:
     rows = rows_file(tmp_path / "rows.jsonl", one=sentences(9), two=sentences(9))
     data = {"source": [str(rows)], "columns": {"text": "one+two"}}
@@ -311,6 +320,7 @@ def test_columns_joined_without_a_task(tmp_path: Path) -> None:
     assert "one+two" in done.facts.data
 
 
+@pytest.mark.slow
 def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     found = [
@@ -322,6 +332,7 @@ def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
     assert {item.dtype for item in _tensors(found[1].folder).values()} == {torch.float32}
 
 
+@pytest.mark.often("objectives0")
 @pytest.mark.parametrize("objectives", [{"logits": 1.0}, {"hidden": 1.0}])
 def test_a_task_without_its_own_loss_is_validated_by_the_others(
     objectives: dict[str, float], tmp_path: Path
@@ -335,6 +346,7 @@ def test_a_task_without_its_own_loss_is_validated_by_the_others(
     assert 0 < done.facts.best < _validations(done)[0]
 
 
+@pytest.mark.slow
 def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What accelerate's loggers are told."""
     from accelerate import Accelerator
@@ -354,6 +366,7 @@ def test_a_folder_that_was_moved_trains_without_its_teacher(tmp_path: Path) -> N
     assert done.facts.objectives == {"task": 1.0}
 
 
+@pytest.mark.often("<lambda>-its values are others")
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -431,6 +444,7 @@ def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (done.facts.steps, done.facts.best_step, done.facts.best) == (10, 6, 2.0)
 
 
+@pytest.mark.often("validation-the validation loss is inf at step 2")
 @pytest.mark.parametrize(
     ("what", "message"),
     [

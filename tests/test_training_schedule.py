@@ -164,6 +164,7 @@ def test_a_limit_of_time_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     assert rates[-1] < 1e-4  # the schedule came to its end
 
 
+@pytest.mark.slow
 def test_a_short_limit_warms_up_and_ends_in_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +196,7 @@ def test_a_limit_of_time_ends_slow_runs_too(
 TERMS = {"hidden": 1.0, "logits": 0.5, "attention": 2.0}
 
 
+@pytest.mark.often("pairs of texts-options3")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -226,6 +228,7 @@ def test_validation_does_not_depend_on_batches(tmp_path: Path) -> None:
     assert losses.validate(1) == pytest.approx(losses.validate(8), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_too_little_memory_halves_the_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,7 @@ def test_all_channels_change_nothing(tmp_path: Path) -> None:
     assert distance(found, wanted) <= 1e-4
 
 
+@pytest.mark.often("llama")
 @pytest.mark.parametrize("family", ["bert", "llama", "t5", "vit"])
 def test_refitting_is_no_worse_than_leaving_channels_out(family: str, tmp_path: Path) -> None:
     """On the rows that the fit saw, and summed over the layers that read channels."""
@@ -206,6 +207,7 @@ def _structured(model: Any) -> list[Any]:
     return [item for item in model.modules() if hasattr(item, "head_width")]
 
 
+@pytest.mark.often("mixtral")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral"])
 def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
     made = _narrow(family, tmp_path, keep_neurons=0.5, head_size=0.5)
@@ -252,6 +254,7 @@ def test_heads_that_a_norm_takes_together_stay_together(tmp_path: Path) -> None:
     assert heads.sizes == [0]
 
 
+@pytest.mark.often("bert", "whisper")
 @pytest.mark.parametrize(
     "family", ["bert", "gpt2", "llama", "qwen3", "phi3", "mixtral", "opt", "vit", "whisper"]
 )
@@ -316,6 +319,7 @@ def _halved(family: str, folder: Path, *, aware: bool = True) -> Any:
     return make(family, folder, aware=aware, method={"name": "width"}, target=target)
 
 
+@pytest.mark.often("phi3")
 @pytest.mark.parametrize(
     "family", ["bert", "gpt2", "gpt_neox", "llama", "qwen3", "phi3", "mixtral", "t5", "vit"]
 )
@@ -352,6 +356,7 @@ def test_biases_take_the_mean_of_what_is_gone(
     assert_close(bias.detach(), torch.cat(rows).mean(0), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_what_is_gone_is_not_computed(family: str, tmp_path: Path) -> None:
     made = _halved(family, tmp_path)
@@ -364,6 +369,7 @@ def test_what_is_gone_is_not_computed(family: str, tmp_path: Path) -> None:
     assert macs == made.dense.config.vocab_size * 32  # the output head
 
 
+@pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_generation_with_a_cache_is_that_without(family: str, tmp_path: Path) -> None:
     made = _halved(family, tmp_path)

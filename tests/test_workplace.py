@@ -139,6 +139,7 @@ def test_force_replaces_what_tcompress_wrote(tmp_path: Path) -> None:
     check_output(tmp_path / "out", force=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="only Linux exchanges two names at once")
 def test_readers_always_find_a_model(tmp_path: Path) -> None:
     output, failures, over = model(tmp_path / "out", "old"), [], threading.Event()

@@ -23,7 +23,7 @@ import tcompress
 from tcompress.conversion.converter import convert
 from tcompress.errors import TCompressError
 from tests.support.cli import run
-from tests.support.conversions import OPTIONS, few_steps, make
+from tests.support.conversions import OPTIONS, make
 from tests.support.model_folders import save_tokenizer
 from tests.support.own_models import Workshop
 from tests.support.scratch import LPROD, scratch
@@ -45,25 +45,23 @@ SWAPS: tuple[Any, ...] = (
 def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One artefact of every structure and every kind of attention, several of them in shards."""
     root, made = tmp_path_factory.mktemp("artefacts"), {}
-    with pytest.MonkeyPatch.context() as patch:
-        few_steps(patch)
-        for option in OPTIONS:
-            size = "30KB" if option in ("svd", "fitted") else "2GB"
-            folder = root / option
-            dense = build("bert")
-            dense.save_pretrained(folder / "dense")
-            save_tokenizer(folder / "dense")
-            made[option] = _convert(folder, OPTIONS[option], max_shard_size=size)
-        made["experts"] = make("mixtral", root / "experts", "svd").folder
-        embeddings = {"embeddings": {"method": {"name": "svd"}, "target": 0.5}, "method": None}
-        made["embeddings"] = make("gpt2", root / "embeddings", **embeddings, target=None).folder
-        for family, name in (
-            ("bert", "folded"), ("vit", "hot"), ("gpt2", "tga"), ("llama", "tsa"),
-            ("bert", "tam"), ("bert", "memory"), ("bert", "tucker"), ("bert", "multilinear"),
-        ):  # fmt: skip
-            made[name] = Workshop(root / name).hosted(family, name).folder
-        forms = {"positions": "harmonic", "norm": "tensor"}
-        made["scratch"] = scratch(root / "scratch", method=LPROD, **forms).folder
+    for option in OPTIONS:
+        size = "30KB" if option in ("svd", "fitted") else "2GB"
+        folder = root / option
+        dense = build("bert")
+        dense.save_pretrained(folder / "dense")
+        save_tokenizer(folder / "dense")
+        made[option] = _convert(folder, OPTIONS[option], max_shard_size=size)
+    made["experts"] = make("mixtral", root / "experts", "svd").folder
+    embeddings = {"embeddings": {"method": {"name": "svd"}, "target": 0.5}, "method": None}
+    made["embeddings"] = make("gpt2", root / "embeddings", **embeddings, target=None).folder
+    for family, name in (
+        ("bert", "folded"), ("vit", "hot"), ("gpt2", "tga"), ("llama", "tsa"),
+        ("bert", "tam"), ("bert", "memory"), ("bert", "tucker"), ("bert", "multilinear"),
+    ):  # fmt: skip
+        made[name] = Workshop(root / name).hosted(family, name).folder
+    forms = {"positions": "harmonic", "norm": "tensor"}
+    made["scratch"] = scratch(root / "scratch", method=LPROD, **forms).folder
     return made
 
 

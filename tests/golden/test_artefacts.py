@@ -84,6 +84,12 @@ def _header(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "metadata": file.metadata(), "tensors": shapes}
 
 
+@pytest.mark.often(
+    "multilinear", "scratch", "svd", "lprod-dct", "lprod-fitted", "tt", "tucker", "auto", "hot"
+)
+@pytest.mark.often(
+    "multilinear", "scratch", "svd", "lprod-dct", "lprod-fitted", "tt", "tucker", "auto", "hot"
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_files(name: str, folder: Path, golden: Golden) -> None:
     made = _made(folder, name)
@@ -102,6 +108,12 @@ def test_files(name: str, folder: Path, golden: Golden) -> None:
     golden.document(f"artefacts/{name}.json", found, hide={"checksums"}, within=within)
 
 
+@pytest.mark.often(
+    "lprod-dct", "tucker", "svd", "lprod-fitted", "tt", "auto", "hot", "multilinear", "scratch"
+)
+@pytest.mark.often(
+    "lprod-dct", "tucker", "svd", "lprod-fitted", "tt", "auto", "hot", "multilinear", "scratch"
+)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_numbers(name: str, folder: Path, golden: Golden) -> None:
     made = _made(folder, name)

@@ -3,12 +3,13 @@
 import copy
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -114,10 +115,21 @@ def threads() -> int:
     return sum(type(thread).__name__ != "TMonitor" for thread in threading.enumerate())
 
 
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def few_steps() -> Iterator[None]:
     """Stop fits that go on in steps early, where their quality does not matter."""
-    monkeypatch.setattr(linalg, "fit_rotation", partial(fit_rotation, steps=4))
-    monkeypatch.setattr(linalg, "fit_tt", lambda *args: fit_tt(*args[:3], 1, *args[4:]))
+    rotations = patch.object(linalg, "fit_rotation", partial(fit_rotation, steps=4))
+    trains = patch.object(linalg, "fit_tt", lambda *args: fit_tt(*args[:3], 1, *args[4:]))
+    with rotations, trains:
+        yield
+
+
+@contextmanager
+def all_steps() -> Iterator[None]:
+    """Undo `few_steps`."""
+    rotations = patch.object(linalg, "fit_rotation", fit_rotation)
+    with rotations, patch.object(linalg, "fit_tt", fit_tt):
+        yield
 
 
 def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:

@@ -72,58 +72,53 @@ def _lprod(label: str, kind: str, **rest: Any) -> Case:
 
 
 _tucker = partial(_case, "tucker")
-ALIKE = (("identity", "in"), ("haar", "in"), ("hadamard", "out"), ("random", "both"))
-"""Transforms that differ in their numbers only: each is tried in one place."""
-
-
-def _placed(*, rare: bool) -> list[Case]:
-    alike = {kind for kind, _ in ALIKE}
-    return [
-        _lprod(f"{kind}-{side}", kind, side=side)
-        for kind in KINDS
-        for side in PLACES
-        if (kind in alike and (kind, side) not in ALIKE) is rare
-    ]
 
 
 def _lprod_cases() -> list[Case]:
-    rows = _placed(rare=False)
-    # Stages that the transform of the tubes folds into (4 divides b), and odd counts that do not.
-    rows += [
+    """One row for each way of storing slices or applying a transform, of the smallest sizes."""
+    return [
+        _lprod("dct-in", "dct", side="in"),
+        _lprod("dft-both", "dft", side="both"),
+        _lprod("learned-out", "learned", side="out"),
+        _lprod("fitted-in", "fitted", side="in"),
+        _lprod("fitted-out", "fitted", side="out"),
+        # Stages that the transform of the tubes folds into (4 divides b), and odd counts.
+        _lprod("fitted-b4-3-stages", "fitted", side="out", block=4, stages=3),
+        _lprod("tubal-rank-in", "dct", side="in", tubal_rank=2),
+        _lprod("dft-odd", "dft", p=5, inputs=15, outputs=10),
+        _lprod("p1-learned", "learned", p=1, exact=True),
+        _lprod("pad-fitted-in", "fitted", side="in", **_PADDED),
+        _lprod("pad-dct-out", "dct", side="out", **_PADDED, optimal=False),
+    ]
+
+
+# Widths that p does not divide. Outputs that are cut off are fitted too, to zero: where a
+# transform mixes them with those that are kept, the fit is not the optimum.
+_PADDED: dict[str, Any] = {"pad": True, "inputs": 14, "outputs": 22}
+
+
+def _more_lprod_cases() -> list[Case]:
+    often = {case.name for case in _lprod_cases()}
+    placed = [_lprod(f"{kind}-{side}", kind, side=side) for kind in KINDS for side in PLACES]
+    return [case for case in placed if case.name not in often] + [
         _lprod("fitted-b4-in", "fitted", side="in", block=4),
         _lprod("fitted-b4-out", "fitted", side="out", block=4),
         _lprod("fitted-b4-4-stages", "fitted", side="in", block=4, stages=4),
-        _lprod("fitted-b4-3-stages", "fitted", side="out", block=4, stages=3),
         _lprod("fitted-b8-1-stage", "fitted", side="in", block=8, stages=1),
-        _lprod("tubal-rank-in", "dct", side="in", tubal_rank=2),
         _lprod("tubal-rank-out", "fitted", side="out", tubal_rank=1),
         _lprod("tubal-rank-too-large", "dct", tubal_rank=9),
         _lprod("placement-over-role", "dct", side="in", placement="out"),
         _lprod("seed", "random", p=5, inputs=15, outputs=10, seed=7),
-        _lprod("dft-odd", "dft", p=5, inputs=15, outputs=10),
         _lprod("as-many-slices-as-inputs", "dct", p=8, inputs=8, outputs=16),
-    ]
-    rows += [_lprod(f"p1-{kind}", kind, p=1, exact=True) for kind in ("dct", "dft", "learned")]
-    rows.append(_lprod("p1-prime", "fitted", p=1, inputs=7, outputs=11, exact=True))
-    return rows + _padded_cases()
-
-
-def _padded_cases() -> list[Case]:
-    """Widths that p does not divide.
-
-    Outputs that are cut off are fitted too, to zero: where a transform mixes them with those that
-    are kept, the fit is not the optimum.
-    """
-    both = {"pad": True, "inputs": 14, "outputs": 22}
-    return [
-        _lprod("pad-identity", "identity", side="in", **both),
-        _lprod("pad-dct-in", "dct", side="in", **both),
-        _lprod("pad-dct-out", "dct", side="out", **both, optimal=False),
-        _lprod("pad-dct-both", "dct", side="both", **both, optimal=False),
-        _lprod("pad-dft", "dft", **both, optimal=False),
-        _lprod("pad-fitted-in", "fitted", side="in", **both),
-        _lprod("pad-fitted-out", "fitted", side="out", **both, optimal=False),
-        _lprod("pad-tubal-rank", "dct", side="in", **both, tubal_rank=1),
+        _lprod("p1-dct", "dct", p=1, exact=True),
+        _lprod("p1-dft", "dft", p=1, exact=True),
+        _lprod("p1-prime", "fitted", p=1, inputs=7, outputs=11, exact=True),
+        _lprod("pad-identity", "identity", side="in", **_PADDED),
+        _lprod("pad-dct-in", "dct", side="in", **_PADDED),
+        _lprod("pad-dct-both", "dct", side="both", **_PADDED, optimal=False),
+        _lprod("pad-dft", "dft", **_PADDED, optimal=False),
+        _lprod("pad-fitted-out", "fitted", side="out", **_PADDED, optimal=False),
+        _lprod("pad-tubal-rank", "dct", side="in", **_PADDED, tubal_rank=1),
     ]
 
 
@@ -137,20 +132,20 @@ def _tt_cases() -> list[Case]:
         _tt("2-cores", rank=3, **_NEAR),
         _tt("3-cores", order=3, rank=4, **_NEAR),
         _tt("contract", rank=3, apply="contract", side="out", **_NEAR),
-        _tt("rebuild", rank=3, apply="rebuild", **_NEAR),
         # An outer product is no product of matrices to torch's counter: not rebuilt.
         _tt("rank-1", rank=1, apply="contract", **_NEAR),
-        _tt("budget", budget=200, side="both", **_NEAR),
-        _tt("prime", inputs=17, outputs=23, rank=3, **_NEAR),
-        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **_NEAR),
         _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **_NEAR),
         _tt("full", rank=99, exact=True),
-        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
-    ]  # fmt: skip
+    ]
 
 
 def _more_tt_cases() -> list[Case]:
     return [
+        _tt("rebuild", rank=3, apply="rebuild", **_NEAR),
+        _tt("budget", budget=200, side="both", **_NEAR),
+        _tt("prime", inputs=17, outputs=23, rank=3, **_NEAR),
+        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **_NEAR),
+        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
         _tt("4-cores", order=4, rank=2, **_NEAR),
         _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **_NEAR),
         _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **_NEAR),
@@ -173,45 +168,16 @@ CASES: dict[str, list[Case]] = {
     "lowrank": [
         Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
         Case("lowrank", "wide", {"rank": 3}, inputs=16, outputs=10, side="out"),
-        Case("lowrank", "budget", budget=5 * (16 + 24), side="both"),
         Case("lowrank", "full", {"rank": 10}, inputs=10, outputs=16, exact=True),
-        Case("lowrank", "rank-beyond-full", {"rank": 99}, inputs=16, outputs=10, exact=True),
-        Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
     ],
     "lprod": _lprod_cases(),
     "width": [Case("width", "tall", inputs=10, outputs=16, exact=True)],
     "tt": _tt_cases(),
     "tucker": [
         _tucker("tall", rank=3),
-        _tucker("wide", rank=3, **_TURNED),
-        _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
         _tucker("full", rank=99, exact=True),
-        _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
-        _tucker("heads", share="heads", cores=3, rank=[3, 5], sharing_sites=2),
         _tucker("heads-out", share="heads", cores=3, rank=[3, 5], sharing_sites=2, **_TURNED),
-        _tucker("layers", share="layers", cores=2, rank=5, sharing_sites=3),
         _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, sharing_sites=2),
-        _tucker(
-            "model-out",
-            share="model",
-            cores=3,
-            rank=5,
-            inputs=24,
-            outputs=8,
-            side="out",
-            sharing_sites=2,
-        ),
-        _tucker("model-budget", share="model", inputs=8, outputs=24, sharing_sites=2, budget=100),
-        _tucker(
-            "full-model",
-            share="model",
-            rank=2,
-            cores=4,
-            inputs=2,
-            outputs=6,
-            sharing_sites=4,
-            exact=True,
-        ),
     ],
 }
 LADDERS: dict[str, list[list[Case]]] = {
@@ -280,16 +246,31 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
     ],
 }  # fmt: skip
 MORE: dict[str, list[Case]] = {
-    "lprod": _placed(rare=True),
+    "lowrank": [
+        Case("lowrank", "budget", budget=5 * (16 + 24), side="both"),
+        Case("lowrank", "rank-beyond-full", {"rank": 99}, inputs=16, outputs=10, exact=True),
+        Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
+    ],
+    "lprod": _more_lprod_cases(),
     "tt": _more_tt_cases(),
     "tucker": [
+        _tucker("wide", rank=3, **_TURNED),
+        _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
+        _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
+        _tucker("heads", share="heads", cores=3, rank=[3, 5], sharing_sites=2),
+        _tucker("layers", share="layers", cores=2, rank=5, sharing_sites=3),
+        _tucker("model-out", share="model", cores=3, rank=5, inputs=24, outputs=8, side="out",
+                sharing_sites=2),
+        _tucker("model-budget", share="model", inputs=8, outputs=24, sharing_sites=2, budget=100),
+        _tucker("full-model", share="model", rank=2, cores=4, inputs=2, outputs=6, sharing_sites=4,
+                exact=True),
         _tucker("layers-out", share="layers", cores=2, rank=[4, 3], side="out", sharing_sites=3),
         _tucker("heads-one-core", share="heads", cores=1, rank=2, sharing_sites=2),
         _tucker("model-one-block", share="model", rank=3, inputs=8, outputs=8, sharing_sites=4),
         _tucker("rank-beyond-full", rank=99, inputs=16, outputs=10, exact=True),
     ],
-}
-"""Rows for the full grid: combinations of what the others have one by one."""
+}  # fmt: skip
+"""Rows for the full grid: other sizes, and combinations of what the others have one by one."""
 
 
 def all_cases() -> list[Case]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcompress.cli import terminal
+from tcompress.cli.first_look import first_look
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
@@ -56,6 +57,10 @@ def sweep(
 
     recipe = recipe_of(call, cells, measured, said)
     folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
+    with first_look() as look:
+        if not planned.dry_run:
+            look.sweep(recipe, folder.expanduser(), force=written.force)
+        look.models(one.model, revision=access.revision)
     source = terminal.open_source(one.model, access, manner)
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)

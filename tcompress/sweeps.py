@@ -53,7 +53,6 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
-from tcompress.structures import structures
 from tcompress.training.setup import check_run
 
 
@@ -80,11 +79,6 @@ class Cell:
             "left": len(self.plan.left),
             "estimate": self.costs.model_dump(mode="json"),
         }
-
-
-def default_methods() -> tuple[str, ...]:
-    """Names one method of each structure: all of them are fitted to data and take a target."""
-    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
 
 
 def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:

@@ -14,7 +14,7 @@ from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
-from tcompress.options.schema import Recipe, Sweep
+from tcompress.options.schema import Recipe, Sweep, default_methods
 from tcompress.options.steps import MEASURED, Bench, Evaluate, Finetune
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def recipe_of(
     """Makes a recipe of the options: that which is named, if any, with changes."""
     from tcompress.options import change_recipe, find_recipe, parse_recipe
     from tcompress.options.choose import conversion
-    from tcompress.sweeps import default_methods
 
     text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)

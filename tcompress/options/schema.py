@@ -20,6 +20,7 @@ from tcompress.options.method_options import (
 )
 from tcompress.options.steps import Architecture, Bench, Evaluate, Finetune, PaperRow
 from tcompress.options.words import quoted
+from tcompress.structures import structures
 
 RECIPE_VERSION = 1
 _NOT_IN_CELLS = ("tol", "offer", "trials", "modes")
@@ -127,6 +128,11 @@ class Recipe(Section):
                 "`architecture` describes a model without weights: it needs `convert.init: random`"
             )
         return self
+
+
+def default_methods() -> tuple[str, ...]:
+    """Names one method of each structure: all of them are fitted to data and take a target."""
+    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
 
 
 def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:

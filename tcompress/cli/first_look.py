@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
-from tcompress.data.tables import check_data
 from tcompress.errors import Problems
 from tcompress.files import check_page
-from tcompress.models.names import MANIFEST, find_locally, local_folder, read_config, resolve
+from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
 from tcompress.options.schema import Recipe, converted_beside, data_of
 from tcompress.options.steps import Finetune
 
@@ -51,6 +50,8 @@ class Look:
 
     def data(self, names: Iterable[str]) -> None:
         """Refuses files and folders of data that are not there."""
+        from tcompress.data.tables import check_data  # which takes numpy: not for help
+
         self.check(check_data, names)
 
     def page(self, path: str | None) -> None:
@@ -84,11 +85,15 @@ class Look:
             self.models(training.teacher)
 
 
-def reach(*names: str | None, token: str | None = None) -> None:
+def reach(
+    *names: str | None,
+    revision: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+) -> None:
     """Asks the hub for models that are not here; its client is imported sooner than torch."""
     problems = Problems()
     for name in filter(None, dict.fromkeys(names)):
-        if local_folder(name) is None:
-            with problems.collected():
-                resolve(name, token=token)
+        with problems.collected():
+            resolve(name, revision, token, weights=weights)
     problems.report()

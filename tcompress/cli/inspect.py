@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.cli.first_look import first_look, reach
@@ -30,10 +31,10 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     if call.verify:
         _verify(call.model, access, manner)
         return
+    bare = Path(call.model).name == "config.json"  # what has no weights yet
     with first_look() as look:
-        # What has no weights yet can be inspected too.
-        look.models(call.model, revision=access.revision, weights=False)
-    reach(call.model, token=access.token)
+        look.models(call.model, revision=access.revision, weights=not bare)
+    reach(call.model, revision=access.revision, token=access.token, weights=not bare)
     from tcompress.inspection import inspect_model
 
     found = inspect_model(

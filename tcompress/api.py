@@ -30,7 +30,7 @@ from tcompress.options.choose import conversion
 from tcompress.options.library import find_recipe
 from tcompress.options.method_options import METHODS, REPLACEMENTS, ReplacementSpec
 from tcompress.options.read import as_plain, read
-from tcompress.options.schema import short_name
+from tcompress.options.schema import default_methods, short_name
 from tcompress.options.steps import Architecture
 from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.entries import Plan
@@ -39,7 +39,7 @@ from tcompress.progress import Progress
 from tcompress.reporting.model_report import report_of as report
 from tcompress.structures import Spec
 from tcompress.structures.modules.linear import keep_weights
-from tcompress.sweeps import Swept, default_methods
+from tcompress.sweeps import Swept
 from tcompress.sweeps import sweep as run_sweep
 from tcompress.training.finetuning import Finetuned
 from tcompress.training.finetuning import finetune as run_training

@@ -195,6 +195,15 @@ def check_file(path: Path) -> None:
         raise unwritable(path, error) from error
 
 
+def check_page(path: Path) -> None:
+    """Refuses a page that cannot be written, or would take the place of another kind of file."""
+    check_file(path)
+    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+        raise InputError(
+            f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
+        )
+
+
 def try_folder(folder: Path) -> None:
     """Makes a folder and removes it if it is empty: nothing else tells whether that is possible."""
     made = [folder, *(place for place in folder.parents if not place.exists())]

@@ -18,14 +18,16 @@ from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement, evaluate
 from tcompress.evaluation.scores import ModelScores, Threshold, document
+from tcompress.files import check_page
 from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Evaluate, Recipe
+from tcompress.options.schema import converted_beside, data_of
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
-from tcompress.reporting.page import check_target, write_html
+from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
 from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
@@ -87,7 +89,7 @@ def run_recipe(
     output = Path(output).expanduser().absolute()
     before = output
     if recipe.finetune is not None:
-        before = converted or output.with_name(f"{output.name}-converted")
+        before = converted or converted_beside(output)
     outcome = Outcome(output, before)
     heard = (progress or Silent(), say)
     run = _Run(recipe, source, outcome, force, again, token, *heard, statistics)
@@ -98,15 +100,6 @@ def run_recipe(
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
     return outcome
-
-
-def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
-    """Lists the names of all data that a recipe reads in the stages that are still to be done."""
-    names = [*recipe.convert.calibration.source] if converts else []
-    if recipe.finetune is not None and trains:
-        data = recipe.finetune.data
-        names += [*data.source, *([] if data.validation is None else [data.validation])]
-    return [*names, *(name for item in recipe.evaluate for name in item.data)]
 
 
 def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
@@ -160,7 +153,7 @@ class _Run:
         trains = recipe.finetune is not None and not self._is_made(self.outcome.folder)
         if recipe.report is not None:
             with problems.collected():
-                check_target(Path(recipe.report).expanduser())
+                check_page(Path(recipe.report).expanduser())
         for item in recipe.evaluate:
             with problems.collected():
                 bound = None if item.threshold is None else Threshold.parse(item.threshold)

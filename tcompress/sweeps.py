@@ -22,7 +22,7 @@ import tcompress
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import Metric, Speed, read_manifest
 from tcompress.artifact.means import AGREEMENT
-from tcompress.artifact.workplace import check_output, check_place, remove_model
+from tcompress.artifact.workplace import SWEEP, check_sweep, remove_model
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.conversion.shared_statistics import Statistics
 from tcompress.data.tables import check_data
@@ -37,26 +37,23 @@ from tcompress.errors import (
 )
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
-from tcompress.files import write_text
+from tcompress.files import check_page, write_text
 from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
-from tcompress.options.schema import short_name
-from tcompress.pipeline import Say, data_of, missed, run_recipe, teacher_of, time_passes
+from tcompress.options.schema import data_of, short_name
+from tcompress.pipeline import Say, missed, run_recipe, teacher_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.page import check_target, write_html
+from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
-from tcompress.structures import structures
 from tcompress.training.setup import check_run
-
-STATE = ".sweep"  # folder inside the output with what is known so far
 
 
 @dataclass(frozen=True)
@@ -82,11 +79,6 @@ class Cell:
             "left": len(self.plan.left),
             "estimate": self.costs.model_dump(mode="json"),
         }
-
-
-def default_methods() -> tuple[str, ...]:
-    """Names one method of each structure: all of them are fitted to data and take a target."""
-    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
 
 
 def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
@@ -345,7 +337,7 @@ def sweep(
     check_recipe(recipe)
     cells = cells_of(recipe, source)
     folder = Path(output).expanduser().absolute()
-    with _claimed(folder, force), TemporaryDirectory(dir=folder / STATE) as scratch:
+    with _claimed(folder, force), TemporaryDirectory(dir=folder / SWEEP) as scratch:
         shared = Statistics(Path(scratch))
         return _Sweep(recipe, source, folder, cells, token, progress or Silent(), say, shared).go()
 
@@ -353,7 +345,7 @@ def sweep(
 def check_recipe(recipe: Recipe) -> None:
     """Refuses, before any work, what would fail in the end."""
     if recipe.report is not None:
-        check_target(Path(recipe.report).expanduser())
+        check_page(Path(recipe.report).expanduser())
     for item in recipe.evaluate:
         if item.threshold is not None:
             Threshold.parse(item.threshold)
@@ -368,10 +360,8 @@ def check_recipe(recipe: Recipe) -> None:
 @contextmanager
 def _claimed(folder: Path, force: bool) -> Iterator[None]:
     """Takes the output for this run; of one that ends before anything is known, nothing stays."""
-    state = folder / STATE
-    check_place(folder)
-    if not state.is_dir() and not force:
-        check_output(folder, force=False)
+    state = folder / SWEEP
+    check_sweep(folder, force=force)
     made = [place for place in (state, *state.parents) if not place.exists()]
     state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(state / "lock")
@@ -432,7 +422,7 @@ class _Sweep:
         return self._write()
 
     def _model(self, name: str, identity: str) -> Model:
-        return Model.at(self.folder / name, self.folder / STATE / f"{name}.json", identity)
+        return Model.at(self.folder / name, self.folder / SWEEP / f"{name}.json", identity)
 
     def _models(self, cell: Cell) -> list[Model]:
         """The models of a cell: as converted and, if it is trained, as trained."""

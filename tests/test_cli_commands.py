@@ -131,9 +131,7 @@ def test_json_is_safe_to_print(name: str, tmp_path: Path) -> None:
 
 # The text and the exit code of every kind of failure
 def test_unexpected_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "tcompress.inspection.inspect_model", Mock(side_effect=KeyError("lost\nmore"))
-    )
+    monkeypatch.setattr("tcompress.cli.inspect.reach", Mock(side_effect=KeyError("lost\nmore")))
     done = run("inspect", "m", "--json")
     assert done.code == 1
     assert done.document["error"]["type"] == "KeyError"

@@ -254,9 +254,7 @@ def test_interrupted_conversion_goes_on(
 def test_interrupted_elsewhere(by: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
 
-    monkeypatch.setattr(
-        "tcompress.inspection.inspect_model", lambda *_, **__: signal.raise_signal(by)
-    )
+    monkeypatch.setattr("tcompress.cli.inspect.reach", lambda *_, **__: signal.raise_signal(by))
     done = run("inspect", "m", "--json")
     assert done.code == code
     assert signal.getsignal(signal.SIGTERM) == before

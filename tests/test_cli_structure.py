@@ -13,7 +13,7 @@ from tcompress.evaluation.measuring import TASKS
 from tcompress.fields import typed_fields, words_of
 from tcompress.options import Convert, Evaluate, complete, recipe_names
 from tcompress.options.method_options import REPLACEMENTS
-from tests.support.cli import run
+from tests.support.cli import commands, run, worked
 
 HEAVY = ("torch", "transformers", "datasets", "numpy", "click")
 
@@ -78,6 +78,14 @@ def test_the_registries_are_those_of_the_options() -> None:
     flags = [item.name for item in typed_fields(Convert)]
     assert len(flags) == len({*flags})
     assert {"--p", "--rank", "--core", "--grid"} <= {*flags}
+
+
+def test_help_of_convert_is_short_and_the_rest_is_listed_elsewhere() -> None:
+    assert len(run("convert", "--help", columns=100).out.splitlines()) <= 100
+    convert = dict(commands())["convert"]
+    flags = {name for item in convert.params if not item.hidden for name in item.opts}
+    assert {"--grid", "--core"} <= flags  # completion offers them
+    assert "--core" in worked("methods", "tam").out
 
 
 def test_completion_of_words() -> None:

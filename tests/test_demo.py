@@ -165,6 +165,6 @@ def test_demo_tells_its_story(tmp_path: Path) -> None:
         raw, healed = rows[label], rows[f"{label}, healed"]
         assert dense.perplexity < healed.perplexity < 1.3 * dense.perplexity < raw.perplexity
         assert raw.bytes < 0.7 * dense.bytes
-    fitted = rows["lprod p=16 + low rank"].perplexity
+    fitted = rows["lprod p=16, dct + low rank"].perplexity
     assert fitted < rows["lprod p=4, dct, no data"].perplexity
     assert sum(row.seconds for row in rows.values()) < 120

@@ -11,7 +11,8 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError, RecipeError
 from tcompress.models import SourceModel
 from tcompress.options import Recipe
-from tcompress.sweeps import Cell, cells_of, default_methods, fallback_metric
+from tcompress.options.schema import default_methods
+from tcompress.sweeps import Cell, cells_of, fallback_metric
 from tests.support.depth import deep
 from tests.support.evaluation import rows_file
 from tests.support.model_folders import sentences

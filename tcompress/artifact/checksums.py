@@ -1,4 +1,7 @@
-"""Checksums of the files of a model folder: whether it still holds what was written."""
+"""Checksums of the files of a model folder: whether it still holds what was written.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tcompress.errors import ArtifactError, parse_json
+from tcompress.errors import ArtifactError, parse_json, read_settings
 from tcompress.models.names import FORMAT_VERSION, MANIFEST
 
+AGAIN = "copy the folder again, or convert the model again"
 ZEROS = "0" * 64  # stand in a manifest for its own digest
 
 
@@ -78,6 +82,26 @@ def read_sealed(folder: Path) -> dict[str, Any] | None:
         if hashlib.sha256(blank).hexdigest() != digest:
             raise ValueError("it was changed since it was written (its digest differs)")
     return raw
+
+
+def read_converted_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
+    """Reads the `config.json` of a folder that is taken for a converted model."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ArtifactError(f"there is no folder `{folder}`", "check the path")
+    if not path.is_file():
+        text = f"`{folder}` has no `config.json`"
+        raise ArtifactError(text, "give the folder that `tcompress convert` wrote")
+    try:
+        return read_settings(path, strict=strict)
+    except ValueError as error:
+        raise ArtifactError(f"`{path}` {error}", AGAIN) from error
+
+
+def check_converted(folder: Path) -> None:
+    """Refuses a folder that is none, or has nothing in it that can be read as a model's."""
+    if not (folder / MANIFEST).is_file():  # which says what is missing beside it
+        read_converted_config(folder, strict=True)
 
 
 def looks_whole(folder: Path, manifest: Mapping[str, Any]) -> bool:

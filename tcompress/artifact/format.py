@@ -20,6 +20,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from pydantic import ValidationError
 from torch import Tensor
 
+from tcompress.artifact.checksums import AGAIN as AGAIN
 from tcompress.artifact.checksums import check_format_version
 from tcompress.errors import ArtifactError, first_line, listed
 from tcompress.files import beside, write_text
@@ -37,7 +38,6 @@ NOTE = (
     "converted by tcompress: `pip install tcompress`, then `import tcompress` before loading; "
     "without this section nothing can load the model"
 )
-AGAIN = "copy the folder again, or convert the model again"
 
 E = TypeVar("E", LayerPlan, AttentionPlan)
 P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)

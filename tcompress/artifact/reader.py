@@ -8,10 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcompress.artifact.checksums import check_format_version, digest_of, files_in
-from tcompress.artifact.format import AGAIN, parse_plan, verify_shapes
+from tcompress.artifact.checksums import (
+    AGAIN,
+    check_format_version,
+    digest_of,
+    files_in,
+    read_converted_config,
+)
+from tcompress.artifact.format import parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
-from tcompress.errors import ArtifactError, InputError, Problems, after_colon, read_settings
+from tcompress.errors import ArtifactError, InputError, Problems, after_colon
 from tcompress.models import SourceModel, resolve
 from tcompress.models.names import CARD, MANIFEST, METHODS
 from tcompress.models.store import WeightStore
@@ -38,7 +44,7 @@ class Artifact:
         All damages are in one `ArtifactError`.
         """
         folder = Path(folder).expanduser()
-        config = _read_config(folder, strict=True)
+        config = read_converted_config(folder, strict=True)
         section = _section(config)
         if section is None:
             raise _not_converted(folder)
@@ -165,22 +171,9 @@ def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | Non
 def is_converted(folder: Path | str) -> bool:
     """Tells whether a folder holds a model that tcompress converted."""
     try:
-        return _section(_read_config(Path(folder).expanduser())) is not None
+        return _section(read_converted_config(Path(folder).expanduser())) is not None
     except ArtifactError:
         return False
-
-
-def _read_config(folder: Path, *, strict: bool = False) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise ArtifactError(f"there is no folder `{folder}`", "check the path")
-    if not path.is_file():
-        text = f"`{folder}` has no `config.json`"
-        raise ArtifactError(text, "give the folder that `tcompress convert` wrote")
-    try:
-        return read_settings(path, strict=strict)
-    except ValueError as error:
-        raise ArtifactError(f"`{path}` {error}", AGAIN) from error
 
 
 def _section(config: dict[str, Any]) -> dict[str, Any] | None:

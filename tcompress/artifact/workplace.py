@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from filelock import FileLock, Timeout
 
 from tcompress import files
@@ -23,6 +22,7 @@ from tcompress.errors import DiskError, InputError, TCompressError, WriteError
 from tcompress.models.names import MANIFEST
 
 _MARK, _LOCK = "publishing", "lock"
+SWEEP = ".sweep"  # folder inside the output of a sweep with what is known so far
 
 
 def partial_folder(output: Path) -> Path:
@@ -63,6 +63,13 @@ def check_output(output: Path, *, force: bool) -> None:
     folder = partial_folder(output)
     if not (folder / _MARK).is_file() and not (folder / "replaced").is_dir():
         _check_contents(output, force=force)  # else what a kill left is put right first
+
+
+def check_sweep(output: Path, *, force: bool) -> None:
+    """Refuses, before any work, to write a sweep where that is impossible, or over something."""
+    check_place(output)
+    if not (output / SWEEP).is_dir() and not force:
+        check_output(output, force=False)
 
 
 def check_apart(output: Path, folder: Path, what: str) -> None:
@@ -337,5 +344,7 @@ def _is_over(folder: Path, output: Path) -> bool:
 
 def identity_of(parts: Mapping[str, Any]) -> str:
     """Renders what determines a result; the version of torch changes rounding."""
+    import torch  # places are looked at before anything is imported that takes seconds
+
     facts = {**parts, "torch": torch.__version__}
     return json.dumps(facts, sort_keys=True, default=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, shown_progress, tell
 from tcompress.options.commands import Manner, Timed, Trust
 from tcompress.options.steps import Bench as BenchOptions
@@ -17,6 +18,9 @@ EXAMPLES = (
 
 def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress bench` says."""
+    with first_look() as look:
+        look.models(*call.models, call.against)
+    reach(*call.models, call.against)
     from tcompress.latency.benchmark import bench as measure
     from tcompress.reporting.console import speed_table
 

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
+from tcompress.cli.first_look import Look, first_look
 from tcompress.fields import FIT, METHOD_OPTIONS
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
@@ -24,6 +26,7 @@ EXAMPLES = (
     "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
 )
+DETAIL = ("Options of attention replacements, as of all methods: `tcompress methods NAME`.",)
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
 
 
@@ -38,6 +41,14 @@ class Job:
     access: Access
     manner: Manner
     architecture: Architecture | None = None
+
+    def look_at_model(self, look: Look) -> None:
+        """Refuses a model that can only be meant as a path, and leads nowhere."""
+        if self.architecture is None:
+            weights = self.convert.init != "random"
+            look.models(self.model, revision=self.access.revision, weights=weights)
+        elif isinstance(self.architecture.tokenizer, str):
+            look.models(self.architecture.tokenizer, weights=False)
 
     def open(self) -> SourceModel:
         """Opens the dense model."""
@@ -59,13 +70,14 @@ def default_output(model: str, convert: Convert) -> str:
 
 def show_plan(job: Job) -> None:
     """Prints what a conversion would do, and what it would cost."""
+    with first_look() as look:
+        look.data(job.convert.calibration.source)
+        job.look_at_model(look)
+    source = job.open()
     from tcompress.conversion.estimate import estimate
-    from tcompress.data.tables import check_data
     from tcompress.planning.planner import make_plan
     from tcompress.reporting.console import render_plan
 
-    check_data(job.convert.calibration.source)
-    source = job.open()
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
@@ -82,11 +94,13 @@ def show_plan(job: Job) -> None:
 
 def perform(job: Job) -> None:
     """Converts, and prints the result."""
-    from tcompress.artifact.workplace import check_output
+    with first_look() as look:
+        look.check(check_output, job.output.expanduser(), force=job.force)
+        look.data(job.convert.calibration.source)
+        job.look_at_model(look)
+    source = job.open()
     from tcompress.conversion.converter import convert
 
-    check_output(job.output, force=job.force)  # before a long download
-    source = job.open()
     what = f"`{job.output}` was not written"
     with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
         progress = heard["progress"]
@@ -148,11 +162,17 @@ def _convert_family(job: Job, dry_run: bool) -> None:
     """Converts to several speeds from one set of statistics: a sweep over them."""
     from tcompress.cli.sweep import perform_sweep, show_cells
     from tcompress.options.schema import Recipe, Sweep
+
+    cells = Sweep(speedups=job.convert.speedups)
+    recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells)
+    with first_look() as look:
+        if not dry_run:
+            look.sweep(recipe, job.output.expanduser(), force=job.force)
+        job.look_at_model(look)
+    source = job.open()
     from tcompress.sweeps import bench_of
 
-    cells, bench = Sweep(speedups=job.convert.speedups), bench_of(job.convert)
-    recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells, bench=bench)
-    source = job.open()
+    recipe = recipe.model_copy(update={"bench": bench_of(job.convert)})
     if dry_run:
         show_cells(recipe, source, job.output, job.manner)
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from tcompress.artifact.workplace import check_output
 from tcompress.cli.terminal import print_json, results, shown_progress, table
 from tcompress.options.commands import Manner, Shown
 
@@ -20,9 +21,11 @@ EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
 def demo(call: Shown, manner: Manner) -> None:
     """Does what `tcompress demo` says."""
+    kept = call.keep_dir
+    if kept:
+        check_output(Path(kept), force=False)
     from tcompress.demo import run_demo, shipped_data
 
-    kept = call.keep_dir
     place = nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-")
     with shipped_data() as data, place as folder, shown_progress(quiet=manner.quiet) as progress:
         report = run_demo(data, Path(folder), progress=progress)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from tcompress.cli import terminal
+from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import InputError
 from tcompress.options.commands import Hub, Manner, Measured
 from tcompress.options.steps import Evaluate
@@ -28,6 +29,10 @@ EXAMPLES = (
 
 def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress evaluate` says."""
+    with first_look() as look:
+        look.models(call.baseline, *call.models)
+        look.data(wanted.data)
+    reach(call.baseline, *call.models, token=hub.token)
     from tcompress.artifact.means import main_of
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document

@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
+from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import InputError, RecipeError, listed
+from tcompress.models.names import default_output_name, local_folder
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
 from tcompress.options.steps import Finetune
@@ -50,12 +53,12 @@ def finetune(
     """Does what `tcompress finetune` says."""
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
+    with _one_voice():
+        _look(one.model, settings, folder.expanduser().absolute(), written.force)
+        reach(one.model, token=hub.token)
     from tcompress.artifact.reader import open_checked
-    from tcompress.artifact.workplace import check_output
     from tcompress.training.finetuning import finetune as train_model
 
-    if not Path(one.model).exists():
-        check_output(folder, force=written.force)  # before a long download
     quiet = manner.quiet or not _is_main_process()
     with _one_voice(), terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard:
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
@@ -63,6 +66,19 @@ def finetune(
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
+
+
+def _look(model: str, settings: Finetune, output: Path, force: bool) -> None:
+    """Refuses paths that lead nowhere, before a long import or download."""
+    with first_look() as look:
+        if (folder := local_folder(model)) is not None:
+            look.check(check_apart, output, folder, "the model's own folder")
+        if not look.problems.found:  # nor has it anything to say of such a folder
+            look.check(check_output, output, force=force)
+        data = settings.data
+        look.data([*data.source, *filter(None, [data.validation])])
+        look.models(model)
+        look.teacher(settings)
 
 
 def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
@@ -85,9 +101,6 @@ def settings_of(said: Given[Finetune], name: str | None) -> Finetune:
 
 def default_output(model: str, settings: Finetune) -> Path:
     """Names the folder to write, such as `bert-base-lprod-p4-healed`."""
-    from tcompress.models import default_output_name
-    from tcompress.models.names import local_folder
-
     name = default_output_name(model, settings.task or "healed")
     folder = local_folder(model)
     return Path(name) if folder is None else folder.parent / name

@@ -16,6 +16,7 @@ from tcompress.errors import RecipeError
 from tcompress.fields import Typed, members, typed_fields, words_of
 from tcompress.options import complete
 from tcompress.options.commands import COMMON, Hub, Manner
+from tcompress.options.method_options import replacement_names
 from tcompress.options.read import Given
 from tcompress.options.words import quoted
 
@@ -48,7 +49,18 @@ class _Part:
 
 
 class _Command(TyperCommand):
-    """A command whose help lists `--help` among the common options."""
+    """A command whose help lists `--help` among the common options, and no `folded` parameter."""
+
+    folded: frozenset[str] = frozenset()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        # Only here: completion offers what is hidden no more.
+        folded = [item for item in self.params if item.name in self.folded]
+        for item in folded:
+            item.hidden = True  # type: ignore[attr-defined]
+        super().format_help(ctx, formatter)
+        for item in folded:
+            item.hidden = False  # type: ignore[attr-defined]
 
     def get_help_option(self, ctx: Any) -> Any:
         found: Any = super().get_help_option(ctx)
@@ -64,15 +76,28 @@ def command(
 
     A parameter `options: Evaluate` gets the model; `said: Given[Evaluate]` what was typed, to be
     put over what a recipe says. Problems of all models are one error. `lines` are examples; with
-    `panels`, headings in their order, help shows what stands before a semicolon alone.
+    `panels`, headings in their order, help shows what stands before a semicolon alone, and leaves
+    the options of attention replacements to `tcompress methods`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
         run = flagged(function, name, panels)
-        app.command(name, cls=_Command, epilog=examples(*lines), **settings)(run)
+        kind = type("_Command", (_Command,), {"folded": _folded(function) if panels else ()})
+        app.command(name, cls=kind, epilog=examples(*lines), **settings)(run)
         return function
 
     return add
+
+
+def _folded(function: Callable[..., None]) -> frozenset[str]:
+    """Names the parameters that attention replacements alone have."""
+    replacements = {*replacement_names()}
+    return frozenset(
+        _identifier(part, item)
+        for part in _parts(function)
+        for item in part.fields
+        if item.owners and replacements.issuperset(item.owners)
+    )
 
 
 def flagged(function: Callable[..., None], name: str, panels: Sequence[str] = ()) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, table, tell
 from tcompress.options.commands import Access, Inspected, Manner
 from tcompress.options.words import quoted
@@ -29,6 +31,10 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     if call.verify:
         _verify(call.model, access, manner)
         return
+    bare = Path(call.model).name == "config.json"  # what has no weights yet
+    with first_look() as look:
+        look.models(call.model, revision=access.revision, weights=not bare)
+    reach(call.model, revision=access.revision, token=access.token, weights=not bare)
     from tcompress.inspection import inspect_model
 
     found = inspect_model(
@@ -52,10 +58,12 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
 
 
 def _verify(model: str, access: Access, manner: Manner) -> None:
-    from tcompress.artifact.reader import verify_files
     from tcompress.models import resolve
 
-    found = verify_files(resolve(model, access.revision, access.token))
+    folder = resolve(model, access.revision, access.token)
+    from tcompress.artifact.reader import verify_files
+
+    found = verify_files(folder)
     if manner.as_json:
         print_json({"model": model, **asdict(found)})
         return

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 
+from tcompress.cli.first_look import first_look
 from tcompress.errors import InputError
 from tcompress.options.commands import Passed
 
@@ -23,6 +25,10 @@ def lm_eval(call: Passed) -> None:
     if find_spec("lm_eval") is None:
         text = "lm-evaluation-harness is not installed"
         raise InputError(text, "run `pip install 'tcompress[eval]'`")
+    # Those of the harness's arguments that name a model.
+    models = re.findall(r"(?:^|,)pretrained=([^,]+)", "\n".join(call.arguments), re.MULTILINE)
+    with first_look() as look:
+        look.models(*models)
     # This package is imported, which is all that loading converted models takes.
     harness = import_module("lm_eval.__main__")
     from unittest.mock import patch

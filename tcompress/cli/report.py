@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, tell
 from tcompress.options.commands import Manner, Reported, Trust
 
@@ -17,13 +18,15 @@ EXAMPLES = (
 
 def report(call: Reported, trust: Trust, manner: Manner) -> None:
     """Does what `tcompress report` says."""
+    html = None if call.html is None else Path(call.html)
+    with first_look() as look:
+        look.page(call.html)
+        look.models(*call.models)
+    reach(*call.models)
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import reports_of
-    from tcompress.reporting.page import check_target, write_html
+    from tcompress.reporting.page import write_html
 
-    html = None if call.html is None else Path(call.html)
-    if html is not None:
-        check_target(html)  # before the models are read
     reports = reports_of(call.models, call.length, trust_remote_code=trust.allow_remote_code)
     written = {} if html is None else {"html": str(write_html(reports, html))}
     if manner.as_json:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from tcompress.artifact.workplace import check_place
 from tcompress.cli import terminal
 from tcompress.cli.convert import Job, default_output, perform, show_plan
+from tcompress.cli.first_look import first_look
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
@@ -25,7 +27,6 @@ EXAMPLES = (
 
 def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
     """Does what `tcompress run` says."""
-    from tcompress.artifact.workplace import check_place
     from tcompress.cli.sweep import perform_sweep, show_cells
     from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
@@ -43,7 +44,12 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
     output = Path(written.output or said.output or default_output(name, said.convert))
     job = Job(name, said.convert, output, written.force, access, manner, architecture)
     if not planned.dry_run:
-        check_place(output)  # before a long download
+        check_place(output)
+    if said.sweep is not None:
+        with first_look() as look:
+            if not planned.dry_run:
+                look.sweep(said, output.expanduser(), force=job.force)
+            job.look_at_model(look)
     if said.sweep is not None and planned.dry_run:
         show_cells(said, job.open(), output, manner)
     elif said.sweep is not None:
@@ -57,6 +63,9 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
 
 
 def _run_all(said: Recipe, job: Job) -> None:
+    with first_look() as look:
+        look.recipe(said, job.output.expanduser().absolute(), force=job.force)
+        job.look_at_model(look)
     source = job.open()
     from tcompress.pipeline import run_recipe
     from tcompress.reporting.console import render

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcompress.cli import terminal
+from tcompress.cli.first_look import first_look
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
 from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
-from tcompress.options.schema import Recipe, Sweep
+from tcompress.options.schema import Recipe, Sweep, default_methods
 from tcompress.options.steps import MEASURED, Bench, Evaluate, Finetune
 
 if TYPE_CHECKING:
@@ -56,6 +57,10 @@ def sweep(
 
     recipe = recipe_of(call, cells, measured, said)
     folder = Path(written.output or recipe.output or default_output_name(one.model, "sweep"))
+    with first_look() as look:
+        if not planned.dry_run:
+            look.sweep(recipe, folder.expanduser(), force=written.force)
+        look.models(one.model, revision=access.revision)
     source = terminal.open_source(one.model, access, manner)
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)
@@ -69,7 +74,6 @@ def recipe_of(
     """Makes a recipe of the options: that which is named, if any, with changes."""
     from tcompress.options import change_recipe, find_recipe, parse_recipe
     from tcompress.options.choose import conversion
-    from tcompress.sweeps import default_methods
 
     text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
     base = None if text is None else parse_recipe(text, origin)

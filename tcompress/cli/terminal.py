@@ -396,11 +396,13 @@ class _Lines:
 
 def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
     """Opens a dense model, with weights drawn by a seed if one is given."""
-    from tcompress.models import ALIASES, SourceModel
-    from tcompress.models.names import local_folder
+    from tcompress.models.names import ALIASES, local_folder, resolve
 
     if name in ALIASES and local_folder(name) is None:
         say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
+    resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
+    from tcompress.models import SourceModel
+
     return SourceModel.open(
         name,
         revision=access.revision,

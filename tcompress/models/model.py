@@ -23,9 +23,16 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from tcompress.errors import SourceError, first_line, folder_content, read_settings
+from tcompress.errors import SourceError, first_line
 from tcompress.models.keymap import KeyMap, check_weights
-from tcompress.models.names import ALIASES, METHODS, NO_GGUF, auxiliary_files, local_folder, resolve
+from tcompress.models.names import (
+    ALIASES,
+    METHODS,
+    auxiliary_files,
+    local_folder,
+    read_config,
+    resolve,
+)
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
 
@@ -127,7 +134,7 @@ class SourceModel:
         `config.json` is enough.
         """
         folder = resolve(name, revision=revision, token=token, weights=seed is None)
-        raw = _read_config(folder)
+        raw = read_config(folder)
         if not converted or _method(raw) not in METHODS:
             _refuse_quantised(raw, folder)
         found = cls.described(folder, {}, trust_remote_code, token)
@@ -157,7 +164,7 @@ class SourceModel:
         token: str | None = None,
     ) -> SourceModel:
         """Describe the class that `architectures` names, with tensors by name for a store."""
-        raw = _read_config(folder)
+        raw = read_config(folder)
         config = _load_config(raw, folder, token, trust_remote_code)
         kind = _model_class(config, folder, token, trust_remote_code)
         names: Any = stored
@@ -235,30 +242,6 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
             hint="check the numbers of the configuration",
         ) from error
     return model
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
-        text = f"`{folder}` has no `config.json`; it holds {folder_content(folder)}"
-        raise SourceError(text, _hint_without_config(folder))
-    try:
-        return read_settings(path)
-    except ValueError as error:
-        raise SourceError(f"`{path}` {error}", hint="repair the file") from error
-
-
-def _hint_without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
-    if (folder / "model_index.json").is_file():
-        return "this is a diffusers pipeline: give the folder of one transformer inside it"
-    if any(folder.glob("*.gguf")):
-        return NO_GGUF
-    inner = sorted(path.parent for path in folder.glob("*/config.json"))
-    if inner:
-        return f"did you mean `{inner[0]}`"
-    return "give a folder written by `save_pretrained`"
 
 
 def _method(raw: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from tcompress.errors import SourceError, first_line, folder_content, listed
+from tcompress.errors import SourceError, first_line, folder_content, listed, read_settings
 from tcompress.files import write_text
 
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
@@ -195,6 +195,14 @@ def resolve(
 
     Without `weights` the path of a `config.json` is enough.
     """
+    folder = find_locally(name, revision, weights=weights)
+    if folder is not None:
+        return folder
+    return _download(ALIASES.get(name, name), revision, token, _near_name(name), weights)
+
+
+def find_locally(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
+    """Give the folder as `resolve` does, None where the hub is to be asked; refuse other names."""
     path = Path(name).expanduser()
     alone = not weights and path.name == "config.json" and path.is_file()
     folder = path.parent if alone else local_folder(name)
@@ -210,7 +218,7 @@ def resolve(
         raise _no_folder(name, path)
     if is_path(name):
         raise SourceError(*missing_path(name, "folder"))
-    return _download(ALIASES.get(name, name), revision, token, _near_name(name), weights)
+    return None
 
 
 def local_folder(name: str) -> Path | None:
@@ -261,6 +269,31 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
         content, near = "files that may not be listed", []
     hint = f"did you mean {listed(near)}" if near else "check the path"
     return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the `config.json` of a model that is to be opened."""
+    path = folder / "config.json"
+    if not path.is_file():
+        text = f"`{folder}` has no `config.json`; it holds {folder_content(folder)}"
+        raise SourceError(text, _hint_without_config(folder))
+    try:
+        return read_settings(path)
+    except ValueError as error:
+        raise SourceError(f"`{path}` {error}", hint="repair the file") from error
+
+
+def _hint_without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
+    if (folder / "model_index.json").is_file():
+        return "this is a diffusers pipeline: give the folder of one transformer inside it"
+    if any(folder.glob("*.gguf")):
+        return NO_GGUF
+    inner = sorted(path.parent for path in folder.glob("*/config.json"))
+    if inner:
+        return f"did you mean `{inner[0]}`"
+    return "give a folder written by `save_pretrained`"
 
 
 def _near_name(name: str) -> str | None:

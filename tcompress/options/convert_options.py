@@ -386,7 +386,7 @@ class Convert(Section):
     )
     at: str | None = option(
         None,
-        "the pass that `speedup` and `latency` are about: texts x tokens, default 32x128, or "
+        "the pass that `speedup` and `latency` are about; texts x tokens, default 32x128, or "
         "`decode`, one token after 128 others; pictures have a length of their own",
         panel=GOAL,
         metavar="32x128|decode",
@@ -406,16 +406,16 @@ class Convert(Section):
     )
     max_loss: float | None = option(
         None,
-        "most agreement with the dense model that may be lost on calibration samples held out, "
-        "such as 1%; the share of other classes or tokens, or what is missing to a rank "
-        "correlation of 1 between similarities of embeddings; models are tried until the smallest "
-        "within it is found, or with `at` the fastest",
+        "most agreement with the dense model to lose, such as 1%; on calibration samples held out: "
+        "the share of other classes or tokens, or what is missing to a rank correlation of 1 "
+        "between similarities of embeddings; models are tried until the smallest within it is "
+        "found, or with `at` the fastest",
         panel=GOAL,
         **FRACTION,
     )
     allocation: Literal["loss", "uniform"] = option(
         "loss",
-        "share a budget by the loss saved, or alike; without calibration data always the latter, "
+        "share a budget by loss saved, or alike; without calibration data always the latter, "
         "except under `max_error`",
         panel=GOAL,
     )
@@ -435,9 +435,9 @@ class Convert(Section):
     )
     plain: bool = option(
         False,
-        "a model that plain Transformers, and engines with model code of their own, load without "
-        "tcompress; one width of feed-forward for all blocks, and fewer blocks, as far as the keys "
-        "of its own `config.json` can say it",
+        "a model that loads without tcompress; by plain Transformers, and by engines with model "
+        "code of their own; one width of feed-forward for all blocks, and fewer blocks, as far as "
+        "the keys of its own `config.json` can say it",
         panel=METHOD,
     )
     residual_rank: int = option(

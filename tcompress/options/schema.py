@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -19,6 +20,7 @@ from tcompress.options.method_options import (
 )
 from tcompress.options.steps import Architecture, Bench, Evaluate, Finetune, PaperRow
 from tcompress.options.words import quoted
+from tcompress.structures import structures
 
 RECIPE_VERSION = 1
 _NOT_IN_CELLS = ("tol", "offer", "trials", "modes")
@@ -126,6 +128,25 @@ class Recipe(Section):
                 "`architecture` describes a model without weights: it needs `convert.init: random`"
             )
         return self
+
+
+def default_methods() -> tuple[str, ...]:
+    """Names one method of each structure: all of them are fitted to data and take a target."""
+    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
+
+
+def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
+    """Lists the names of all data that a recipe reads in the stages that are still to be done."""
+    names = [*recipe.convert.calibration.source] if converts else []
+    if recipe.finetune is not None and trains:
+        data = recipe.finetune.data
+        names += [*data.source, *([] if data.validation is None else [data.validation])]
+    return [*names, *(name for item in recipe.evaluate for name in item.data)]
+
+
+def converted_beside(output: Path) -> Path:
+    """Names the folder of the converted model that is kept beside a trained one."""
+    return output.with_name(f"{output.name}-converted")
 
 
 def json_schema() -> dict[str, Any]:

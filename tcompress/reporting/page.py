@@ -15,8 +15,7 @@ from markupsafe import Markup
 import tcompress
 from tcompress.artifact.manifest import Metric
 from tcompress.artifact.means import Mean
-from tcompress.errors import InputError
-from tcompress.files import check_file, unwritable, write_text
+from tcompress.files import check_page, unwritable, write_text
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import Dot, trade_off, training_charts
 from tcompress.reporting.console import short_name
@@ -299,19 +298,10 @@ def _template() -> Template:
     return environment.from_string(source)
 
 
-def check_target(path: Path) -> None:
-    """Refuses a page that cannot be written, or would take the place of another kind of file."""
-    check_file(path)
-    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
-        raise InputError(
-            f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
-        )
-
-
 def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
     """Writes models as a page; an older one is replaced."""
     target = Path(path).expanduser()
-    check_target(target)
+    check_page(target)
     text = render_html(reports)
     try:
         write_text(target, text)

@@ -1,0 +1,99 @@
+"""What a command is given, looked at before torch is imported: a mistyped path is told at once.
+
+Nothing is said here: each check is the one that the work itself makes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
+from tcompress.errors import Problems
+from tcompress.files import check_page
+from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
+from tcompress.options.schema import Recipe, converted_beside, data_of
+from tcompress.options.steps import Finetune
+
+
+@contextmanager
+def first_look() -> Iterator[Look]:
+    """Gives what takes checks, and reports all problems at the end of the block."""
+    look = Look()
+    yield look
+    look.problems.report()
+
+
+class Look:
+    """Checks of one command, and what is wrong so far."""
+
+    def __init__(self) -> None:
+        self.problems = Problems()
+
+    def check(self, check: Callable[..., None], *what: Any, **how: Any) -> None:
+        """Makes a check of any kind, which may raise an `InputError`."""
+        with self.problems.collected():
+            check(*what, **how)
+
+    def models(self, *names: str | None, revision: str | None = None, weights: bool = True) -> None:
+        """Refuses what can only be meant as a path and is no folder of a model.
+
+        Without `weights` the path of a `config.json` is enough.
+        """
+        for name in filter(None, dict.fromkeys(names)):
+            with self.problems.collected():
+                folder = find_locally(name, revision, weights=weights)
+                if folder is not None and not (folder / MANIFEST).is_file():
+                    read_config(folder)  # what else is missing beside it, a manifest says
+
+    def data(self, names: Iterable[str]) -> None:
+        """Refuses files and folders of data that are not there."""
+        from tcompress.data.tables import check_data  # which takes numpy: not for help
+
+        self.check(check_data, names)
+
+    def page(self, path: str | None) -> None:
+        """Refuses a page that cannot be written, if one is asked for."""
+        if path is not None:
+            self.check(check_page, Path(path).expanduser())
+
+    def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
+        """Looks at what the stages of a recipe read and write; what is made may be used again."""
+        made = {output, output if recipe.finetune is None else converted_beside(output)}
+        fresh = not any((folder / MANIFEST).is_file() for folder in made)
+        self.page(recipe.report)
+        if not fresh and not force:  # which stages are still to be done, weights tell
+            return
+        self.data(data_of(recipe))
+        for folder in sorted(made):
+            self.check(check_output, folder, force=force)
+        self.teacher(recipe.finetune)
+
+    def sweep(self, recipe: Recipe, output: Path, *, force: bool) -> None:
+        """Looks at what the cells of a sweep read and write; those that are done read nothing."""
+        self.check(check_sweep, output, force=force)
+        self.page(recipe.report)
+        if force or not (output / SWEEP).is_dir():
+            self.data(data_of(recipe))
+            self.teacher(recipe.finetune)
+
+    def teacher(self, training: Finetune | None) -> None:
+        """Refuses a teacher that is no folder of a model."""
+        if training is not None and training.teacher not in ("source", "none"):
+            self.models(training.teacher)
+
+
+def reach(
+    *names: str | None,
+    revision: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+) -> None:
+    """Asks the hub for models that are not here; its client is imported sooner than torch."""
+    problems = Problems()
+    for name in filter(None, dict.fromkeys(names)):
+        with problems.collected():
+            resolve(name, revision, token, weights=weights)
+    problems.report()

@@ -236,6 +236,7 @@ def test_without_data_weights_decide(folder: Path, tmp_path: Path) -> None:
     assert total / (len(plan.layers) + len(plan.left)) == pytest.approx(facts.error, rel=0.25)
 
 
+@pytest.mark.slow
 def test_the_same_share_for_all_layers(folder: Path, tmp_path: Path) -> None:
     plan = _convert(folder, tmp_path / "o", {**PREDICTED, "allocation": "uniform"}).manifest.plan
     assert plan.budget.chosen == "uniform"
@@ -292,6 +293,7 @@ def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- what is shown
+@pytest.mark.slow
 def test_reports_compare_with_equal_shares_and_single_methods(
     made: Callable[[], Converted], tmp_path: Path
 ) -> None:

@@ -165,7 +165,7 @@ def _layouts(plan: Plan) -> set[tuple[str, int]]:
     return {(term.structure, getattr(term, "p", 0)) for term in terms}
 
 
-@pytest.mark.often("changes1")
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"method": {"name": "svd"}, "drop_layers": "auto"}])
 def test_one_sample_compares_and_says_so(changes: Any, folder: Path, tmp_path: Path) -> None:
     """Nothing is held out then; a change of nought for all would take the first, or few blocks."""
@@ -204,7 +204,7 @@ def test_in_fewer_blocks(folder: Path, tmp_path: Path) -> None:
     assert len(done.manifest.plan.budget.tried) > 1
 
 
-@pytest.mark.often("10")
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [10, 38])
 def test_an_interrupted_search_goes_on(
     after: int, folder: Path, whole: Callable[[], Converted], tmp_path: Path

@@ -276,7 +276,7 @@ def test_an_error_that_nothing_smaller_meets_is_refused(folder: Path, tmp_path: 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.often("tt", "tt-4")
+@pytest.mark.often("tt")
 @pytest.mark.parametrize("name", ["svd", "tt", "tt-4", "tucker"])
 def test_a_tolerance_holds_for_every_weight(name: str, folder: Path, tmp_path: Path) -> None:
     """Without data it is the error of the weight."""

@@ -189,6 +189,7 @@ def test_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
 
 
+@pytest.mark.slow
 def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """They report what is wrong only after the first had time to, which ends them all."""
     waited: list[float] = []

@@ -230,6 +230,7 @@ def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
     assert not (place.folder / "trials").exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_working_folder_is_no_obstacle(
     source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
 ) -> None:

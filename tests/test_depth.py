@@ -171,6 +171,7 @@ def _output(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> torc
     return found[0][batch["attention_mask"].bool()]
 
 
+@pytest.mark.slow
 def test_what_is_left_makes_up_for_what_is_gone(tmp_path: Path) -> None:
     """Fitted to the whole model, outputs are nearer to its own than fitted to the cut one."""
     tiny = deep("llama")

@@ -39,7 +39,7 @@ def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path:
     assert [sizes[index] > 0 for index in range(5)] == [True, False, True, False, True]
 
 
-@pytest.mark.often("method0")
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [{"name": "svd"}, {"name": "auto", "offer": ["svd", "lprod"]}])
 def test_idle_blocks_pay_for_the_others(idle: Path, method: dict[str, Any], tmp_path: Path) -> None:
     recipe = _recipe(method=method, target=0.35)

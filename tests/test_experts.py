@@ -174,7 +174,7 @@ def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.often("list, two experts for a token")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in EXPERTS if name.startswith("list")])
 def test_padding_is_no_row_of_listed_experts(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

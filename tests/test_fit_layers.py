@@ -202,6 +202,7 @@ def test_layers_that_share_an_input_are_fitted_together() -> None:
 
 
 # ---------------------------------------------------------------- stored precision
+@pytest.mark.usefixtures("whole_fits")
 @pytest.mark.parametrize("terms", [[FITTED], [OUT]], ids=["in", "out"])
 def test_the_fit_knows_that_tensors_are_rounded(terms: list[Method]) -> None:
     entry, weight = _plan(terms), randn(OUTPUTS, WIDTH)

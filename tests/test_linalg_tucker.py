@@ -314,6 +314,7 @@ def test_moments_that_all_share_only_change_coordinates() -> None:
     assert_close(found.matrices(), back, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_transposed_problem_is_solved_as_well() -> None:
     weights = randn(COUNT, ROWS, COLS)
     _, _, grams = _problem()

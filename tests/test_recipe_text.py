@@ -106,7 +106,7 @@ recipes = st.builds(
     model=maybe(texts),
     convert=conversions(sized, maybe(shares)) | conversions(ranked, st.none()),
 )
-thorough = settings(deadline=None, derandomize=True, max_examples=100)
+thorough = settings(deadline=None, derandomize=True, max_examples=30)
 
 
 @thorough

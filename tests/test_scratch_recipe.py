@@ -238,6 +238,7 @@ def _short(place: Path, **changes: Any) -> Finetune:
     return Finetune.model_validate({**short, **changes})
 
 
+@pytest.mark.slow
 def test_training_begins_from_scratch(place: Path, tmp_path: Path) -> None:
     done = finetune(str(place / "made"), _short(place), tmp_path / "trained")
     assert done.facts.teacher is None

@@ -155,6 +155,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make("bert", tmp_path_factory.mktemp("bert"), aware=True, method=method)
 
 
+@pytest.mark.slow
 def test_other_heads_find_the_bank(bert: Made, tmp_path: Path) -> None:
     wanted = outputs(AutoModel.from_pretrained(bert.folder), bert.inputs())
     for kind in (AutoModel, AutoModelForSequenceClassification):
@@ -203,6 +204,7 @@ def _inputs_alone(own: Any) -> Any:
     return lambda place, kind, block: own(place, kind, block) if kind == "inputs" else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", pytest.param("t5", marks=pytest.mark.grid)])
 def test_both_walks_measure_the_same_inputs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

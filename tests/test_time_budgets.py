@@ -95,6 +95,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "dense")
     source = SourceModel.open(str(tmp_path / "dense"))
@@ -142,6 +143,7 @@ def test_a_model_is_as_fast_as_asked_for(method: str, counted: None, tmp_path: P
     assert budget.at == "4x8"
 
 
+@pytest.mark.slow
 def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
     made = _made(tmp_path / "one", speedup=1.25)
     seconds = made.plan.budget.seconds / 1.25
@@ -170,6 +172,7 @@ def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
     assert 4 * 0.98 <= speed <= 4 * 1.06
 
 
+@pytest.mark.slow
 def test_a_tight_budget_takes_whole_halves(counted: None, tmp_path: Path) -> None:
     plan = _made(tmp_path, speedup=2.1, at="4x8").plan
     assert plan.budget.speedup >= 2.1 * 0.98
@@ -204,6 +207,7 @@ def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.Mo
     assert (settings.batch, settings.length, settings.generate) == ((1,), (60,), predicted.STEPS)
 
 
+@pytest.mark.slow
 def test_a_window_decodes_beyond_its_end(tmp_path: Path) -> None:
     tiny = TINY["mistral"]
     replace(tiny, options={**tiny.options, "sliding_window": 8}).build().save_pretrained(tmp_path)

@@ -57,6 +57,7 @@ def test_held_out_pairs_are_not_among_those_trained_on(tmp_path: Path) -> None:
         assert part.labels.tolist() == [1] * rows + [0] * WRONG_PAIRS * rows
 
 
+@pytest.mark.slow
 def test_learns_to_choose(tmp_path: Path) -> None:
     """Responses that repeat their question are told from others, and evaluate says so."""
     encoder(tmp_path / "model")

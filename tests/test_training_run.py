@@ -256,6 +256,7 @@ def test_a_task_of_another_kind_than_the_teacher(tmp_path: Path) -> None:
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0}
 
 
+@pytest.mark.often("one1-same1-other1")
 @pytest.mark.parametrize(
     ("one", "same", "other"),
     [
@@ -305,6 +306,7 @@ def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_head_with_one_output_is_imitated(tmp_path: Path) -> None:
     folder = small_classifier(tmp_path, labels=1)
     options = {"objectives": {"logits": 1}, "learning_rate": 3e-3, "steps": 20}

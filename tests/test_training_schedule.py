@@ -182,6 +182,7 @@ def test_a_short_limit_warms_up_and_ends_in_time(
     assert all(text == "1:00" or text.startswith("0:") for text in left)
 
 
+@pytest.mark.slow
 def test_a_limit_of_time_ends_slow_runs_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

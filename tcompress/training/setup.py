@@ -28,7 +28,13 @@ from tcompress.structures.modules.shared import TransformModule
 from tcompress.training.objectives import OBJECTIVES, Objective, Observer, Setting, loaded_roles
 from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
-from tcompress.training.training_data import Data, check_training_data, head_options, load_data
+from tcompress.training.training_data import (
+    BESIDE,
+    Data,
+    check_training_data,
+    head_options,
+    load_data,
+)
 
 HEALING_STEPS, TASK_EPOCHS = 1000, 3.0  # where neither steps nor epochs are given
 HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing-measured.md
@@ -37,6 +43,7 @@ SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in doc
 _FIRST = 5  # steps, or
 _EARLY = 0.1  # part of the time, before the pace is taken for known
 SURE = 25  # steps after which it hardly changes any more
+_FEWEST_BESIDE = 32  # texts: two batches of them show a difference
 _ENDLESS = 10**9  # steps that only a limit of time ends
 
 
@@ -47,6 +54,13 @@ def total_steps(options: Finetune, per_epoch: int) -> int:
     if options.epochs is None and options.task is None:
         return HEALING_STEPS if options.minutes is None else _ENDLESS
     return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
+
+
+def texts_beside(options: Finetune) -> int:
+    """Number of texts that ship to compare mixtures on: a short run is not judged for longer."""
+    if options.steps is None:
+        return BESIDE
+    return min(BESIDE, max(_FEWEST_BESIDE, options.steps * options.batch_size // 8))
 
 
 def block_steps(options: Finetune, total: int) -> int:
@@ -179,7 +193,9 @@ def set_up(
     pooling, task = _pooling_and_task(source, options, names)
     if teacher is not None:
         check_teacher(source, teacher)
-    data = load_data(source, options.data, task, options.seed, teacher, progress)
+    data = load_data(
+        source, options.data, task, options.seed, teacher, progress, texts_beside(options)
+    )
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)

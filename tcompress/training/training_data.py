@@ -47,7 +47,7 @@ BUILTIN, TEACHER = "builtin", "teacher"
 WRITTEN = 2048  # texts that a teacher writes, at most
 FEWEST_HELD = 128  # examples of a source, where these are not a tenth of it
 COMPARED = 2**14  # tokens of each source that mixtures of weights are compared on
-BESIDE = 256  # texts that ship, to see what healing does to others than the user's
+BESIDE = 256  # texts that ship, to see what healing does to others than the user's, at most
 
 
 @dataclass
@@ -72,8 +72,9 @@ def load_data(
     seed: int,
     teacher: SourceModel | None = None,
     progress: Progress | None = None,
+    beside: int = BESIDE,
 ) -> Data:
-    """Reads and encodes the data of a run; without a task inputs alone."""
+    """Read and encode the data of a run; without a task inputs alone, `beside` texts that ship."""
     reader = _Reader(source, options, task, seed, teacher, progress or Silent())
     parts = reader.training()
     found = _joined(parts)
@@ -92,7 +93,7 @@ def load_data(
         found = _joined([_seen(*pair, seed) for pair in zip(parts, options.weights, strict=True)])
     held = _joined(kept)
     train, validation = reader.encode(found, "train on"), reader.encode(held, "validate on")
-    sources = {} if task is not None else reader.sources(kept)
+    sources = {} if task is not None else reader.sources(kept, beside)
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
     return Data(train, validation, found.name, digest, found.classes, pad, sources)
@@ -232,11 +233,11 @@ class _Reader:
     def _is_causal(self) -> bool:
         return "CausalLM" in self.model or "LMHead" in self.model
 
-    def sources(self, held: Sequence[Examples]) -> dict[str, Encoded]:
+    def sources(self, held: Sequence[Examples], beside: int) -> dict[str, Encoded]:
         """Writes held-out examples by source, and text that ships beside text of the user."""
         parts = [*held]
         if self.encoder is not None and BUILTIN not in self.options.source:
-            parts.append(self._read_inputs(BUILTIN, "train", BESIDE))
+            parts.append(self._read_inputs(BUILTIN, "train", beside))
         found: dict[str, Encoded] = {}
         for part in filter(len, parts):
             encoded, same = self._encoded(part), 1

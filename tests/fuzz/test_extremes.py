@@ -226,6 +226,7 @@ def test_calibration_text(
         assert _is_finite(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_scores_that_overflow(dense: Callable[[str], Path], tmp_path: Path) -> None:
     """The command line says so in a line, and leaves nothing."""
     model: Any = BertForMaskedLM.from_pretrained(dense("rank2"))

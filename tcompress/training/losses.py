@@ -131,7 +131,7 @@ class Losses:
         self.model.eval()
         task, held = self.setup.task, self.setup.data.validation
         held.epoch = 0
-        batches = self._read(held, in_order(held, size))
+        batches = self._host_batches(held, in_order(held, size))
         if task is None or task.validated == "loss":
             value = self._mean_loss(batches)
         else:
@@ -181,9 +181,9 @@ class Losses:
 
     def loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
         """Batches on the device, of these examples each."""
-        yield from map(self._moved, self._read(data, order))
+        yield from map(self._moved, self._host_batches(data, order))
 
-    def _read(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+    def _host_batches(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
         """Batches on the CPU, of these examples each."""
         yield from loader(data, self.setup.data.pad, order, pinned=pins(self.accelerator.device))
 

@@ -142,12 +142,12 @@ def heal(record: Record, args: argparse.Namespace) -> None:
 
     import tcompress
 
-    batch, tokens, steps = (8, 32, 15) if record.small else (64, 64, 120)
+    batch, tokens, steps = (8, 32, 12) if record.small else (64, 64, 120)
     precision = "bf16" if torch.cuda.is_available() else "no"
     place = args.out / "heal"
     shape = (2, 96) if record.small else (6, 384)
     model = args.minilm or random_encoder(place / "dense", *shape)
-    data = {"source": [random_texts(place / "texts.txt", 40 * batch, tokens)], "max_length": tokens}
+    data = {"source": [random_texts(place / "texts.txt", 30 * batch, tokens)], "max_length": tokens}
     with record.tried(what="convert, svd 25 %"):
         fitted = {"source": data["source"], "samples": 2 * batch, "max_length": tokens}
         options = {"method": "svd", "target": 0.25, "calibration": fitted}
@@ -292,6 +292,9 @@ def random_texts(path: Path, count: int, tokens: int) -> str:
 # Layers
 
 
+KINDS = ("dense", "svd", "lprod dct", "lprod fitted", "tt", "tucker")
+
+
 def layers(record: Record, args: argparse.Namespace) -> None:
     """Structured layers against `F.linear`, and both against what the device can do."""
     import torch
@@ -304,10 +307,11 @@ def layers(record: Record, args: argparse.Namespace) -> None:
     said = {"tflops": short(flops / 1e12), "gb_per_s": short(memory / 1e9)}
     record.add(layer=f"product and copy, {dtype}", **said)
     for way in ("eager", "compiled"):
-        for width in widths[:1] if record.small and way == "compiled" else widths:
+        little = record.small and way == "compiled"
+        for width in widths[:1] if little else widths:
             x = torch.randn(tokens, width, device=device, dtype=dtype)
             dense_ms = 0.0
-            for kind in ("dense", "svd", "lprod dct", "lprod fitted", "tt", "tucker"):
+            for kind in KINDS[:2] if little else KINDS:
                 if record.left < 0:
                     return
                 shape = f"{width} x {width}, {tokens} tokens"
@@ -455,15 +459,27 @@ def papers(record: Record, args: argparse.Namespace) -> None:
     if folder is None or not folder.is_dir():
         record.add(model="none", result="give `--data FOLDER` with `ag_news` in it")
         return
-    seconds = 6 if record.small else max(10, (record.left - 60) / 2)
+    files = local_files(beginning(folder, args.out / "papers") if record.small else folder)
+    said = [f"finetune.minutes={max(10, (record.left - 60) / 2) / 60:.3f}"]
+    if record.small:
+        sizes = {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 256}
+        said = [f"architecture.{name}={size}" for name, size in sizes.items()]
+        said += ["finetune.epochs=null", "finetune.steps=5"]
     for name, variant in (("L-product", None), ("dense", "dense")):
-        said = [*local_files(folder), f"output={args.out / 'papers' / name}"]
-        said += [f"finetune.minutes={seconds / 60:.3f}"]
-        if record.small:
-            said += ["finetune.batch_size=4", "finetune.data.max_length=16", "finetune.steps=3"]
-            said += ["evaluate.0.limit=40", "evaluate.0.max_length=16"]
+        said_of_it = [*files, f"output={args.out / 'papers' / name}", *said]
         with record.tried(model=name) as row:
-            row |= trained("scratch/ag-news-lprod-768", variant, said)
+            row |= trained("scratch/ag-news-lprod-768", variant, said_of_it)
+
+
+def beginning(folder: Path, out: Path) -> Path:
+    """Writes the first rows of the tables of a folder into another."""
+    from pyarrow import parquet
+
+    place = out / folder.name
+    place.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.parquet"):
+        parquet.write_table(parquet.read_table(path).slice(0, 100), place / path.name)
+    return place
 
 
 def trained(recipe: str, variant: str | None, said: list[str]) -> Row:

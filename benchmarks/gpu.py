@@ -39,7 +39,7 @@ sys.path.insert(0, str(ROOT))  # for the models of the tests
 from gpu_stages import STAGES  # noqa: E402
 
 LIMITS = {"commands": 140, "heal": 85, "layers": 105, "decode": 105, "papers": 125}
-SMALL_LIMITS = {"commands": 70, "heal": 30, "layers": 20, "decode": 25, "papers": 35}
+SMALL_LIMITS = {"commands": 75, "heal": 30, "layers": 15, "decode": 25, "papers": 35}
 
 Row = dict[str, Any]
 

@@ -75,6 +75,15 @@ def test_texts_get_what_was_computed_first(tmp_path: Path, classes: tuple[int, .
             assert_close(left[:same], right[:same], rtol=0, atol=0)
 
 
+def test_texts_are_padded_as_the_batch_is(tmp_path: Path) -> None:
+    """A batch may be cut into pieces, whose own texts may be shorter than its longest."""
+    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    for _ in range(2):
+        seen = store.observed(torch.tensor([0, 2]), lambda: Teacher()([0, 1]), 5)
+        assert seen.states[0].shape == (2, 5, 6)
+        assert not seen.states[0][0, 3:].any()
+
+
 def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
     teacher, later = Teacher(), Teacher()
     later.calls = 50

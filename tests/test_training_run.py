@@ -461,11 +461,11 @@ def test_numbers_that_are_not_finite_stop_the_run(
     folder, output = small_encoder(tmp_path), tmp_path / "out"
     steps, inner = iter(range(99)), Losses.gradients
 
-    def spoilt(self: Losses, *args: Any, **options: Any) -> float:
+    def spoilt(self: Losses, *args: Any, **options: Any) -> torch.Tensor:
         value = inner(self, *args, **options)
         if next(steps) == 2:
             if what == "loss":
-                return float("nan")
+                return torch.full_like(value, float("nan"))
             next(p.grad for p in self.model.parameters() if p.grad is not None).mul_(float("inf"))
         return value
 

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 from scipy.special import log_softmax
-from scipy.stats import rankdata
 
 from tcompress.artifact.manifest import Interval
 from tcompress.artifact.means import AGREEMENT
@@ -53,16 +52,17 @@ def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statist
 
 def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
     """Makes the rank correlation of two columns; equal values share their mean rank."""
-    columns = [np.asarray(values, dtype=float) for values in (one, two)]
+    columns = [_Ranks(values) for values in (one, two)]
 
     def resampled(counts: Array) -> Array:
-        ranks = [rankdata(_repeated(values, counts), axis=1) for values in columns]
-        first, second = (found - found.mean(axis=1, keepdims=True) for found in ranks)
-        spread = (first**2).sum(axis=1) * (second**2).sum(axis=1)
+        middle = (counts.sum(axis=1, keepdims=True) + 1) / 2
+        # Halves of whole numbers, so that no sum of them is rounded.
+        first, second = (column.of(counts) - middle for column in columns)
+        spread = (counts * first**2).sum(axis=1) * (counts * second**2).sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray((first * second).sum(axis=1) / np.sqrt(spread))
+            return np.asarray((counts * first * second).sum(axis=1) / np.sqrt(spread))
 
-    return Statistic("spearman", len(columns[0]), resampled)
+    return Statistic("spearman", columns[0].units, resampled)
 
 
 def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
@@ -72,13 +72,14 @@ def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     """
     values, truth = np.asarray(scores, dtype=float), np.asarray(true)
     chosen = [1] if values.shape[1] == 2 else range(values.shape[1])
+    columns = {index: _Ranks(values[:, index]) for index in chosen}
 
     def area(index: int, counts: Array) -> Array:
-        own = _repeated(truth == index, counts)
+        own = counts * (truth == index)
         inside = own.sum(axis=1)
-        above = (rankdata(_repeated(values[:, index], counts), axis=1) * own).sum(axis=1)
+        above = (columns[index].of(counts) * own).sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            pairs = inside * (own.shape[1] - inside)
+            pairs = inside * (counts.sum(axis=1) - inside)
             return np.asarray((above - inside * (inside + 1) / 2) / pairs)
 
     return Statistic(
@@ -86,11 +87,24 @@ def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     )
 
 
-def _repeated(values: NDArray[Any], counts: Array) -> NDArray[Any]:
-    """Gives the values in each resample, as often as they were drawn.  # (resamples, units)."""
-    places = np.tile(np.arange(len(values)), len(counts))
-    drawn = np.repeat(places, counts.ravel().astype(int))
-    return np.asarray(values[drawn].reshape(len(counts), -1))
+class _Ranks:
+    """Ranks of values in resamples; they are sorted once, and equal values are one group."""
+
+    def __init__(self, values: ArrayLike) -> None:
+        column = np.asarray(values, dtype=float)
+        self.units = len(column)
+        self._order = np.argsort(column, kind="stable")
+        ordered = column[self._order]
+        begins = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: self.units]
+        self._starts = np.flatnonzero(begins)
+        self._group = np.empty(self.units, dtype=np.intp)
+        self._group[self._order] = np.cumsum(begins) - 1
+
+    def of(self, counts: Array) -> Array:
+        """Mean rank of each value, from 1, as often as it was drawn.  # (resamples, units)."""
+        drawn = np.add.reduceat(counts[:, self._order], self._starts, axis=1)
+        ranks = drawn.cumsum(axis=1) - (drawn - 1) / 2
+        return np.asarray(ranks[:, self._group])
 
 
 def ratio(

@@ -93,16 +93,22 @@ class LengthBatches(Sampler[list[int]]):
             yield from batch.reshape(self.processes, -1).tolist()
 
 
-def loader(data: Encoded, pad: int, batches: Any) -> DataLoader[list[Row]]:
-    """Reads batches of examples."""
+def loader(data: Encoded, pad: int, batches: Any, *, pinned: bool = False) -> DataLoader[list[Row]]:
+    """Reads batches of examples, into memory that a GPU copies from by itself if `pinned`."""
     return DataLoader(
         data,
         batch_sampler=batches,
         collate_fn=partial(_collate, pad=pad),
+        pin_memory=pinned,
         # Without one, opening a loader draws from torch's generator, which dropout draws from: a
         # resumed run opens more of them.
         generator=torch.Generator(),
     )
+
+
+def pins(device: torch.device) -> bool:
+    """Whether a device copies from pinned memory by itself, while the host goes on."""
+    return device.type == "cuda"
 
 
 def in_order(data: Encoded, size: int) -> list[list[int]]:

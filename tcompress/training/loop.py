@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.errors import TrainingError
 from tcompress.progress import Progress
-from tcompress.training.batches import LengthBatches, loader
+from tcompress.training.batches import LengthBatches, loader, pins
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
 from tcompress.training.mixing import SHARES, best_mix
@@ -37,6 +38,12 @@ from tcompress.training.setup import (
     learning_rate,
     total_steps,
 )
+
+READ_EVERY = 10
+"""Steps after which the host reads what they computed, and waits for the device so long."""
+
+SLOW = 0.5
+"""Seconds from which a step is worth reading by itself: to wait for its end costs nothing then."""
 
 
 @contextmanager
@@ -74,12 +81,17 @@ class Loop:
         setup, options, data = self.setup, self.setup.options, self.setup.data
         lengths, processes = data.train.lengths, self.accelerator.num_processes
         self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
-        batches = loader(data.train, data.pad, self.sampler)
+        device, scaled = self.accelerator.device, self.accelerator.scaler is not None
+        batches = loader(data.train, data.pad, self.sampler, pinned=pins(device))
+        fused = True if device.type == "cuda" and not scaled else None
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            setup.model, optimizer_of(setup), batches
+            setup.model,
+            optimizer_of(setup, fused=fused),
+            batches,
+            device_placement=[None, None, False],  # `Losses` counts what is in them first
         )
         if setup.teacher_observer is not None:
-            setup.teacher_observer.model.to(self.accelerator.device)  # type: ignore[arg-type]
+            setup.teacher_observer.model.to(device)  # type: ignore[arg-type]
         self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
@@ -90,6 +102,8 @@ class Loop:
         self.state.parts = min(options.accumulate, options.batch_size)
         self.pace = Pace(options.minutes, options.evaluate_every)
         self._told = False  # how many steps the time allows
+        self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device
+        self._loss = math.nan  # of the last step that was read
         self._validation = 0.0  # time that the first validation took, the same in all processes
         self._start = time.perf_counter()  # less the time before it was resumed
         self._now = 0.0  # time after the last step, the same in all processes
@@ -157,8 +171,11 @@ class Loop:
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options
-        asked = self._agree(asked=asked)
-        self._keep_pace(sure=state.step - begun >= SURE)
+        if self._meets():
+            asked = self._agree(asked=asked)
+            self._keep_pace(sure=state.step - begun >= SURE)
+        else:
+            asked = False  # until all have heard of it
         if state.step % options.evaluate_every == 0 or state.step == state.total:
             self._validate()
         if asked or (state.step % options.checkpoint_every == 0 and state.step < state.total):
@@ -166,12 +183,45 @@ class Loop:
         if asked:
             raise KeyboardInterrupt
 
+    def _meets(self) -> bool:
+        """Whether processes hear of one another after this step: where they wait anyway."""
+        step, options = self.state.step, self.setup.options
+        waits = step % options.evaluate_every == 0 or step % options.checkpoint_every == 0
+        waits = waits or step == self.state.total or self._reads_now()
+        return waits or self.accelerator.num_processes == 1
+
     def _agree(self, *, asked: bool) -> bool:
         """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
+        if self.accelerator.num_processes == 1:
+            self._now = self._seconds()
+            return asked
         own = [self._seconds(), self._validation, float(asked)]
         told: Any = torch.tensor(own, device=self.accelerator.device)
         self._now, self._validation, heard = self.accelerator.reduce(told, "mean").tolist()
         return bool(heard > 0)
+
+    def _reads_now(self) -> bool:
+        """Whether the step is one of those whose numbers are read; alike in all processes."""
+        each = self.pace.each(self._validation)
+        return each is None or each > SLOW or self.state.step % READ_EVERY == 0
+
+    def _read(self) -> None:
+        """Reads what the last steps computed, and ends the run where a number is not finite."""
+        if not self._unread:
+            return
+        computed = torch.stack([torch.stack(pair) for pair in self._unread], 1)
+        step = self.state.step - len(self._unread)
+        self._unread.clear()
+        if self.accelerator.num_processes > 1:
+            computed[0] = self.accelerator.reduce(computed[0], "sum")  # type: ignore[index]
+        for loss, norm in zip(*computed.tolist(), strict=True):
+            step += 1
+            self._check_finite("the loss", loss, step)
+            # A scaler of float16 meets infinite gradients at times, and leaves such steps out.
+            if self.accelerator.scaler is None:
+                self._check_finite("the gradient's norm", norm, step)
+            self.state.recent.append(loss)
+            self._loss = loss
 
     def _keep_pace(self, *, sure: bool) -> None:
         """Fits the schedule into the time that there is."""
@@ -191,18 +241,16 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(state.step)
         loss = self._gradients(batch)
-        self._check_finite("the loss", loss, state.step + 1)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
-        # A scaler of float16 meets infinite gradients at times, and leaves such steps out.
-        if norm is not None and self.accelerator.scaler is None:
-            self._check_finite("the gradient's norm", float(norm), state.step + 1)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
         state.samples += examples_in(batch) * self.accelerator.num_processes
         state.tokens += tokens_in(batch) * self.accelerator.num_processes
-        state.recent.append(loss)
-        self.progress.advance(1, self._note(loss))
+        self._unread.append((loss, loss.new_zeros(()) if norm is None else norm.to(loss)))
+        if self._reads_now():
+            self._read()
+        self.progress.advance(1, self._note())
 
     def _rate(self, step: int) -> float:
         setup = self.setup
@@ -220,7 +268,7 @@ class Loop:
                 "`--mixed-precision no`",
             )
 
-    def _gradients(self, batch: Batch) -> float:
+    def _gradients(self, batch: Batch) -> Tensor:
         """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
         state, count = self.state, examples_in(batch)
         alone = state.step < block_steps(self.setup.options, state.total)
@@ -251,9 +299,9 @@ class Loop:
                 "`--gradient-checkpointing`",
             ) from error
 
-    def _note(self, loss: float) -> str:
+    def _note(self) -> str:
         state, validation = self.state, self._validation
-        note = f"loss {loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}"
+        note = f"loss {self._loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}"
         each, left = self.pace.each(validation), self.pace.ahead(state.total, validation)
         if each is None or left is None:
             return note
@@ -276,6 +324,7 @@ class Loop:
 
     def _validate(self) -> None:
         state, task = self.state, self.setup.task
+        self._read()
         value = self._validation_value()
         self._check_finite(f"the {self.validated}", value, state.step)
         point = CurvePoint(
@@ -316,6 +365,7 @@ class Loop:
         self.accelerator.wait_for_everyone()  # the main process removes them when it has written
 
     def _save(self) -> None:
+        self._read()
         self.state.seconds = self._seconds()
         main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
         self.checkpoints.save(self.state, self._save_state, wait, main)

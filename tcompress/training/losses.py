@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader
+from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader, pins
 from tcompress.training.kept import KeptOutputs
+from tcompress.training.masks import unread_masks
 from tcompress.training.objectives import Batch, Observed, fed_with
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import Task
@@ -36,11 +36,11 @@ def tokens_in(batch: Batch) -> int:
     return examples_in(batch) if mask is None else int(mask.sum())
 
 
-def _counts(batch: Batch) -> Tensor:
-    """Numbers of the `UNITS` in a batch."""
+def _counts(batch: Batch) -> list[float]:
+    """Numbers of the `UNITS` in a batch that is still on the CPU."""
     labels = batch.get("labels")
     targets = 0 if labels is None else int((labels != IGNORED).sum())
-    return torch.tensor([examples_in(batch), tokens_in(batch), targets], dtype=torch.float32)
+    return [float(examples_in(batch)), float(tokens_in(batch)), float(targets)]
 
 
 def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -62,7 +62,10 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 @dataclass
 class Losses:
-    """Computes losses and gradients of the student, which accelerate has wrapped."""
+    """Computes losses and gradients of the student, which accelerate has wrapped.
+
+    Batches come from the CPU: what is counted in them is known without waiting for the device.
+    """
 
     setup: Setup
     accelerator: Accelerator
@@ -70,8 +73,10 @@ class Losses:
     _kept: dict[Encoded, KeptOutputs] = field(default_factory=dict, init=False)
 
     def keep_outputs(self, folder: Path, *data: Encoded) -> None:
-        """Lets the teacher compute what it says of texts once, where that is kept in a folder."""
+        """Lets the teacher compute what it says of texts once, where a folder is faster than it."""
         setup, process = self.setup, self.accelerator.process_index
+        if self.accelerator.device.type != "cpu":
+            return
         logits = any(objective.name == "logits" for objective, _ in setup.objectives)
         for index, own in enumerate(data):
             if setup.teacher_observer is not None and own.is_fixed:
@@ -79,24 +84,46 @@ class Losses:
                 self._kept[own] = KeptOutputs(path, own.lengths, logits=logits)
                 own.tells_places = True
 
-    def gradients(self, batch: Batch, parts: int, *, alone: bool) -> float:
-        """Adds a batch's gradients and returns its loss, over all processes and pieces alike."""
-        device = self.accelerator.device
-        found = self.accelerator.reduce(_counts(batch).to(device), "sum")
-        counts = dict(zip(UNITS, found.clamp_min(1.0), strict=True))  # type: ignore[union-attr]
-        cuts = list(pieces(batch, parts))
-        total = torch.zeros((), device=device)
+    def gradients(self, batch: Batch, parts: int, *, alone: bool) -> Tensor:
+        """Adds a batch's gradients and returns its loss, in which processes are to be summed up.
+
+        Neither depends on how many pieces or processes share the batch.
+        """
+        counts, cuts = self._counts_of_all(batch), list(pieces(batch, parts))
+        total = torch.zeros((), device=self.accelerator.device)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
-            teacher = self._imitated(piece, self.setup.data.train)
-            # Blocks that are computed again in the backward pass must be fed again.
-            feed = fed_with(self.setup.observer.modules, teacher.states) if alone else nullcontext()
-            with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
-                loss = self._loss(piece, counts, teacher)
-                # Gradients are averaged over processes, but sums are already divided by all.
-                self.accelerator.backward(loss * self.accelerator.num_processes)
+            moved, modules = self._moved(piece), self.setup.observer.modules
+            with self._told_of(piece):
+                teacher = self._imitated(moved, self.setup.data.train)
+                # Blocks that are computed again in the backward pass must be fed again.
+                feed = fed_with(modules, teacher.states) if alone else nullcontext()
+                with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
+                    loss = self._loss(moved, counts, teacher)
+                    # Gradients are averaged over processes, but sums are already divided by all.
+                    self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
-        return float(self.accelerator.reduce(total, "sum"))  # type: ignore[arg-type]
+        return total
+
+    def _counts_of_all(self, batch: Batch) -> dict[str, Tensor]:
+        """Numbers of the `UNITS` in the batches of all processes, one at least."""
+        device = self.accelerator.device
+        found = torch.stack([torch.full((), count, device=device) for count in _counts(batch)])
+        if self.accelerator.num_processes > 1:
+            found = self.accelerator.reduce(found, "sum")  # type: ignore[assignment]
+        return dict(zip(UNITS, found.clamp_min(1.0), strict=True))
+
+    def _moved(self, batch: Batch) -> Batch:
+        """The batch on the device, without waiting for it; what is kept lies on the CPU."""
+        device = self.accelerator.device
+        return {
+            name: value if name == "place" else value.to(device, non_blocking=pins(device))
+            for name, value in batch.items()
+        }
+
+    def _told_of(self, batch: Batch) -> AbstractContextManager[None]:
+        """Tells models on a device of the padding in a batch that is still on the CPU."""
+        return nullcontext() if self.accelerator.device.type == "cpu" else unread_masks(batch)
 
     @torch.no_grad()
     def validate(self, size: int) -> float:
@@ -104,7 +131,7 @@ class Losses:
         self.model.eval()
         task, held = self.setup.task, self.setup.data.validation
         held.epoch = 0
-        batches = self.loaded(held, in_order(held, size))
+        batches = self._host_batches(held, in_order(held, size))
         if task is None or task.validated == "loss":
             value = self._mean_loss(batches)
         else:
@@ -148,12 +175,17 @@ class Losses:
         kept, inputs = self._kept.get(data), _inputs(batch)
         if kept is None:
             return self.taught(inputs)
-        return kept.observed(batch["place"], lambda: self.taught(inputs))
+        # A piece of a batch is padded as the whole of it is.
+        tokens = next(iter(inputs.values())).shape[1]
+        return kept.observed(batch["place"], lambda: self.taught(inputs), tokens)
 
     def loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
         """Batches on the device, of these examples each."""
-        for batch in loader(data, self.setup.data.pad, order):
-            yield send_to_device(batch, self.accelerator.device)
+        yield from map(self._moved, self._host_batches(data, order))
+
+    def _host_batches(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+        """Batches on the CPU, of these examples each."""
+        yield from loader(data, self.setup.data.pad, order, pinned=pins(self.accelerator.device))
 
     def _mean_loss(self, batches: Iterator[Batch]) -> float:
         """Sums of all terms over the data, divided at the end: batches leave no trace."""
@@ -162,27 +194,38 @@ class Losses:
             for objective, share in self.setup.objectives
             if self.setup.task is None or objective.name == "task"
         ] or self.setup.objectives
-        sums, counts = [0.0] * len(chosen), torch.zeros(len(UNITS), dtype=torch.float64)
+        lost: list[list[Tensor]] = [[] for _ in chosen]
+        counts = [0.0] * len(UNITS)
         for batch in batches:
-            with self.accelerator.autocast():
-                teacher = self._imitated(batch, self.setup.data.validation)
-                student = self.setup.observer.run(_inputs(batch), self.model)
-            for index, (objective, _) in enumerate(chosen):
-                sums[index] += float(objective.loss(batch, student, teacher))
-            counts += _counts(batch)
+            moved = self._moved(batch)
+            with self._told_of(batch), self.accelerator.autocast():
+                teacher = self._imitated(moved, self.setup.data.validation)
+                student = self.setup.observer.run(_inputs(moved), self.model)
+            for own, (objective, _) in zip(lost, chosen, strict=True):
+                own.append(objective.loss(moved, student, teacher))
+            counts = [one + more for one, more in zip(counts, _counts(batch), strict=True)]
         return sum(
-            share * total / max(1.0, float(counts[UNITS.index(objective.unit)]))
-            for (objective, share), total in zip(chosen, sums, strict=True)
+            share * _sum(own) / max(1.0, counts[UNITS.index(objective.unit)])
+            for (objective, share), own in zip(chosen, lost, strict=True)
         )
 
     def _score(self, task: Task, batches: Iterator[Batch]) -> float:
         predictions, labels = [], []
         for batch in batches:
-            with self.accelerator.autocast():
-                seen = self.setup.observer.run(_inputs(batch), self.model)
-                predictions.append(task.predictions(seen, batch).float().cpu())
-            labels.append(batch["labels"].cpu())
-        return task.score(torch.cat(predictions), torch.cat(labels))
+            moved = self._moved(batch)
+            with self._told_of(batch), self.accelerator.autocast():
+                seen = self.setup.observer.run(_inputs(moved), self.model)
+                predictions.append(task.predictions(seen, moved).float())
+            labels.append(batch["labels"])
+        return task.score(torch.cat(predictions).cpu(), torch.cat(labels))
+
+
+def _sum(values: list[Tensor]) -> float:
+    """Sum of single numbers, read together."""
+    total = 0.0
+    for value in torch.stack(values).tolist():
+        total += value
+    return total
 
 
 def _inputs(batch: Batch) -> Batch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ _MOMENTUM = 0.95
 # Singular values of an update at a rate of 1. The same for all shapes, so that a rate suits narrow
 # models and wide ones (Yang et al., arXiv:2310.17813); at a width of 600 as large as AdamW's.
 _SPECTRAL = 5.0
+_GRAIN = 128  # sizes of batches on a GPU are multiples of it
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -72,37 +73,76 @@ class Muon(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Takes one step."""
         moved = [
-            (parameter, parameter.grad, group)
+            (group, [value for value in group["params"] if value.grad is not None])
             for group in self.param_groups
             if group["matrices"]
-            for parameter in group["params"]
-            if parameter.grad is not None
         ]
-        for parameter, *_ in moved:
-            parameter.grad = None  # AdamW passes over it
+        gradients = [[value.grad for value in parameters] for _, parameters in moved]
+        for _, parameters in moved:
+            for parameter in parameters:
+                parameter.grad = None  # AdamW passes over it
         loss = super().step(closure)
-        alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Any]]]] = defaultdict(list)
-        for parameter, gradient, group in moved:
-            parameter.grad = gradient
-            update = as_matrices(self._momentum(parameter, gradient))
-            alike[update.shape[1:], update.device].append((parameter, update, group))
-        for own in alike.values():
-            made = orthogonalised(torch.cat([update for _, update, _ in own]))
-            counts = [len(update) for _, update, _ in own]
-            for (parameter, _, group), update in zip(own, made.split(counts), strict=True):
-                rate = group["lr"]
-                parameter.mul_(1 - rate * group["weight_decay"])
-                parameter.add_(update.reshape(parameter.shape), alpha=-rate * _SPECTRAL)
+        for (group, parameters), own in zip(moved, gradients, strict=True):
+            for parameter, gradient in zip(parameters, own, strict=True):
+                parameter.grad = gradient
+            if parameters:
+                self._move(parameters, group["lr"], group["weight_decay"])
         return loss
 
-    def _momentum(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def _move(self, parameters: list[Tensor], rate: float, decay: float) -> None:
+        """Moves parameters by their orthogonalised momenta."""
+        alike: dict[Any, list[int]] = defaultdict(list)
+        updates = [as_matrices(update) for update in self._momenta(parameters)]
+        for index, update in enumerate(updates):
+            alike[_batch_shape(update), update.device].append(index)
+        for (shape, _), indices in alike.items():
+            made = orthogonalised_together([updates[index] for index in indices], shape)
+            for index, update in zip(indices, made, strict=True):
+                updates[index] = update.reshape(parameters[index].shape)
+        torch._foreach_mul_(parameters, 1 - rate * decay)
+        torch._foreach_add_(parameters, updates, alpha=-rate * _SPECTRAL)
+
+    def _momenta(self, parameters: list[Tensor]) -> Sequence[Tensor]:
         """Nesterov's."""
-        state = self.state[parameter]
-        if not state:
-            state["momentum"] = torch.zeros_like(gradient)
-            state["step"] = torch.zeros(())  # which AdamW looks for when it is loaded
-        kept = state["momentum"].lerp_(gradient, 1 - _MOMENTUM)
-        return gradient.lerp(kept, _MOMENTUM)
+        gradients = [own for value in parameters if (own := value.grad) is not None]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if not (state := self.state[parameter]):
+                state["momentum"] = torch.zeros_like(gradient)
+                state["step"] = torch.zeros(())  # which AdamW looks for when it is loaded
+        kept = [self.state[parameter]["momentum"] for parameter in parameters]
+        torch._foreach_lerp_(kept, gradients, 1 - _MOMENTUM)
+        return torch._foreach_lerp(gradients, kept, _MOMENTUM)
+
+
+def _batch_shape(matrices: Tensor) -> tuple[int, ...]:
+    """Shape of the batch that matrices are orthogonalised in.
+
+    Ranks differ from layer to layer. A GPU takes about as long to begin a small product as to
+    compute it, so that there matrices lie on their side and are filled up with zeros, which stay
+    zero, to few shapes; a CPU would only compute more.
+    """
+    rows, columns = matrices.shape[-2:]
+    if matrices.device.type == "cpu":
+        return rows, columns
+    return tuple(-(-size // _GRAIN) * _GRAIN for size in sorted((rows, columns)))
+
+
+def orthogonalised_together(parts: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
+    """Orthogonalises matrices in one batch of a shape, in which all of them have room."""
+    counts = [len(part) for part in parts]
+    if all(part.shape[1:] == shape for part in parts):
+        return [*orthogonalised(torch.cat(parts)).split(counts)]
+    batch = parts[0].new_zeros(sum(counts), *shape)
+    torch._foreach_copy_([*map(_room, batch.split(counts), parts)], parts)
+    return [*map(_room, orthogonalised(batch).split(counts), parts)]
+
+
+def _room(batch: Tensor, part: Tensor) -> Tensor:
+    """What matrices take of a batch, in which the tall ones lie on their side."""
+    rows, columns = part.shape[-2:]
+    if rows > columns:
+        return batch[:, :columns, :rows].mT
+    return batch[:, :rows, :columns]
 
 
 def as_matrices(tensor: Tensor) -> Tensor:
@@ -113,8 +153,8 @@ def as_matrices(tensor: Tensor) -> Tensor:
     return tensor.flatten(half).flatten(0, half - 1)[None]
 
 
-def optimizer_of(setup: Setup) -> torch.optim.Optimizer:
-    """Makes the optimizer of a run; vectors do not decay."""
+def optimizer_of(setup: Setup, *, fused: bool | None = None) -> torch.optim.Optimizer:
+    """Makes the optimizer of a run; vectors do not decay, and AdamW alone can be `fused`."""
     trained, options = setup.trained.values(), setup.options
     kind = options.optimizer or ("muon" if options.task is None else "adamw")
     decay = options.weight_decay
@@ -137,4 +177,4 @@ def optimizer_of(setup: Setup) -> torch.optim.Optimizer:
         {"params": [own for own in trained if own.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return Muon(groups) if kind == "muon" else torch.optim.AdamW(groups, lr=0.0)
+    return Muon(groups) if kind == "muon" else torch.optim.AdamW(groups, lr=0.0, fused=fused)

@@ -107,6 +107,7 @@ def _check_errors(made: Made, model: nn.Module) -> None:
         assert float(missed.square().sum() / wanted.square().sum()) < 0.9, name
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)

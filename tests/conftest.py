@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +37,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the golden files anew")
 
 
-def pytest_configure() -> None:
+def other_versions() -> list[str]:
+    """Libraries that tcompress stands on, where they are not those of constraints.txt."""
+    root = Path(__file__).parents[1]
+    needs = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]["dependencies"]
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", (root / "constraints.txt").read_text("utf-8"), re.M)
+    direct = {re.split(r"[<>=!~]", need)[0] for need in needs}
+    found = []
+    for name, pin in ((name.lower().replace("_", "-"), pin) for name, pin in pins):
+        if name in direct:
+            try:
+                installed = version(name).partition("+")[0]  # a build for CPUs is no other version
+            except PackageNotFoundError:
+                installed = "unknown"
+            if installed != pin:
+                found.append(f"{name} {installed} instead of {pin}")
+    return found
+
+
+def pytest_report_header() -> list[str]:
+    """Says why warnings pass."""
+    others = other_versions()
+    return [f"warnings are no errors with {', '.join(others)}"] if others else []
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Waits for no disk: tests kill processes, they do not cut the power.
 
     Lets Ctrl-C through too: a shell's background jobs, as on build machines, start without it.
+    Warnings are errors with the versions of constraints.txt alone: others deprecate other things.
     """
+    if other_versions():
+        config.addinivalue_line("filterwarnings", "default")
     os.fsync = lambda _: None
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

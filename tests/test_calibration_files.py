@@ -16,10 +16,12 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
+from transformers import AutoImageProcessor
 
 from tcompress.conversion.converter import convert
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
+from tcompress.data.encoding import decode, image_reader
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -292,6 +294,21 @@ def test_pictures_are_normalised_as_the_model_wants(
     assert _rounded(found) == _rounded(expected)
     assert data.samples == 4
     assert data.tokens == 0
+
+
+def test_pictures_are_the_same_whatever_is_installed(
+    vit: SourceModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With torchvision processors have a second form, which keeps pictures as tensors."""
+    pixels = decode(png(COLORS[0]), 3, "here")
+    assert pixels.flags.writeable  # torch warns of others
+    opened = Mock(wraps=AutoImageProcessor.from_pretrained)
+    monkeypatch.setattr(AutoImageProcessor, "from_pretrained", opened)
+    found = image_reader(vit, needed=True)(pixels)
+    assert opened.call_args.kwargs["backend"] == "pil"
+    plain = AutoImageProcessor.from_pretrained(vit.folder, backend="pil")
+    wanted = plain(images=[Image.fromarray(pixels)], return_tensors="pt")["pixel_values"][0]
+    assert torch.equal(found, wanted)
 
 
 def test_a_model_of_the_other_kind_is_refused(

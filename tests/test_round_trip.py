@@ -113,6 +113,7 @@ def _check_errors(made: Made, model: nn.Module) -> None:
     "t5-gated-svd-False",
     "phi3-fitted-False",
 )
+@pytest.mark.smoke
 @pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)

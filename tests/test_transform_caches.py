@@ -100,6 +100,7 @@ def test_training_after_inference_mode(method: str) -> None:
 
 
 @pytest.mark.often("tt-True")
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("method", "grad"),
     tiered(
@@ -122,6 +123,7 @@ def test_compiles_into_one_graph(method: str, grad: bool) -> None:
 
 
 @pytest.mark.often("dct")
+@pytest.mark.smoke
 @pytest.mark.parametrize("method", ["lowrank", "tt", "tt-contract", "dct", "fitted"])
 def test_exports_with_any_number_of_tokens(method: str) -> None:
     trio = Trio(method).eval().requires_grad_(False)

@@ -144,7 +144,8 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
         raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
     try:
         with Image.open(io.BytesIO(data)) as image:
-            pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
+            # A copy: torch warns of arrays that nobody may write to.
+            pixels = np.array(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
         text = f"a picture of {place} cannot be decoded ({first_line(error)})"
@@ -160,8 +161,13 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
     from transformers import AutoImageProcessor
 
     try:
+        # Of two forms of a processor that of Pillow, so that pictures are the same numbers with
+        # torchvision and without it.
         processor: Any = AutoImageProcessor.from_pretrained(
-            source.folder, trust_remote_code=source.trust_remote_code, local_files_only=True
+            source.folder,
+            backend="pil",
+            trust_remote_code=source.trust_remote_code,
+            local_files_only=True,
         )
     except Exception as error:
         # Its file may be missing or of an unknown kind, or a library that it needs.

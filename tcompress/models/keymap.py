@@ -30,7 +30,7 @@ from tcompress.models.store import WeightStore
 # model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
 # where the model has one tensor of three dimensions. Transformers translates on loading; this file
 # asks it how. It and `conversions.py` alone use `transformers.core_model_loading`, which is
-# internal: verified with 5.17 and 5.23.
+# internal: verified with 5.21 (5.20 has no `apply_renamings`), 5.23 and 5.24.
 
 
 FACTOR_PREFIX = "tc_"  # start of the name of every tensor that a structured layer owns

@@ -36,7 +36,9 @@ KINDS = ("cpu", "cuda", "mps", "xpu")
 def pick_device(name: str) -> torch.device:
     """Returns the device to compute on, if there is such a device here."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        # Fits are in float64, which `mps` has not.
+        return found if found is not None and found.type != "mps" else torch.device("cpu")
     if name.partition(":")[0] not in KINDS:
         known = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
         raise InputError(f"unknown device `{name}`; known are {known}", "use `--device auto`")

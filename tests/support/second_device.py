@@ -17,8 +17,8 @@ What cannot live here, and what is done instead:
   device's, too.
 - Fused attention: which kernel is the fastest is asked for by device, and none is written for this
   one. Products and a softmax take its place, as on a GPU without such a kernel.
-- Reduced precision (`torch.autocast`): its rules are compiled in for each device, and there are none
-  for this one: everything is computed as it is stored.
+- Reduced precision (`torch.autocast`): its rules are compiled in for each device, and this one has
+  none: everything is computed as it is stored.
 - `safetensors` reads files onto devices whose names it knows. It does not know this one.
 - Pinned memory, streams and peaks of memory: there are none, and the device says so.
 - `torch.compile`: it writes code for devices that it knows.

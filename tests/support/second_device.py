@@ -31,7 +31,7 @@ compute on it in processes of their own, see `tests.test_second_device`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -91,7 +91,9 @@ class _Facts(NamedTuple):
     is_view: bool
     is_pointwise: bool
     outputs: tuple[str | int | None, ...]  # the argument that each result is, where it is one
+    writes: bool  # whether there is such a result
     resized: tuple[str, ...]  # keyword arguments that results are written to
+    tensors: tuple[int, ...]  # arguments that are one tensor
 
 
 _libraries: list[torch.library.Library] = []  # kernels are there as long as these
@@ -112,31 +114,53 @@ def install() -> None:
     for lazily in ("Conjugate", "Negative"):  # copying is what resolves them
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazily)
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "PrivateUse1")  # products, softmax
+    aten.impl("histc", _histc, "PrivateUse1")
     aten.impl("resize_", _resize_, "PrivateUse1")
+    for name, kernel in _KERNELS.items():
+        aten.impl(name, partial(_kernel, kernel), "PrivateUse1")
     _libraries.extend([kernels, aten])
     torch.UntypedStorage.clone = _copied  # type: ignore[method-assign]
     torch.UntypedStorage.to = _moved  # type: ignore[method-assign]
 
 
+def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Counts values, which on a GPU may be integers."""
+    counts = torch.histc(_lent(values).double(), *args, **kwargs)
+    return _on_second(counts.to(values.dtype))
+
+
+# What stands for operations that PyTorch asks devices of other makers for, and no other.
+_KERNELS: dict[str, Any] = {
+    "convolution_overrideable": torch.ops.aten.convolution.default,
+    "convolution_backward_overrideable": torch.ops.aten.convolution_backward.default,
+}
+
+
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operation on the CPU's view of the same memory."""
     facts = _facts(op)
-    _check(op, facts, args, kwargs)
     if facts.is_view:  # shapes and places in the memory, which stays; `set_` is of this kind
         return op.redispatch(_ON_CPU, *args, **kwargs)
-    given = {name: _mapped(_on_cpu, value) for name, value in kwargs.items()}
+    others: list[Tensor] = []  # tensors that are on the CPU
+    given = [_on_cpu(value, others) for value in args]
+    named = {name: _on_cpu(value, others) for name, value in kwargs.items()}
+    if others or "generator" in kwargs:
+        _check(op, facts, args, kwargs, others)
+    for index in facts.tensors:  # numbers among them have become plain ones on the way here
+        if index < len(given) and isinstance(given[index], int | float | complex):
+            given[index] = torch.tensor(given[index])
     for name in facts.resized:  # a new one: memory of another has a size that stays
         if isinstance(kwargs.get(name), Tensor) and not kwargs[name].numel():
-            given[name] = torch.empty(0, dtype=kwargs[name].dtype)
-    results = op(*_mapped(_on_cpu, args), **given)
+            named[name] = torch.empty(0, dtype=kwargs[name].dtype)
+    results = op(*given, **named)
     for name in facts.resized:
-        if isinstance(kwargs.get(name), Tensor) and kwargs[name].shape != given[name].shape:
-            kwargs[name].data = _on_second(given[name])
-    if not any(name is not None for name in facts.outputs):
-        return _mapped(_on_second, results)
+        if isinstance(kwargs.get(name), Tensor) and kwargs[name].shape != named[name].shape:
+            kwargs[name].data = _on_second(named[name])
+    if not facts.writes:
+        return _on_second(results)
     several = results if isinstance(results, tuple | list) else (results,)
     told = tuple(
-        _mapped(_on_second, result) if name is None else _argument(name, args, kwargs)
+        _on_second(result) if name is None else _argument(name, args, kwargs)
         for result, name in zip(several, facts.outputs, strict=True)
     )
     return told if isinstance(results, tuple | list) else told[0]
@@ -154,42 +178,42 @@ def _facts(op: Any) -> _Facts:
             key: str | int = argument.name if argument.kwarg_only else index
             written[frozenset(argument.alias_info.before_set)] = key
     kinds = [own.alias_info for own in schema.returns]
+    outputs = tuple(written.get(frozenset(kind.before_set)) if kind else None for kind in kinds)
     return _Facts(
-        is_view=schema.name == "aten::set_"
-        or any(kind is not None and not kind.is_write for kind in kinds),
+        is_view=schema.name == "aten::set_" or any(kind and not kind.is_write for kind in kinds),
         is_pointwise=torch.Tag.pointwise in op.tags or schema.name.startswith("aten::_foreach"),
-        outputs=tuple(
-            written.get(frozenset(kind.before_set)) if kind is not None else None for kind in kinds
-        ),
+        outputs=outputs,
+        writes=any(name is not None for name in outputs),
         resized=tuple(name for name in written.values() if isinstance(name, str)),
+        tensors=tuple(i for i, own in enumerate(schema.arguments) if str(own.type) == "Tensor"),
     )
 
 
-def _check(op: Any, facts: _Facts, args: Any, kwargs: Any) -> None:
+def _check(
+    op: Any, facts: _Facts, args: tuple[Any, ...], kwargs: dict[str, Any], others: list[Tensor]
+) -> None:
     """Refuses what a GPU refuses."""
     generator = kwargs.get("generator")
     if generator is not None and generator.device.type != NAME:
         raise RuntimeError(
             f"Expected a '{NAME}' device type for generator but found '{generator.device.type}'"
         )
-    tensors = list(_tensors((args, tuple(kwargs.values()))))
-    others = [own for own in tensors if own.device.type != NAME]
-    if not others or len(others) == len(tensors):
-        return
-    if facts.is_pointwise:
+    name = op._schema.name
+    if facts.is_pointwise:  # single numbers may come from anywhere
         others = [own for own in others if own.ndim]
-    elif "index" in op._schema.name and args[0].device.type == NAME and isinstance(args[1], list):
-        others = [own for own in _tensors(args[2:]) if own.device.type != NAME and own.ndim]
+    elif "index" in name and isinstance(args[1], list) and args[0].device.type == NAME:
+        places = {id(own) for own in args[1] if own is not None}
+        others = [own for own in others if own.ndim and id(own) not in places]
     if others:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{NAME}:0 and {others[0].device}! (when computing {op._schema.name})"
+            f"{NAME}:0 and {others[0].device}! (when computing {name})"
         )
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """The one operation between devices."""
-    _on_cpu(target).copy_(_on_cpu(source))
+    _lent(target).copy_(_lent(source))
     return target
 
 
@@ -200,7 +224,7 @@ def _made(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
 
 def _resize_(tensor: Tensor, size: Any, *, memory_format: Any = None) -> Tensor:
     made = torch.empty(size, dtype=tensor.dtype)
-    flat, before = made.flatten(), _on_cpu(tensor).flatten()
+    flat, before = made.flatten(), _lent(tensor).flatten()
     count = min(len(flat), len(before))
     flat[:count] = before[:count]
     tensor.data = _on_second(made)
@@ -222,41 +246,43 @@ def _moved(
     return made.untyped_storage().copy_(storage)  # type: ignore[return-value]
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies a function to all tensors in what operations take or give, in lists too."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple | list):
-        return type(value)([_mapped(function, item) for item in value])
-    return torch.device("cpu") if isinstance(value, torch.device) else value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from _tensors(item)
-
-
 _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    return _same_memory(tensor, _CPU) if tensor.device.type == NAME else tensor
+def _lent(tensor: Tensor) -> Tensor:
+    """A tensor of either device as the CPU's."""
+    return tensor if tensor.device.type == "cpu" else _same_memory(tensor, _CPU)
 
 
-def _on_second(tensor: Tensor) -> Tensor:
-    return _same_memory(tensor, _SECOND) if tensor.device.type == "cpu" else tensor
+def _on_cpu(value: Any, others: list[Tensor]) -> Any:
+    """An argument for the CPU; what is there already is added to `others`."""
+    if isinstance(value, Tensor):
+        if value.device.type == NAME:
+            return _same_memory(value, _CPU)
+        others.append(value)
+    elif isinstance(value, list | tuple):
+        return [_on_cpu(item, others) for item in value]
+    elif isinstance(value, torch.device):
+        return torch.device("cpu")
+    return value
+
+
+def _on_second(value: Any) -> Any:
+    """A result for the device, or several."""
+    if isinstance(value, Tensor):
+        return _same_memory(value, _SECOND)
+    if isinstance(value, list | tuple):
+        return type(value)([_on_second(item) for item in value])
+    return value
 
 
 def _same_memory(tensor: Tensor, device: int) -> Tensor:
     """A tensor over the same memory that says to be on another device."""
-    flags = (tensor.is_conj(), tensor.is_neg())  # DLPack has no words for them
-    capsule = torch._C._to_dlpack(tensor.detach())
+    capsule = torch._C._to_dlpack(tensor.detach() if tensor.requires_grad else tensor)
     place = _pointer(capsule, b"dltensor") + _DEVICE_OFFSET
     ctypes.c_int32.from_address(place).value = device
     moved = torch._C._from_dlpack(capsule)
-    moved = torch._conj(moved) if flags[0] else moved
-    return torch._neg_view(moved) if flags[1] else moved
+    if tensor.is_conj():  # DLPack has no words for it
+        moved = torch._conj(moved)
+    return torch._neg_view(moved) if tensor.is_neg() else moved

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.utils.memory import clear_device_cache
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.conversion.output_sampler import sampler_of
@@ -233,8 +234,7 @@ class Loop:
                 self._check_memory(error, -(-count // state.parts), final=final)
             self.optimizer.zero_grad(set_to_none=True)
             state.parts *= 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            clear_device_cache()
             self.say(
                 f"memory ran out; going on with {-(-count // state.parts)} examples at a time, "
                 "which changes nothing else"

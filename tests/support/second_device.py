@@ -116,9 +116,11 @@ def install() -> None:
     aten.impl("_fused_sdp_choice", lambda *args, **kwargs: 0, "PrivateUse1")  # products, softmax
     aten.impl("histc", _histc, "PrivateUse1")
     aten.impl("resize_", _resize_, "PrivateUse1")
-    for name, kernel in _KERNELS.items():
-        aten.impl(name, partial(_kernel, kernel), "PrivateUse1")
+    aten.impl("convolution_overrideable", _convolution, "PrivateUse1")
+    aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
     _libraries.extend([kernels, aten])
+    # Who moves a module keeps its parameters, as on a GPU: optimizers hold them.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     torch.UntypedStorage.clone = _copied  # type: ignore[method-assign]
     torch.UntypedStorage.to = _moved  # type: ignore[method-assign]
 
@@ -129,11 +131,16 @@ def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return _on_second(counts.to(values.dtype))
 
 
-# What stands for operations that PyTorch asks devices of other makers for, and no other.
-_KERNELS: dict[str, Any] = {
-    "convolution_overrideable": torch.ops.aten.convolution.default,
-    "convolution_backward_overrideable": torch.ops.aten.convolution_backward.default,
-}
+# PyTorch asks devices of other makers for these two, and no other device.
+
+
+def _convolution(*args: Any) -> Tensor:
+    return _kernel(torch.ops.aten.convolution.default, *args)
+
+
+def _convolution_backward(gradient: Tensor, values: Tensor, weight: Tensor, *args: Any) -> Any:
+    op = torch.ops.aten.convolution_backward.default
+    return _kernel(op, gradient, values, weight, None, *args)
 
 
 def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import threading
@@ -321,11 +320,9 @@ class Loop:
         self.checkpoints.save(self.state, self._save_state, wait, main)
 
     def _save_state(self, folder: Path) -> None:
-        """Saves everything, without a word of tied weights, which the model ties again itself."""
-        log = logging.getLogger("accelerate.utils.other")
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            self.accelerator.save_state(str(folder))
-        finally:
-            log.setLevel(level)
+        """Saves everything, as it is in memory.
+
+        In safetensors it would leave out what shares memory, for which it takes empty parameters
+        too, once they are on a GPU; and it would not load what it had left out.
+        """
+        self.accelerator.save_state(str(folder), safe_serialization=False)

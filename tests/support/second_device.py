@@ -31,7 +31,7 @@ compute on it in processes of their own, see `tests.test_second_device`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -50,7 +50,8 @@ _DEVICE_OFFSET = 8  # of the device in DLPack's description of a tensor, behind 
 class Device:
     """What `torch.second` is: the functions that PyTorch asks a module of a device for."""
 
-    synchronized = 0  # how often somebody has waited for the device
+    operations = 0  # that ran on it
+    synchronized = 0  # how often somebody has waited for it
 
     @staticmethod
     def is_available() -> bool:
@@ -118,11 +119,26 @@ def install() -> None:
     aten.impl("resize_", _resize_, "PrivateUse1")
     aten.impl("convolution_overrideable", _convolution, "PrivateUse1")
     aten.impl("convolution_backward_overrideable", _convolution_backward, "PrivateUse1")
+    for name, op in _structured():
+        aten.impl(name, partial(_kernel, op), "PrivateUse1")
     _libraries.extend([kernels, aten])
     # Who moves a module keeps its parameters, as on a GPU: optimizers hold them.
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.UntypedStorage.clone = _copied  # type: ignore[method-assign]
     torch.UntypedStorage.to = _moved  # type: ignore[method-assign]
+
+
+def _structured() -> Iterator[tuple[str, Any]]:
+    """Operations that PyTorch takes apart for devices that do not have them: shape, memory, values.
+
+    As one step they take half as long.
+    """
+    key, known = DispatchKey.CompositeExplicitAutogradNonFunctional, torch._C
+    for whole in known._dispatch_get_all_op_names():
+        name = whole.removeprefix("aten::")
+        if name != whole and known._dispatch_has_kernel_for_dispatch_key(whole, key):
+            packet, _, overload = name.partition(".")
+            yield name, getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def _histc(values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -148,6 +164,7 @@ def _kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
     facts = _facts(op)
     if facts.is_view:  # shapes and places in the memory, which stays; `set_` is of this kind
         return op.redispatch(_ON_CPU, *args, **kwargs)
+    Device.operations += 1
     others: list[Tensor] = []  # tensors that are on the CPU
     given = [_on_cpu(value, others) for value in args]
     named = {name: _on_cpu(value, others) for name, value in kwargs.items()}
@@ -187,7 +204,9 @@ def _facts(op: Any) -> _Facts:
     kinds = [own.alias_info for own in schema.returns]
     outputs = tuple(written.get(frozenset(kind.before_set)) if kind else None for kind in kinds)
     return _Facts(
-        is_view=schema.name == "aten::set_" or any(kind and not kind.is_write for kind in kinds),
+        is_view=schema.name == "aten::set_"
+        or torch.Tag.inplace_view in op.tags
+        or any(kind and not kind.is_write for kind in kinds),
         is_pointwise=torch.Tag.pointwise in op.tags or schema.name.startswith("aten::_foreach"),
         outputs=outputs,
         writes=any(name is not None for name in outputs),

@@ -45,11 +45,11 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"option": "width", "aware": True, "plain": True}),
     "depth": ("llama", {"option": "svd", "aware": True, "drop_layers": 1}),
     "more depth": ("bert", {"option": "svd", "append_layers": 1}),
-    "random": ("bert", {"option": "svd-width", "init": "random"}),
+    "random": ("bert", {"option": "dct", "init": "random"}),
     "tga": ("bert", {"option": "svd", "attention": {"name": "tga"}}),
     "hot": ("vit", {"option": "svd", "aware": True, "attention": {"name": "hot"}}),
     "tam": ("bert", {"option": "svd", "aware": True, "attention": {"name": "tam"}}),
-    "multilinear": ("bert", {**TABLE, "attention": {"name": "multilinear", "length": 8}}),
+    "multilinear": ("bert", {"option": "svd", "attention": {"name": "multilinear", "length": 8}}),
 }
 
 EVALUATIONS = {

@@ -27,7 +27,7 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "auto without data": ("bert", AUTO),
     "auto": ("bert", {**AUTO, "aware": True}),
     "largest error": ("gpt2", {"option": "svd", "aware": True, "target": None, "max_error": 0.1}),
-    "largest loss": ("bert", {"option": "svd", "aware": True, "target": None, "max_loss": 0.1}),
+    "largest loss": ("bert", {"option": "svd", "aware": True, "target": None, "max_loss": 0.5}),
     "dct without data": ("bert", {"option": "dct"}),
     "dct": ("bert", {"option": "residual", "aware": True}),
     "dft": ("bert", {"option": "dft", "aware": True}),

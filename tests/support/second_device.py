@@ -9,7 +9,8 @@ its kernels are those of the CPU, run on the same memory. So numbers are those o
 modules, optimizers and autograd need nothing of their own.
 
 What fails as on a GPU: operations on tensors of both devices (but for indices, and for single
-numbers in what goes element by element), `numpy()`, memory files, generators of the CPU.
+numbers in what goes element by element), `numpy()`, generators of the CPU. Empty tensors have no
+address, so that they seem to share one.
 
 What cannot live here, and what is done instead:
 

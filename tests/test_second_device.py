@@ -23,7 +23,6 @@ TABLE: dict[str, Any] = {"method": None, "target": None, "aware": True}
 CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "width without data": ("bert", {"option": "svd-width"}),
     "width": ("llama", {"option": "width", "aware": True}),
-    "whole heads": ("llama", {"option": "width", "aware": True, "target": 0.003}),
     "auto without data": ("bert", AUTO),
     "auto": ("bert", {**AUTO, "aware": True}),
     "largest error": ("gpt2", {"option": "svd", "aware": True, "target": None, "max_error": 0.1}),
@@ -35,7 +34,7 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "tubal rank": ("bert", {"option": "tubal_rank", "aware": True}),
     "tt without data": ("bert", {"option": "tt"}),
     "tt": ("bert", {"option": "tt-3", "aware": True}),
-    "qtt": ("bert", {"option": "qtt", "aware": True}),
+    "qtt without data": ("bert", {"option": "qtt"}),
     "tucker": ("bert", {"option": "tucker", "aware": True}),
     "experts": ("mixtral", {"option": "svd", "aware": True}),
     "narrow experts": ("mixtral", {"option": "width"}),

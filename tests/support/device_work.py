@@ -223,7 +223,7 @@ def _train(kind: str, models: Path, output: Path, **more: Any) -> Finetuned:
     options = {"steps": 2, "evaluate_every": 2, "learning_rate": 3e-3, **_TRAINED[kind], **more}
     place = _models(models)
     data = {"source": [str(place / options.pop("data", "texts.txt"))]}
-    mixes = patch.object(mixing, "JUDGED", 16)  # at a time
+    mixes = patch.multiple(mixing, SHARES=(0.0, 0.5, 1.0), JUDGED=16)
     with mixes if kind in _MIXED else patch.object(Loop, "_mixing", 0.0):
         return train(place / options.pop("model"), output, data=data, **options)
 

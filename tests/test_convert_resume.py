@@ -195,7 +195,7 @@ def test_two_runs_at_once(source: Path, tmp_path: Path) -> None:
 
 def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     """Whatever a conversion keeps is written whole; what is damaged all the same is done again."""
-    place = FitWorkplace(tmp_path / "out", "x")
+    place = FitWorkplace(tmp_path / "out", "x", torch.device("cpu"))
     place.keep_distance(Distance(0.5, 0.1))
     place.keep_factors({("a", "b"): {"c": torch.ones(2)}})
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
@@ -217,7 +217,7 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
 
 
 def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
-    place = FitWorkplace(tmp_path / "out", "x")
+    place = FitWorkplace(tmp_path / "out", "x", torch.device("cpu"))
     trial = place.trial("svd")
     trial.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     trial.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})

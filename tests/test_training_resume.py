@@ -250,8 +250,8 @@ def test_full_disk(
     model, options = _run("heal", place)
     inner, calls = resolve_name(function), count()
 
-    def full(*args: object) -> None:
-        inner(*args)
+    def full(*args: object, **options: object) -> None:
+        inner(*args, **options)
         if next(calls) == call:
             raise error
 

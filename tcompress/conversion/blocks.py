@@ -388,11 +388,10 @@ class BlockFitter:
         weights, lifts = [], {}
         for entry in group:
             name = f"{self._paths[entry.name]}.{entry.parameter}"
-            weight = read_finite(self.source.store, self.source.keymap, name)
-            weight = entry.matrix(weight).to(self.device)
-            weights.append(narrowed_rows(entry, weight, known))
+            weight = read_finite(self.source.store, self.source.keymap, name, self.device)
+            weights.append(narrowed_rows(entry, entry.matrix(weight), known))
             if entry.reads:
-                lifts[entry.name] = lift_of(entry, known).to(self.device)
+                lifts[entry.name] = lift_of(entry, known, self.device)
         curves = self.curvatures(pair.block.name)
         named = {entry.name: entry for entry in group if entry.name in curves}
         dtype = self.dtype_of(first)
@@ -403,7 +402,7 @@ class BlockFitter:
             dtype=dtype,
             damping=self.damping,
             curvatures={
-                name: narrowed_curvature(entry, curves[name], known).to(self.device)
+                name: narrowed_curvature(entry, curves[name], known)
                 for name, entry in named.items()
             },
             factors=self.factors,
@@ -460,9 +459,7 @@ class BlockFitter:
         for entry in group:
             keys = {i: f"{entry.name}/{self.data.place(i)}" for i in self.data.fitted}
             named = {index: known.get(key) for index, key in keys.items()}
-            own = {
-                i: item.double().to(self.device) for i, item in named.items() if item is not None
-            }
+            own = {i: item.double() for i, item in named.items() if item is not None}
             mean = torch.cat([*own.values()]).mean() if own else 1.0
             for index, item in own.items():
                 before = found.get(index)

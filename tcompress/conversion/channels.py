@@ -65,8 +65,12 @@ Place = tuple[str, str, int]
 Reductions = Mapping[Place, Reduction]
 
 
-def _reduction(known: Reductions, entry: LayerPlan, part: str, left: Channels) -> Reduction:
-    return known[entry.key, part, left.size] if left.kept else Reduction(torch.empty(0))
+def _reduction(
+    known: Reductions, entry: LayerPlan, part: str, left: Channels, device: torch.device
+) -> Reduction:
+    if not left.kept:
+        return Reduction(torch.empty(0, device=device))
+    return known[entry.key, part, left.size]
 
 
 def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor:
@@ -81,15 +85,17 @@ def narrowed_rows(entry: LayerPlan, tensor: Tensor, known: Reductions) -> Tensor
 
 def _of_part(entry: LayerPlan, part: PartLayout, rows: Tensor, known: Reductions) -> Tensor:
     left = part.channels
-    return _reduction(known, entry, part.name, left).narrow(rows, left) if left else rows
+    if not left:
+        return rows
+    return _reduction(known, entry, part.name, left, rows.device).narrow(rows, left)
 
 
-def lift_of(entry: LayerPlan, known: Reductions) -> Tensor:
+def lift_of(entry: LayerPlan, known: Reductions, device: torch.device) -> Tensor:
     """Gives the matrix from inputs that are left to all of them.  # ([experts,] in, left)."""
     assert entry.reads is not None
-    eye = torch.eye(entry.in_features, dtype=torch.float64)
+    eye = torch.eye(entry.in_features, dtype=torch.float64, device=device)
     eye = eye.expand(entry.experts, -1, -1) if entry.experts else eye
-    return _reduction(known, entry, READ, entry.reads).lifted(eye, entry.reads)
+    return _reduction(known, entry, READ, entry.reads, device).lifted(eye, entry.reads)
 
 
 def narrowed_curvature(entry: LayerPlan, curvature: Tensor, known: Reductions) -> Tensor:
@@ -102,7 +108,7 @@ def narrowed_curvature(entry: LayerPlan, curvature: Tensor, known: Reductions) -
         pairs = zip(entry.parts, columns, strict=True)
         return torch.cat(
             [
-                _reduction(known, entry, part.name, left).lifted(own, left)
+                _reduction(known, entry, part.name, left, own.device).lifted(own, left)
                 if (left := part.channels)
                 else own
                 for part, own in pairs
@@ -261,7 +267,7 @@ def _heads(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widt
     widths[own.entry.key, READ] = len(gram)
     reductions = {}
     for (key, part), width in widths.items():
-        rows = torch.arange(width).unflatten(0, (coupling.size, -1))
+        rows = torch.arange(width, device=found.order.device).unflatten(0, (coupling.size, -1))
         reductions[key, part, width] = Reduction(rows[found.order].flatten())
     return Widths(coupling, found.losses * own.statistics.whole.rows, reductions)
 

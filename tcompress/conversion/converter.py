@@ -138,7 +138,7 @@ def convert(
     job = _Job(source, recipe, plan, progress or Silent(), data, statistics)
     identity = conversion_identity(source, recipe, plan, job.data, str(job.device))
     # Bad input leaves nothing behind, a kill or Ctrl-C does.
-    with FitWorkplace(output, identity, force=force).working() as place:
+    with FitWorkplace(output, identity, job.device, force=force).working() as place:
         if place.published and (done := read_manifest(output)) is not None:
             place.discard()
             return Converted(output, done, resumed=True)
@@ -397,8 +397,8 @@ class _Job:
         found = next((own for own in roles_of(self.source).blocks if own.name == block), None)
 
         def weight_of(layer: Layer) -> Tensor:
-            weight = read_finite(self.source.store, self.source.keymap, layer.weight_name)
-            return entries[layer.weight_name].matrix(weight).to(self.device)
+            place = (self.source.store, self.source.keymap, layer.weight_name)
+            return entries[layer.weight_name].matrix(read_finite(*place, self.device))
 
         return known if found is None else completed(known, found, entries, weight_of)
 

@@ -378,7 +378,7 @@ class Decision:
         return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
 
     def _tensor(self, name: str) -> Tensor:
-        return read_finite(self.source.store, self.source.keymap, name).to(self.device)
+        return read_finite(self.source.store, self.source.keymap, name, self.device)
 
     def _keep(self, block: str, seen: Mapping[str, Sensitivity]) -> None:
         """Keeps what fits will need of a block's moments."""

@@ -22,6 +22,7 @@ from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
 from tcompress.conversion.outputs import Cluster, clusters_of
 from tcompress.conversion.substitution import FITTED, JUDGED, count_of, some_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
+from tcompress.hf.opening import pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import AutoSpec
@@ -219,6 +220,6 @@ def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
 def _speed(device: str) -> float:
     kind = device.partition(":")[0]
     if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        kind = pick_device(device).type
     speed = FLOPS.get(kind, FLOPS["cpu"])
     return speed * torch.get_num_threads() if kind == "cpu" else speed

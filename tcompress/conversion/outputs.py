@@ -36,7 +36,7 @@ from tcompress.files import write_text
 from tcompress.hf.build import first_table, stored_name
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
-from tcompress.models.keymap import FACTOR_PREFIX
+from tcompress.models.keymap import CPU, FACTOR_PREFIX
 from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
@@ -153,7 +153,7 @@ class Outputs:
         return first_table(self.positions[item.key], self.source.store.tensor(item.key))
 
     def _read(self, path: str, _: Stored) -> Tensor:
-        return read_finite(self.source.store, self.source.keymap, path)
+        return read_finite(self.source.store, self.source.keymap, path, CPU)
 
     def _start(self, entry: AttentionPlan, item: Stored) -> Tensor:
         if self._started[0] != entry.name:  # tensors of one attention follow each other

@@ -106,10 +106,10 @@ class PartialModel:
                 continue  # a head that this checkpoint does not have
             key = (*sources.keys, *sources.patterns, name if sources.converter else "")
             if key not in shared:
-                value = read_finite(self.source.store, self.source.keymap, name)
+                value = read_finite(self.source.store, self.source.keymap, name, self.device)
                 if value.is_floating_point():
                     value = value.float()
-                shared[key] = value.to(self.device)
+                shared[key] = value
             _place(self.model, name, shared[key])
 
 

@@ -13,6 +13,7 @@ from tcompress.conversion.prices import CLOSE, TRIES, TimeGoal, clock_of
 from tcompress.errors import PlanError
 from tcompress.latency.paired_timing import threads
 from tcompress.models import SourceModel, read_finite
+from tcompress.models.keymap import CPU
 from tcompress.options import Convert
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan, Plan
@@ -82,7 +83,7 @@ class PlainTensors:
     def _value(self, name: str, known: Mapping[str, Tensor]) -> Tensor:
         if name in known:
             return known[name]
-        return read_finite(self.source.store, self.source.keymap, name)
+        return read_finite(self.source.store, self.source.keymap, name, CPU)
 
 
 def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Plan:

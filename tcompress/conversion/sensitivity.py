@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from tcompress.artifact.tensor_files import load_tensors
 from tcompress.conversion.fit import is_finite
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
@@ -239,7 +240,7 @@ class BackwardWalk:
         return found
 
     def _backward_visit(self, visit: _Visit) -> None:
-        stored = load_file(visit.file, device=str(self._device))
+        stored = load_tensors(visit.file, self._device)
         visit.file.unlink()
         flat = [stored.get(str(index), value) for index, value in enumerate(visit.values)]
         args, kwargs = pytree.tree_unflatten(flat, visit.form)

@@ -16,6 +16,7 @@ from tcompress.conversion.fit import FittedLayer, SharedFactors, owned_factors, 
 from tcompress.errors import FitError
 from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
+from tcompress.models.keymap import CPU
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.planning.sites import roles_of
 from tcompress.roles.find import attentions_of
@@ -78,7 +79,7 @@ def start_layer(
         for number, layout in enumerate(part.terms):
             # Summands are independent, so that their variances add up.
             share = sizes[number] / sum(sizes)
-            shared = shared_factors(entry, layout, factors, torch.device("cpu"))
+            shared = shared_factors(entry, layout, factors, CPU)
             transforms = first_operators(layout, torch.empty(0, dtype=torch.float64))
             made = []
             for own in rows:
@@ -176,10 +177,10 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
         names = [part.name for part in layer.parts]
         if role not in names:
             return None  # fused head by head
-        weight = read_finite(source.store, source.keymap, layer.weight_name).double()
+        weight = read_finite(source.store, source.keymap, layer.weight_name, CPU).double()
         rows = (weight.mT if layer.kind == "conv1d" else weight).split(sizes)[names.index(role)]
         if layer.bias and (role == "q" or not centred):
-            bias = read_finite(source.store, source.keymap, f"{layer.name}.bias").double()
+            bias = read_finite(source.store, source.keymap, f"{layer.name}.bias", CPU).double()
             rows = torch.cat([rows, bias.split(sizes)[names.index(role)][:, None]], 1)
         heads = rows.unflatten(0, (-1, entry.layout.head_dim))
         squares.append(heads @ heads.mT)

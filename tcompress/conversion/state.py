@@ -7,18 +7,20 @@ import shutil
 from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
+import torch
 from pydantic import TypeAdapter
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tcompress.artifact.tensor_files import load_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.conversion.blocks import BlockResult
 from tcompress.conversion.fit import FittedLayer
-from tcompress.files import beside, remove, write_text
+from tcompress.files import remove, write_text
 from tcompress.linalg.moments import LARGEST, SMALLEST
+from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
@@ -42,10 +44,17 @@ class Distance(NamedTuple):
 
 
 class FitWorkplace(Workplace):
-    """Working folder of one conversion; arguments as for `Workplace`."""
+    """Working folder of one conversion on one device; other arguments as for `Workplace`.
 
-    def __init__(self, output: Path, identity: str, *, force: bool = False) -> None:
+    What was measured is read onto the device, where fits are made of it. What was fitted is read
+    onto the CPU, where it is written from.
+    """
+
+    def __init__(
+        self, output: Path, identity: str, device: torch.device, *, force: bool = False
+    ) -> None:
         super().__init__(output, identity, force=force)
+        self._device = device
         self._blocks = self.folder / "blocks"
         self._blocks.mkdir(exist_ok=True)
 
@@ -56,7 +65,7 @@ class FitWorkplace(Workplace):
         tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
         tensors |= {f"attention/{name}": value for name, value in result.attention.items()}
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
-        _save(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
+        save_tensors(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
@@ -91,11 +100,11 @@ class FitWorkplace(Workplace):
         """
         (self.folder / kind).mkdir(exist_ok=True)
         tensors = {name: _narrowed(item) for name, item in moments.items()}
-        _save(tensors, self.folder / kind / f"{block}.safetensors")
+        save_tensors(tensors, self.folder / kind / f"{block}.safetensors")
 
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
-        """Reads them back; none where they were not measured."""
-        return _load(self.folder / kind / f"{block}.safetensors") or {}
+        """Reads them back, onto the device; none where they were not measured."""
+        return _load(self.folder / kind / f"{block}.safetensors", self._device) or {}
 
     def copy_moments(self, folder: Path) -> None:
         """Copies all that was measured, and nothing that was fitted."""
@@ -109,11 +118,11 @@ class FitWorkplace(Workplace):
             for (owner, group), tensors in factors.items()
             for name, tensor in tensors.items()
         }
-        _save(tensors, self.folder / "factors.safetensors")
+        save_tensors(tensors, self.folder / "factors.safetensors")
 
     def factors(self) -> dict[FactorsKey, dict[str, Tensor]] | None:
         """Reads what layers share, if an interrupted run had fitted it."""
-        tensors = _load(self.folder / "factors.safetensors")
+        tensors = _load(self.folder / "factors.safetensors", CPU)
         if tensors is None:
             return None
         found: dict[FactorsKey, dict[str, Tensor]] = {}
@@ -136,7 +145,7 @@ class FitWorkplace(Workplace):
     def answers(self) -> dict[str, Plan] | None:
         """Reads them, as an interrupted run had made them; none if what led to them is gone."""
         moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        whole = all(_load(path) is not None for path in moments)
+        whole = all(_load(path, CPU) is not None for path in moments)
         return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 
     def keep_depth(self, depth: DepthPlan) -> None:
@@ -157,7 +166,7 @@ class FitWorkplace(Workplace):
 
     def trial(self, name: str) -> FitWorkplace:
         """Opens the folder of another conversion that is tried out."""
-        return FitWorkplace(self.folder / TRIALS / name, "")
+        return FitWorkplace(self.folder / TRIALS / name, "", self._device)
 
     def adopt(self, name: str) -> None:
         """Takes over what a trial has measured and fitted; the choice must be on disk by then."""
@@ -182,18 +191,10 @@ class FitWorkplace(Workplace):
         return self._blocks / f"{block}.safetensors"
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path, metadata: Any = None) -> None:
-    """Writes tensors, all of them or nothing."""
-    with beside(path) as other:
-        save_file(
-            {name: item.cpu().contiguous() for name, item in tensors.items()}, other, metadata
-        )
-
-
-def _load(path: Path) -> dict[str, Tensor] | None:
+def _load(path: Path, device: torch.device) -> dict[str, Tensor] | None:
     """Reads tensors; none where there is no such file, or a damaged one."""
     try:
-        return load_file(path)
+        return load_tensors(path, device)
     except _DAMAGED:
         return None
 

@@ -65,22 +65,23 @@ def fit_embeddings(
     """Fits all tables of a plan."""
     result = BlockResult(EMBEDDINGS, {}, {})
     for entry in entries:
-        weight = read_table(source, entry).to(device)
+        weight = read_table(source, entry, device)
         words = len(weight)
         counts = [count_words(data, words, held_out=held).to(device) for held in (False, True)]
         result.layers[entry.key] = fit_table(entry, weight, counts[0], counts[1], dtype_of(entry))
     return result
 
 
-def read_table(source: SourceModel, entry: LayerPlan) -> Tensor:
+def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
     """Reads a table, and makes sure that heads which are stored apart are the same."""
     path = source.keymap.runtime_name(entry.name) or entry.name
     name = f"{path}.{entry.parameter}"
-    weight, own = read_finite(source.store, source.keymap, name), source.keymap.sources(name).keys
+    weight = read_finite(source.store, source.keymap, name, device)
+    own = source.keymap.sources(name).keys
     for other in tied_to(source, path):
         keys = source.keymap.sources(f"{other}.weight").keys
         if keys != own and not torch.equal(
-            read_finite(source.store, source.keymap, f"{other}.weight"), weight
+            read_finite(source.store, source.keymap, f"{other}.weight", device), weight
         ):
             raise SourceError(
                 f"the config ties `{other}` to `{path}`, but the checkpoint stores both, and they "
@@ -155,14 +156,15 @@ def fit_without_data(
     for entry in cluster:
         path = outputs.runtime_name(entry)
         if entry.kind == "embedding":
-            weight = read_table(source, entry)
+            weight = read_table(source, entry, device)
         else:
-            weight = read_finite(source.store, source.keymap, f"{path}.{entry.parameter}")
-        weights.append(narrowed_rows(entry, entry.matrix(weight).to(device), channels))
+            name = f"{path}.{entry.parameter}"
+            weight = read_finite(source.store, source.keymap, name, device)
+        weights.append(narrowed_rows(entry, entry.matrix(weight), channels))
         if entry.reads:
-            lifts[entry.name] = lift_of(entry, channels).to(device)
+            lifts[entry.name] = lift_of(entry, channels, device)
         if entry.bias and entry.kind != "experts":
-            bias = read_finite(source.store, source.keymap, f"{path}.bias")
+            bias = read_finite(source.store, source.keymap, f"{path}.bias", device)
             biases[entry.name] = narrowed_rows(entry, bias, channels)
     dtype = outputs.dtype_of(cluster[0])
     if source.seed is not None:
@@ -261,15 +263,15 @@ class SharedFactorsFitter:
 
     def _target(self, entry: LayerPlan, rows: slice) -> Target:
         name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
-        weight = read_finite(self.source.store, self.source.keymap, name).to(self.device)
+        weight = read_finite(self.source.store, self.source.keymap, name, self.device)
         weight = entry.matrix(weight)[rows].double()
         block = self.source.keymap.runtime_name(entry.block) or entry.block
         gram = self.moments.moments("inputs", block).get(entry.name)
         curvature = self.moments.moments("curvature", block).get(entry.name)
         if gram is not None:
-            gram = gram.to(self.device).double()
+            gram = gram.double()
         if curvature is not None:
-            own = curvature[rows, rows].to(self.device).double()
+            own = curvature[rows, rows].double()
             curvature = damped_curvature(own, CURVATURE_DAMPING)
         product = weight if gram is None else weight @ gram
         scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)

@@ -36,7 +36,8 @@ KINDS = ("cpu", "cuda", "mps", "xpu")
 def pick_device(name: str) -> torch.device:
     """Returns the device to compute on, if there is such a device here."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return found if found is not None and _fits_on(found) else torch.device("cpu")
     if name.partition(":")[0] not in KINDS:
         known = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
         raise InputError(f"unknown device `{name}`; known are {known}", "use `--device auto`")
@@ -47,6 +48,17 @@ def pick_device(name: str) -> torch.device:
         hint = "use `--device cpu`, or `auto`"
         raise InputError(f"device `{name}` cannot be used here", hint) from error
     return device
+
+
+def _fits_on(device: torch.device) -> bool:
+    """Tells whether a device has float64, which fits are in: `mps` has not, nor have all `xpu`."""
+    if device.type == "cuda":  # at no cost
+        return True
+    try:
+        torch.ones(1, dtype=torch.float64, device=device).add(1)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def pick_dtype(name: str | None) -> torch.dtype | None:

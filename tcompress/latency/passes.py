@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import quantiles
 from typing import Any
@@ -129,6 +130,8 @@ _LARGEST_KEPT = 31 * 2**20
 
 def waiting(device: torch.device) -> Callable[[], None]:
     """Gives what returns when a device has done all its work."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return torch.mps.synchronize if device.type == "mps" else lambda: None
+    if device.type == "cpu":
+        return lambda: None
+    if device.type == "mps":  # there is but one
+        return torch.mps.synchronize
+    return partial(torch.get_device_module(device).synchronize, device)

@@ -127,7 +127,9 @@ def order_groups(gram: Tensor, target: Tensor, constant: float, size: int) -> Ne
         gram -= columns.mT @ columns
         target -= yields.mT @ columns
     losses = constant - torch.stack([gram.new_zeros(()), *gains]).cumsum(0)
-    return NeuronOrder(torch.tensor(order), losses.clamp_min(0).cummin(0).values)
+    return NeuronOrder(
+        torch.tensor(order, device=losses.device), losses.clamp_min(0).cummin(0).values
+    )
 
 
 @dataclass(frozen=True)

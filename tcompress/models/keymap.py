@@ -26,6 +26,9 @@ from transformers.core_model_loading import (
 from tcompress.errors import FitError, SourceError, after_colon, listed
 from tcompress.models.store import WeightStore
 
+CPU = torch.device("cpu")
+"""Where tensors are that are only written."""
+
 # A checkpoint may call a tensor `vit.encoder.layer.0.attention.attention.query.weight` where the
 # model in memory has `layers.0.attention.q_proj.weight`, and may keep every expert of a layer apart
 # where the model has one tensor of three dimensions. Transformers translates on loading; this file
@@ -223,15 +226,20 @@ def read_parameter(store: WeightStore, keymap: KeyMap, param_name: str) -> Tenso
     return tensor
 
 
-def read_finite(store: WeightStore, keymap: KeyMap, param_name: str) -> Tensor:
-    """Read a runtime parameter as `read_parameter` does, and refuse NaN and infinity."""
+def read_finite(
+    store: WeightStore, keymap: KeyMap, param_name: str, device: torch.device
+) -> Tensor:
+    """Read a runtime parameter as `read_parameter` does, and refuse NaN and infinity.
+
+    Whoever reads has to say which device computes with it; what is only written stays on the CPU.
+    """
     value = read_parameter(store, keymap, param_name)
     bounds = value.aminmax() if value.is_floating_point() and value.numel() else ()
     if not all(bound.isfinite() for bound in bounds):
         key = keymap.sources(param_name).keys[0]
         text = f"tensor `{store.name_inside(key)}` of the source holds NaN or infinity"
         raise FitError(text, "repair the checkpoint, or leave the layer out with `--keep`")
-    return value
+    return value.to(device)
 
 
 def _made_of(read: Callable[[str], Tensor], keymap: KeyMap, param_name: str) -> Tensor:

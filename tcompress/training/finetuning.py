@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import ProjectConfiguration, broadcast_object_list
+from accelerate.utils import ProjectConfiguration, broadcast_object_list, patch_environment
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -39,7 +39,7 @@ from tcompress.artifact.workplace import (
 )
 from tcompress.errors import InputError, first_line, listed
 from tcompress.files import write_text
-from tcompress.hf.opening import Reopened, differs, pick_device, unloadable
+from tcompress.hf.opening import KINDS, Reopened, differs, pick_device, unloadable
 from tcompress.models import SourceModel
 from tcompress.models.names import CARD, carry_files, stray_links
 from tcompress.options import Finetune
@@ -264,7 +264,7 @@ class _Run:
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
-    pick_device(options.device)
+    device = pick_device(options.device)
     # Processes find one another only if accelerate is told that they are on a CPU.
     alone = options.device == "auto" and not torch.accelerator.is_available()
     cpu = options.device == "cpu" or alone
@@ -274,19 +274,22 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
         precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported() else "no"
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(options.device)
+    # It takes the CPU where it does not know the name of a device, unless it is told.
+    told = {} if cpu or device.type in KINDS else {"ACCELERATE_TORCH_DEVICE": str(device)}
     if not PartialState._shared_state or PartialState().num_processes == 1:
         # Accelerate keeps the settings of the run before, and refuses others.
         AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        made = Accelerator(
-            cpu=cpu,
-            mixed_precision=precision,
-            log_with=list(options.trackers) or None,
-            project_config=ProjectConfiguration(
-                project_dir=str(partial_folder(output)),
-                logging_dir=str(output.parent / f"{output.name}-logs"),
-            ),
-        )
+        with patch_environment(**told):
+            made = Accelerator(
+                cpu=cpu,
+                mixed_precision=precision,
+                log_with=list(options.trackers) or None,
+                project_config=ProjectConfiguration(
+                    project_dir=str(partial_folder(output)),
+                    logging_dir=str(output.parent / f"{output.name}-logs"),
+                ),
+            )
     except ValueError as error:
         hint = "choose another `--mixed-precision`, `--track` or `--device`"
         raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error

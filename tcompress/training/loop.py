@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import signal
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
@@ -281,8 +281,7 @@ class Loop:
                 self._check_memory(error, -(-count // state.parts), final=final)
             self.optimizer.zero_grad(set_to_none=True)
             state.parts *= 2
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            clear_device_cache()
             self.say(
                 f"memory ran out; going on with {-(-count // state.parts)} examples at a time, "
                 "which changes nothing else"
@@ -371,11 +370,9 @@ class Loop:
         self.checkpoints.save(self.state, self._save_state, wait, main)
 
     def _save_state(self, folder: Path) -> None:
-        """Saves everything, without a word of tied weights, which the model ties again itself."""
-        log = logging.getLogger("accelerate.utils.other")
-        level = log.level
-        log.setLevel(logging.ERROR)
-        try:
-            self.accelerator.save_state(str(folder))
-        finally:
-            log.setLevel(level)
+        """Saves everything, as it is in memory.
+
+        In safetensors it would leave out what shares memory, for which it takes empty parameters
+        too, once they are on a GPU; and it would not load what it had left out.
+        """
+        self.accelerator.save_state(str(folder), safe_serialization=False)

@@ -28,7 +28,7 @@ from tests.support.model_folders import (
 from tests.support.tiny import TINY
 from tests.support.training import needs_pictures, picture_rows, pictures
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_thread", "own_folder", "quick_fits")]
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_thread", "own_folder")]
 
 
 def worked(*arguments: object) -> Ran:

@@ -51,6 +51,7 @@ from tests.support.training import (
 )
 
 DEVICES = ("auto", "cpu")
+_few_steps = few_steps()  # until the process ends
 
 
 def begin() -> None:
@@ -58,7 +59,7 @@ def begin() -> None:
     os.fsync = lambda _: None
     torch.set_num_threads(1)
     second_device.install()
-    few_steps(pytest.MonkeyPatch())
+    _few_steps.__enter__()
 
 
 class Compared(NamedTuple):

@@ -26,6 +26,7 @@ from tcompress.errors import ArtifactError, DataError, message_of
 from tcompress.options.method_options import ReplacementSpec
 from tcompress.roles.families import BaseAttention as BaseAttention
 from tcompress.structures.base import Frozen, Refusal, Registry, Shapes, Tensors
+from tcompress.structures.modules.shared import has_autocast
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -247,7 +248,7 @@ def _counted(layout: ReplacementLayout, tokens: int) -> int:
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:
     """Leaves every product in the dtype of its factors, which autocast would lower."""
-    if torch.amp.is_autocast_available(device.type):
+    if has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
@@ -263,7 +264,13 @@ def take_tokens(x: Tensor, places: Tensor) -> Tensor:
 
 
 _REPLACEMENTS = Registry[AttentionReplacement[Any, Any]]("attention replacement", "mechanism")
-register, replacement_named = _REPLACEMENTS.add, _REPLACEMENTS.__getitem__
+register = _REPLACEMENTS.add
+
+
+def replacement_named(name: str) -> AttentionReplacement[Any, Any]:
+    """The attention replacement of a name; a `RecipeError` tells which there are."""
+    return _REPLACEMENTS[name]  # a function, for Dynamo: it traces no method of a dictionary
+
 
 AnyReplacementLayout = Annotated[
     SerializeAsAny[ReplacementLayout], BeforeValidator(_REPLACEMENTS.parsed)

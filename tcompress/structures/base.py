@@ -291,7 +291,13 @@ class Registry(dict[str, T]):
 
 
 _STRUCTURES = Registry[Structure[Any, Any]]("structure", "structure")
-register, structure = _STRUCTURES.add, _STRUCTURES.__getitem__
+register = _STRUCTURES.add
+
+
+def structure(name: str) -> Structure[Any, Any]:
+    """The structure of a name; a `RecipeError` tells which there are."""
+    return _STRUCTURES[name]  # a method of a dictionary would be none that Dynamo can trace
+
 
 AnyLayout = Annotated[pydantic.SerializeAsAny[Layout], pydantic.BeforeValidator(_STRUCTURES.parsed)]
 """A layout of any registered structure."""

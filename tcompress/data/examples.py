@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tcompress.data.column_names import COLUMN_NAMES, ROLES
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
+from tcompress.data.numbers import decimals, whole_numbers
 from tcompress.data.tables import (
     Table,
     check_column,
@@ -69,22 +71,6 @@ def few(names: Sequence[str]) -> str:
 
 
 Target = Literal["class", "score"]
-
-_NAMES: dict[str, tuple[str, ...]] = {
-    # In the order of preference; `text` and `pair` are guessed by content if no name fits.
-    "text": ("sentence1", "premise", "question1", "text_a", "query", "anchor", "context",
-             "sentence", "text", "question", "content", "review"),
-    "pair": ("sentence2", "hypothesis", "question2", "text_b", "document", "passage", "positive",
-             "response", "answer"),
-    "image": ("image", "img", "picture", "pixel_values"),
-    "volume": ("volume", "voxels"),
-    "shape": ("shape",),
-    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
-    "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
-              "label", "labels", "target"),
-}  # fmt: skip
-ROLES = tuple(_NAMES)  # what a column can be for; `pair` is a second text
-
 
 @dataclass(frozen=True)
 class Needs:
@@ -151,6 +137,7 @@ def load_examples(
             made = made.chosen(_sampled(len(made), limit, seed).tolist())
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
+        table = with_numbers(table, needs.target, columns or {})
         chosen = _chosen(table, needs, dict(columns or {}))
         if needs.unlabelled:  # as test splits often are
             chosen = {
@@ -164,6 +151,26 @@ def load_examples(
         if limit is not None and limit < len(rows):
             rows = rows.select(_sampled(len(rows), limit, seed))
         return _read(table, rows.to_dict(), chosen, classes, split)
+
+
+def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
+    """Reads columns of labels and scores as the numbers that they are, whatever their type."""
+    role = {"class": "label", "score": "score", None: None}[target]
+    if role is None:
+        return table
+    kinds, rows = kinds_of(table), table.rows
+    names = [columns[role]] if role in columns else COLUMN_NAMES[role]
+    for name in [name for name in kinds if name in names or name.lower() in names]:
+        if role == "label" and kinds[name] in ("classlabel", "bool") or "int" in kinds[name]:
+            continue
+        cells = rows[name]
+        numbers = whole_numbers(cells) if role == "label" else decimals(cells)
+        if numbers is not None and not (role == "score" and "float" in kinds[name]):
+            at = rows.column_names.index(name)
+            order = list(rows.column_names)
+            rows = rows.remove_columns([name]).add_column(name, numbers).select_columns(order)
+            assert order[at] == name
+    return replace(table, rows=rows)
 
 
 def places_of(texts: Sequence[str], among: Sequence[str]) -> NDArray[np.int64]:
@@ -248,7 +255,7 @@ def _roles(needs: Needs) -> dict[str, bool]:
 def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
     by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
-    guesses = [by_name[name] for name in _NAMES[role] if name in by_name]
+    guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
     if not guesses and role in ("image", "text"):
         guesses = [column for column, kind in free.items() if kind == role]
         guesses = text_columns(table, guesses) if role == "text" else guesses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import tempfile
@@ -15,21 +16,28 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
+from tcompress.data.json_forms import as_lines, first_bad_line
+from tcompress.data.plain_files import ending, plain_file
 from tcompress.errors import DataError, after_colon, first_line, folder_content, listed
 from tcompress.models.names import cached_where_unreachable, is_path, missing_path
+from tcompress.progress import tell
 
-# Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
-_EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".arrow": ("arrow", {}),
-    ".csv": ("csv", _EMPTY),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".tsv": ("csv", {"sep": "\t", **_EMPTY}),
-    ".txt": ("text", {}),
+_BUILDERS = {
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".psv": "csv",
+    ".tab": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
 }
+_SEPARATORS = {".psv": "|", ".tab": "\t", ".tsv": "\t"}  # of others: a comma
+_JSON_PART = 10 << 20  # bytes that the library takes at a time, and finds types of
+_MOST_NAMES = 12
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
 
@@ -54,15 +62,18 @@ def opened(name: str, split: str) -> Iterator[Table]:
     path = Path(name).expanduser()
     local = path.exists()
     with ExitStack() as stack:
-        cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        cache = ""
         stack.enter_context(_quiet() if local else cached_where_unreachable())
         try:
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            cache = stack.enter_context(folder)
             rows = _read(path if local else name, split, cache)
         except DataError:
             raise
         except Exception as error:
             # Builders, readers of file formats and the hub client each raise their own classes.
-            raise _explanation(str(path) if local else name, error) from error
+            full = _full(str(path) if local else name, cache, error)
+            raise full or _explanation(str(path) if local else name, error) from error
         if not len(rows):
             raise _without_rows(name)
         for column, feature in rows.features.items():
@@ -90,7 +101,7 @@ def _problem(name: str) -> DataError | None:
     path = Path(name)
     meant = (
         is_path(name)
-        or path.suffix.lower() in {*_BUILDERS, *_IMAGES}
+        or ending(path) in {*_BUILDERS, *_IMAGES}
         or (path.parent != Path() and path.parent.is_dir())
     )
     if not meant or path.expanduser().exists():
@@ -106,21 +117,12 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
         return datasets.load_dataset(repo, config or None, split=split)
     place = str(path.absolute())
     if path.is_file():
-        if path.suffix.lower() not in _BUILDERS:
-            text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
-            raise DataError(text, "give such a file, a folder of images or a hub id")
-        if not path.stat().st_size:
-            raise _without_rows(str(path))
-        kind, options = _BUILDERS[path.suffix.lower()]
-        files = [glob.escape(place)]
-        return datasets.load_dataset(
-            kind, data_files=files, split="train", cache_dir=cache, **options
-        )
+        return _read_file(path.absolute(), split, Path(cache))
     if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
         return datasets.load_from_disk(place)
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(place)[split]
-    found = Counter(file.suffix.lower() for file in path.rglob("*") if file.is_file())
+    found = Counter(ending(file) for file in path.rglob("*") if file.is_file())
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
@@ -130,6 +132,83 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
     return datasets.load_dataset(place, split=split, cache_dir=cache)
+
+
+def _read_file(path: Path, split: str, cache: Path) -> Any:
+    import datasets
+
+    kind = _BUILDERS.get(ending(path))
+    if kind is None:
+        text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
+        raise DataError(text, "give such a file, a folder of images or a hub id")
+    if not path.stat().st_size:
+        raise _without_rows(str(path))
+    plain = plain_file(path, cache, text=kind in ("csv", "json", "text"))
+    if kind == "csv":
+        dialect = dialect_of(plain, path.name, _SEPARATORS.get(ending(path), ","))
+        if not dialect.rows:
+            raise _without_rows(str(path))
+        types = types_that_differ(plain, dialect)
+        features = {name: datasets.Value(kind) for name, kind in types.items()}
+        how: Any = {"features": datasets.Features(features)} if features else {}
+        rows = _built(kind, plain, cache, **dialect.options, **EMPTY, **how)
+        _tell(path, rows, dialect.words)
+        return rows
+    if kind != "json":
+        return _built(kind, plain, cache)
+    lines, where = as_lines(plain, cache / "lines.jsonl", path.name, split)
+    rows = _read_lines(lines, path, cache)
+    if where:
+        _tell(path, rows, where)
+    return rows
+
+
+def _read_lines(lines: Path, path: Path, cache: Path) -> Any:
+    """Reads JSON lines; types that differ between parts of a file are those of all of it."""
+    try:
+        return _built("json", lines, cache)
+    except Exception as error:
+        if (bad := first_bad_line(lines)) is not None:
+            text = f"`{path.name}`, line {bad[0]}: it is no JSON ({bad[1]})"
+            raise DataError(text, "mend or remove that line") from error
+        size = lines.stat().st_size + 1
+        if size <= _JSON_PART:
+            raise
+        return _built("json", lines, cache, chunksize=size)
+
+
+def _built(kind: str, path: Path, cache: Path, **options: Any) -> Any:
+    import datasets
+
+    files = [glob.escape(str(path))]
+    return datasets.load_dataset(
+        kind, data_files=files, split="train", cache_dir=str(cache), **options
+    )
+
+
+def _tell(path: Path, rows: Any, how: str) -> None:
+    names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
+    more = len(rows.column_names) - _MOST_NAMES
+    columns = f"columns {names}" + (f" and {more} more" if more > 0 else "")
+    tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
+
+
+def _full(name: str, cache: str, error: BaseException) -> DataError | None:
+    """Says that the folder that data is copied to is full, if that is why it cannot be read."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        text = str(cause)
+        if not cache and isinstance(cause, OSError):
+            reason = first_line(cause)
+            hint = "set `TMPDIR` to a folder that can be written to"
+            return DataError(f"`{name}` cannot be copied to a temporary folder ({reason})", hint)
+        if is_full or "No space left on device" in text or "Not enough disk space" in text:
+            folder = Path(cache).parent
+            what = f"`{name}` is copied to `{folder}` while it is read, and that folder is full"
+            return DataError(what, "free space there, or set `TMPDIR` to a folder with more")
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _explanation(place: str, error: Exception) -> DataError:

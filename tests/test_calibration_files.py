@@ -149,7 +149,7 @@ def test_nothing_is_left_behind(
         ("list.json", b"[]", "holds no rows|cannot be read"),
         ("cut.json", b'{"text": "a b"', "cannot be read as data"),
         ("cut.parquet", b"PAR1", "cannot be read as data"),
-        ("other.txt", b"\xff\xfe\x00", "cannot be read as data .UnicodeDecodeError"),
+        ("other.txt", b"\xff\xfe\x00", "line 1: the byte 0x00 does not belong to text"),
         ("numbers.csv", b"a,b\n1,2.5\n", r"it has `a` \(int64\), `b` \(float64\)"),
         ("notes.docx", b"PK", "is of no known kind; data files end in `.arrow`, `.csv`"),
     ],

@@ -1,19 +1,25 @@
 """The same two tables in the dialects and forms that other people's files have."""
 
 import bz2
+import errno
 import gzip
 import io
 import json
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import re
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import datasets
 import pandas as pd
 import pytest
 
 from tcompress.data.examples import Needs, load_examples
+from tcompress.data.tables import opened
 from tcompress.errors import DataError
+from tcompress.progress import listening
 
 PAIRS = Needs((2, 2), target="score")
 CLASSES = Needs((1, 2), target="class")
@@ -34,7 +40,7 @@ SECOND = [
     '"Yes" indeed',
     "He wrote yes",
     "NA, or not",
-    "Over a 5\" tree",
+    'Over a 5" tree',
     "A cat sleeps",
     "Two and three",
 ]
@@ -136,3 +142,109 @@ def test_a_table_is_the_same_in_every_form(
     times = 3 if form == "late types" else 1
     assert list(read.texts) == [FIRST * times, SECOND * times]
     assert read.targets == SCORES * times
+
+
+class _Heard:
+    """What is told beside a command's progress."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.csv", "text,label\nyes, no,1\nno,0\nso,0\n",
+         "`p.csv`, line 2: 3 comma-separated cells, line 1 has 2"),
+        ("p.tsv", "text\tlabel\na\t1\nb\nc\t0\n", "line 3: 1 tab-separated cell, line 1 has 2"),
+        ("p.csv", "text,label\na,1\n\"b, c,0\nd,1\n", "line 3: a cell begins with a quote that"),
+        ("p.csv", "text,label\na,x\ntext,label\nb,y\n", "line 3: the header stands there again"),
+        ("p.csv", b"text,label\na,1\ncaf\xe9,0\n", "`p.csv`, line 3: the byte 0xe9 does not"),
+        ("p.csv.gz", gzip.compress(b"text,label\na,1\n")[:-9], "`p.csv.gz` cannot be unpacked"),
+        ("p.jsonl", '{"text": "a", "label": 1}\n{"text": "b\n', "`p.jsonl`, line 2: it is no JSON"),
+        ("p.json", '{"a": [{"x": 1}], "b": [{"x": 1}]}', "lists of rows under the keys `a`, `b`"),
+        ("p.json", '{"data": []}', "`p.json` holds no rows"),
+        ("p.csv", "text,label\na,0.5\nb,1\n", "`label` has no whole number in row 1 (`0.5`)"),
+        ("p.csv", "text,label\na,1\nb,\n", "has rows without a label"),
+        ("p.jsonl", '{"text": "a", "label": ["x", "y"]}\n', "`label` holds lists, and an example"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_by_its_line(
+    name: str, content: str | bytes, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError) as failed:
+        load_examples(_write(tmp_path / name, content), "train", CLASSES)
+    assert message in failed.value.message
+    assert failed.value.hint
+
+
+def test_a_hint_names_the_columns_that_fit(tmp_path: Path) -> None:
+    path = _write(tmp_path / "p.csv", _csv(header=False))
+    with pytest.raises(DataError) as failed:
+        load_examples(path, "train", PAIRS)
+    [names] = re.findall(r"`--columns (.*)`", failed.value.hint or "")
+    columns = dict(item.split("=") for item in names.split(","))
+    assert load_examples(path, "train", PAIRS, columns=columns).targets == SCORES
+
+
+@pytest.mark.parametrize(
+    ("content", "targets", "classes"),
+    [
+        ("0.0 1.0 1.0", [0, 1, 1], ("0", "1")),
+        ("5 1 4 2 3", [4, 0, 3, 1, 2], ("1", "2", "3", "4", "5")),
+        ("2 4 1", [2, 4, 1], ("0", "1", "2", "3", "4")),
+        ("01 1 1", [0, 1, 1], ("01", "1")),
+    ],
+)
+def test_labels_are_the_numbers_that_they_are(
+    content: str, targets: list[int], classes: tuple[str, ...], tmp_path: Path
+) -> None:
+    labels = content.split()
+    rows = [json.dumps({"text": f"t{row}", "label": label}) for row, label in enumerate(labels)]
+    texts = load_examples(_write(tmp_path / "p.jsonl", "\n".join(rows)), "train", CLASSES)
+    lines = [f"t{row},{label}" for row, label in enumerate(labels)]
+    table = "\n".join(["text,label", *lines])
+    read = load_examples(_write(tmp_path / "p.csv", table), "train", CLASSES)
+    if content.startswith("01"):
+        read = texts  # pandas takes them for numbers
+    assert (read.targets, read.classes) == (targets, classes)
+
+
+def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
+    path = _write(tmp_path / "p.tsv", _joined("\t", [*FRAME.to_numpy().tolist(), ["a", "", 1.0]]))
+    heard: Any = _Heard()
+    with listening(heard):
+        for _ in range(2):
+            assert load_examples(path, "train", PAIRS).targets == SCORES
+    assert heard.texts == [
+        "p.tsv: 9 rows, tab-separated, without quoting, columns `sentence1`, `sentence2`, `score`",
+        "p.tsv: 1 of 9 pairs have an empty text: left out",
+    ]
+
+
+def test_types_are_those_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.data.dialects.CHUNK", 2)
+    content = "text,label,unused,stars\na,x,,1\nb,y,,2\nc,007,z,3.5\nd,08,,\n"
+    with opened(_write(tmp_path / "p.csv", content), "train") as table:
+        assert table.rows["label"][:] == ["x", "y", "007", "08"]
+        assert table.rows["unused"][:] == [None, None, "z", None]
+        assert table.rows["stars"][:] == [1, 2, 3.5, None]
+
+
+@pytest.mark.parametrize("full", [True, False])
+def test_a_folder_for_copies_that_is_full_is_named(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _write(tmp_path / "p.csv", _csv())
+    (tmp_path / "copies").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("copies" if full else "nowhere")))
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
+    with pytest.raises(DataError) as failed:
+        load_examples(path, "train", PAIRS)
+    where = f"is copied to `{tmp_path}/copies` while it is read, and that folder is full"
+    assert (where if full else "cannot be copied to a temporary folder") in failed.value.message
+    assert "TMPDIR" in (failed.value.hint or "")

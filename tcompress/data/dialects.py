@@ -55,8 +55,10 @@ class Dialect:
         said += [] if self.quoted or self.separator == _NONE else ["without quoting"]
         said += [] if self.header else ["without header"]
         said += ["decimal commas"] if self.decimal == "," else []
-        left = len(self.names) - len(self.columns)
-        return ", ".join(said + ([f"{left} empty or counting column left out"] if left else []))
+        left = {*self.names} - {*self.columns}
+        said += ["without the numbers of rows"] if self.names and self.names[0] in left else []
+        said += ["without the empty last column"] if left - {*self.names[:1]} else []
+        return ", ".join(said)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,6 +90,9 @@ def dialect_of(path: Path, name: str, usual: str) -> Dialect:
     scan = _fitting_scan(path, Dialect(separator, skipped=skipped), lines, usual, name)
     dialect, rows = scan.dialect, _parsed(lines, scan.dialect)
     header = _has_header(rows)
+    if header and scan.repeats is not None:
+        text = f"`{name}`, line {scan.repeats}: the header stands there again"
+        raise DataError(text, hint="remove that line")
     names = _unique(cell.strip() for cell in scan.first) if header else _numbered(len(scan.first))
     if scan.names_rows:
         names = ("Unnamed: 0", *names)
@@ -156,7 +161,9 @@ def _separator(lines: Sequence[str], usual: str) -> str:
         return _NONE
     likely = max(shares, key=lambda separator: (shares[separator], separator == usual))
     # A list of sentences, some of which have commas, is no table.
-    return likely if shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely))) else _NONE
+    return (
+        likely if shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely))) else _NONE
+    )
 
 
 @dataclass
@@ -170,6 +177,7 @@ class Scan:
     widths: dict[int, int] = field(default_factory=dict)  # with the first line that has so many
     counts: list[bool] = field(default_factory=lambda: [True, True])  # from 0, from 1
     filled: set[int] = field(default_factory=set)  # widths of rows whose last cell is not empty
+    repeats: int | None = None  # the first line that is the same as the first row
     broken: int | None = None  # the first line with quotes that end before their cell does
 
     @classmethod
@@ -188,6 +196,8 @@ class Scan:
         if self.rows == 1:
             self.first = row
             return
+        if self.repeats is None and len(row) > 1 and row == self.first:
+            self.repeats = line
         self.widths.setdefault(len(row), line)
         if row[-1].strip():
             self.filled.add(len(row))
@@ -291,8 +301,8 @@ def _misfit(scan: Scan, name: str) -> DataError:
         return DataError(text, "double the quotes within cells, and put such cells into quotes")
     width = next(width for width, line in scan.widths.items() if line == misfit)
     return DataError(
-        f"`{name}`, line {misfit}: {width} {kind}-separated cells, line {scan.dialect.skipped + 1} "
-        f"has {len(scan.first)}",
+        f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
+        f"line {scan.dialect.skipped + 1} has {len(scan.first)}",
         hint="give each line as many cells, with quotes around cells that hold the separator; or "
         "name a file with a text in each line `.txt`",
     )
@@ -347,8 +357,12 @@ def _says_quotes(path: Path, dialect: Dialect) -> bool:
     opened = len(re.findall(rf'(?:^|{re.escape(dialect.separator)})"', text, re.MULTILINE))
     if not cells or opened > len(cells):
         return False
-    needs = all(re.search(rf'""|[\r\n{re.escape(dialect.separator)}]', item[1:-1]) for item in cells)
-    rows = [[*row] for row in csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)]
+    needs = all(
+        re.search(rf'""|[\r\n{re.escape(dialect.separator)}]', item[1:-1]) for item in cells
+    )
+    rows = [
+        [*row] for row in csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)
+    ]
     columns = list(zip(*rows, strict=False))
     return needs or any(
         all(item.startswith('"') and item.endswith('"') for item in column) for column in columns
@@ -360,18 +374,30 @@ def _has_header(rows: Rows) -> bool:
     if not rows:
         return True
     first = [cell.strip() for cell in rows[0]]
-    if any(cell.casefold() in USUAL for cell in first):
+    rows = [row for row in rows[1:] if row != rows[0]]  # files put together have several headers
+    columns = [[row[at].strip() for row in rows if at < len(row)] for at in range(len(first))]
+    if any(
+        cell.casefold() in USUAL and cell not in below
+        for cell, below in zip(first, columns, strict=True)
+    ):
         return True
-    for at, cell in enumerate(first):
-        below = [row[at].strip() for row in rows[1:] if at < len(row)]
+    if len(first) > 1 and [cell for cell in first if cell] == [
+        str(number) for number in range(len(first) - (not first[0]))
+    ]:
+        return True  # columns that nobody named
+    for cell, below in zip(first, columns, strict=True):
         numbers = below and all(_is_number(item) for item in below if item)
         # A number above numbers is one of them; a class comes again.
         if cell and ((numbers and _is_number(cell)) or cell in below):
             return False
-    filled = [cell for cell in first if cell]
-    long = [len(cell.split()) >= 3 for cell in filled]
-    ended = any(cell[-1] in ".!" for cell, is_long in zip(filled, long, strict=True) if is_long)
-    return not (ended or (filled and all(long)) or any(len(cell) > 100 for cell in filled))
+    return not _reads_like_row([cell for cell in first if cell])
+
+
+def _reads_like_row(cells: Sequence[str]) -> bool:
+    """Tell sentences from names."""
+    long = [len(cell.split()) >= 3 for cell in cells]
+    ended = any(cell[-1] in ".!" for cell, is_long in zip(cells, long, strict=True) if is_long)
+    return ended or (bool(cells) and all(long)) or any(len(cell) > 100 for cell in cells)
 
 
 def _is_number(cell: str) -> bool:

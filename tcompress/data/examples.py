@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from tcompress.data.column_names import COLUMN_NAMES, ROLES
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
-from tcompress.data.numbers import decimals, whole_numbers
+from tcompress.data.numbers import decimals, is_missing, number, whole_numbers
 from tcompress.data.tables import (
     Table,
     check_column,
@@ -26,6 +26,7 @@ from tcompress.data.tables import (
     with_derived,
 )
 from tcompress.errors import DataError, listed
+from tcompress.progress import tell
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
 
@@ -71,6 +72,8 @@ def few(names: Sequence[str]) -> str:
 
 
 Target = Literal["class", "score"]
+_LISTS = ("list", "largelist", "sequence")  # kinds of columns
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -147,10 +150,13 @@ def load_examples(
             }
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.
-        classes = _classes(table, chosen["label"]) if "label" in chosen else ()
+        classes = _classes(table, chosen["label"]) if "label" in chosen else Classes()
         if limit is not None and limit < len(rows):
             rows = rows.select(_sampled(len(rows), limit, seed))
-        return _read(table, rows.to_dict(), chosen, classes, split)
+        data = rows.to_dict()
+        if needs.texts[0] == 2:
+            data = _pairs(table, data, chosen)
+        return _read(table, data, chosen, classes, split)
 
 
 def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
@@ -161,7 +167,7 @@ def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]
     kinds, rows = kinds_of(table), table.rows
     names = [columns[role]] if role in columns else COLUMN_NAMES[role]
     for name in [name for name in kinds if name in names or name.lower() in names]:
-        if role == "label" and kinds[name] in ("classlabel", "bool") or "int" in kinds[name]:
+        if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
             continue
         cells = rows[name]
         numbers = whole_numbers(cells) if role == "label" else decimals(cells)
@@ -218,11 +224,46 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
             chosen[role] = guess
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
     if missing:
-        has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
-        text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
-        other = needs.instead if missing in (["label"], ["score"]) else "give other data"
-        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or {other}")
+        raise _without(missing, table, kinds, {*given.values(), *chosen.values()}, needs)
     return {role: chosen[role] for role in ROLES if role in chosen}
+
+
+def _without(
+    missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
+) -> DataError:
+    """Says which columns are missing, why those of such a name do not do, and which others may."""
+    has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+    text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
+    offers: dict[str, str] = {}
+    for role in missing:
+        named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
+        reasons = [why for column in named if (why := _unfit(table, kinds, role, column))]
+        text += "".join(f"; {why}" for why in reasons)
+        free = [column for column in kinds if column not in {*taken, *offers.values()}]
+        fits = [column for column in free if _unfit(table, kinds, role, column) == ""]
+        offers |= {role: fits[0]} if fits else {}
+    other = needs.instead if missing in (["label"], ["score"]) else "give other data"
+    if len(offers) < len(missing):
+        other = "" if other == "give other data" else f", or {other}"
+        return DataError(text, f"mend it, or give data with such a column{other}")
+    names = ",".join(f"{role}={column}" for role, column in offers.items())
+    return DataError(text, f"name it: `--columns {names}`, or {other}")
+
+
+def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> str:
+    """Why a column cannot have a role; nothing if it can."""
+    kind = kinds[column]
+    numbers = role == "score" or (role == "label" and "float" in kind)
+    if role == "label" and kind in _LISTS:
+        return f"`{column}` holds lists, and an example can have one label only"
+    if not numbers:
+        return "" if _fits(role, kind) else f"`{column}` holds {kind}"
+    for row, cell in enumerate(table.rows[column]):
+        value = number(cell)
+        if not is_missing(cell) and (value is None or (role == "label" and value % 1)):
+            what = "no number" if value is None else "no whole number"
+            return f"`{column}` has {what} in row {row + 1} ({few([str(cell)[:40]])})"
+    return ""
 
 
 def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
@@ -234,7 +275,8 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
         check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
             text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
-            raise DataError(text, "name another column")
+            why = _unfit(table, kinds, role, column) if role in ("label", "score") else ""
+            raise DataError(f"{text}; {why}" if why else text, "name another column")
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -269,17 +311,31 @@ def _fits(role: str, kind: str) -> bool:
         "pair": kind == "text",
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
-        "shape": kind in ("list", "largelist", "sequence"),
+        "shape": kind in _LISTS,
         "label": kind in ("classlabel", "text", "bool") or number,
         "score": number or "float" in kind,
     }[role]
+
+
+def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Leaves out pairs of which a text is empty: there is nothing to compare."""
+    columns = [data[chosen[role]] for role in ("text", "pair")]
+    rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
+    count, total = len(rows), len(columns[0])
+    if not count:
+        what = f"all {total:,} pairs of `{table.label}` have an empty text"
+        raise DataError(what, "name other columns, or give other data")
+    if count == total:
+        return data
+    tell(f"{table.label}: {total - count:,} of {total:,} pairs have an empty text: left out")
+    return {name: [cells[row] for row in rows] for name, cells in data.items()}
 
 
 def _read(
     table: Table,
     data: Mapping[str, list[Any]],
     chosen: Mapping[str, str],
-    classes: tuple[str, ...],
+    classes: Classes,
     split: str,
 ) -> Examples:
     texts = [
@@ -297,17 +353,7 @@ def _read(
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
         volumes = volumes_of(cells, shapes, f"`{table.label}`")
         images = list(cells)  # for the fingerprint
-    targets: list[int] | list[float] | None = None
-    if "label" in chosen:
-        known = {name: index for index, name in enumerate(classes)}
-        cells = data[chosen["label"]]
-        targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
-    elif "score" in chosen:
-        cells = data[chosen["score"]]
-        targets = [float("nan") if cell is None else float(cell) for cell in cells]
-        if not np.isfinite(targets).all():
-            what = "rows without a finite score"
-            raise _incomplete(table, chosen["score"], what, "remove those rows")
+    targets = _targets(table, data, chosen, classes)
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
@@ -315,9 +361,27 @@ def _read(
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
         targets=targets,
-        classes=classes,
+        classes=classes.names,
         volumes=volumes,
     )
+
+
+def _targets(
+    table: Table, data: Mapping[str, list[Any]], chosen: Mapping[str, str], classes: Classes
+) -> list[int] | list[float] | None:
+    if "label" in chosen:
+        index = {name: index for index, name in enumerate(classes.names)}
+        cells = data[chosen["label"]]
+        return [
+            index[cell] if isinstance(cell, str) else int(cell) - classes.start for cell in cells
+        ]
+    if "score" not in chosen:
+        return None
+    scores = [float("nan") if cell is None else float(cell) for cell in data[chosen["score"]]]
+    if not np.isfinite(scores).all():
+        what = "rows without a finite score"
+        raise _incomplete(table, chosen["score"], what, "remove those rows")
+    return scores
 
 
 def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
@@ -331,20 +395,31 @@ def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError
     return DataError(has, hint=f"{instead}, or name another column")
 
 
-def _classes(table: Table, column: str) -> tuple[str, ...]:
-    """Names of the classes of a column of labels, in the order of their ids."""
+@dataclass(frozen=True)
+class Classes:
+    """Names of classes in the order of their ids, and the number that the first has in the data."""
+
+    names: tuple[str, ...] = ()
+    start: int = 0
+
+
+def _classes(table: Table, column: str) -> Classes:
+    """Classes of a column of labels."""
     names = getattr(table.rows.features[column], "names", None)
     labels = set(table.rows.unique(column))
     if None in labels or labels == {-1}:
         raise _incomplete(table, column, "rows without a label", "choose a labelled split")
     if names and min(labels) >= 0:
-        return tuple(names)
+        return Classes(tuple(names))
     if any(isinstance(label, str) for label in labels):
-        return tuple(sorted(labels))
+        return Classes(tuple(sorted(labels)))
     if min(labels) < 0:
         raise DataError(
             f"column `{column}` of `{table.label}` has the label {min(labels)}; "
             "labels count from 0",
             hint="renumber the labels, or give their names",
         )
-    return tuple(str(index) for index in range(int(max(labels)) + 1))
+    count = int(max(labels))
+    # Stars, and other labels that count from 1: a class that there is not is not to be learnt.
+    start = 1 if labels == {*range(1, count + 1)} and count > 1 else 0
+    return Classes(tuple(str(label) for label in range(start, count + 1)), start)

@@ -48,7 +48,7 @@ def _is_lines(start: str) -> bool:
 
 def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     """Find the rows of one object that is a whole file."""
-    if not isinstance(document, dict) or not document:
+    if not isinstance(document, dict) or not any(document.values()):
         raise DataError(f"`{name}` holds no rows", hint="give other data")
     if {*document} >= {"columns", "data"} and isinstance(document["columns"], list):
         names = document["columns"]

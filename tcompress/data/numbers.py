@@ -33,9 +33,9 @@ def decimals(cells: Sequence[Any]) -> list[float | None] | None:
 def whole_numbers(cells: Sequence[Any]) -> list[int | None] | None:
     """Read a column as whole numbers if it has decimals that are, or numbers in several types."""
     texts = [cell for cell in cells if isinstance(cell, str) and cell.strip()]
-    if texts and len(texts) == sum(not is_missing(cell) for cell in cells):
-        if not any(_WHOLE.fullmatch(text.strip()) for text in texts):
-            return None  # names, `01` and `1` among them
+    is_text = bool(texts) and len(texts) == sum(not is_missing(cell) for cell in cells)
+    if is_text and not any(_WHOLE.fullmatch(text.strip()) for text in texts):
+        return None  # names, `01` and `1` among them
     numbers = decimals(cells)
     if numbers is None or any(value is not None and value % 1 for value in numbers):
         return None

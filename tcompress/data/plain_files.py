@@ -51,10 +51,9 @@ def plain_file(path: Path, cache: Path, *, text: bool) -> Path:
         return plain
     with plain.open("rb") as file:
         encoding = _encoding(file.read(64))
-    if encoding == "utf-8":
-        _check(plain, path.name, encoding)
-        return plain
     _check(plain, path.name, encoding)
+    if encoding == "utf-8":
+        return plain
     written = copy.with_name(f"utf8-{copy.name}")
     with (
         plain.open(encoding=encoding, newline="") as read,
@@ -100,7 +99,7 @@ def _undecoded(name: str, line: int, error: UnicodeDecodeError) -> DataError:
     byte, kind = bytes(error.object)[error.start], error.encoding.upper()
     return DataError(
         f"`{name}`, line {line}: the byte 0x{byte:02x} does not belong to text in {kind}",
-        f"write it in UTF-8; if it is of an older program: `iconv -f CP1252 -t UTF-8 {name} > NEW`",
+        f"write it in UTF-8; from an older program: `iconv -f CP1252 -t UTF-8 {name} > NEW`"
+        if kind == "UTF-8"
+        else "give the complete file, or write it in UTF-8",
     )
-
-

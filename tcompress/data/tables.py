@@ -140,7 +140,9 @@ def _read_file(path: Path, split: str, cache: Path) -> Any:
     kind = _BUILDERS.get(ending(path))
     if kind is None:
         text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
-        raise DataError(text, "give such a file, a folder of images or a hub id")
+        is_packed = ending(path) in (".7z", ".tar", ".tgz", ".zip", ".zst")
+        hint = "unpack it" if is_packed else "give such a file, a folder of images or a hub id"
+        raise DataError(text, hint)
     if not path.stat().st_size:
         raise _without_rows(str(path))
     plain = plain_file(path, cache, text=kind in ("csv", "json", "text"))

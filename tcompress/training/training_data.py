@@ -379,14 +379,14 @@ def _joined(parts: Sequence[Examples]) -> Examples:
 
 def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
-    unknown = [name for name in held.classes if name not in train.classes]
+    used = {held.classes[int(target)] for target in held.targets or ()}
+    unknown = [name for name in held.classes if name in used and name not in train.classes]
     if unknown:
         text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
         raise DataError(text, "give data sets with the same classes")
     if held.classes == train.classes or held.targets is None:
         return held
-    places = [train.classes.index(name) for name in held.classes]
-    targets = [places[int(target)] for target in held.targets]
+    targets = [train.classes.index(held.classes[int(target)]) for target in held.targets]
     return replace(held, targets=targets, classes=train.classes)
 
 

@@ -513,3 +513,17 @@ def test_a_report_says_what_the_fit_changed_on_each_source(
 def test_nothing_stands_beside_none() -> None:
     with pytest.raises(ValueError, match="`none` stands beside other data"):
         Calibration(source=("none", "texts.txt"))
+
+
+def test_long_documents_are_several_samples(bert: SourceModel, tmp_path: Path) -> None:
+    """A corpus in one line is read as its lines are."""
+    line = " ".join(sentences(200))
+    data = load_batches(
+        bert,
+        Calibration(source=text_file(tmp_path / "one.txt", [line]), samples=500, max_length=16),
+    )
+    assert data.name == "one.txt"
+    tokens = len(line.split())
+    assert tokens <= data.tokens - 2 * data.samples <= 1.2 * tokens
+    few = Calibration(source=text_file(tmp_path / "two.txt", [line, line[9:]]), samples=5)
+    assert load_batches(bert, few).samples == 5

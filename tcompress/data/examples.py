@@ -152,6 +152,7 @@ def load_examples(
         # Classes are those of the whole data, whichever of it is drawn.
         classes = _classes(table, chosen["label"]) if "label" in chosen else Classes()
         if limit is not None and limit < len(rows):
+            tell(f"{table.label}: {limit:,} of {len(rows):,} rows are drawn")
             rows = rows.select(_sampled(len(rows), limit, seed))
         data = rows.to_dict()
         if needs.texts[0] == 2:
@@ -235,17 +236,19 @@ def _without(
     has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
     text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
     offers: dict[str, str] = {}
+    mend = ""
     for role in missing:
         named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
         reasons = [why for column in named if (why := _unfit(table, kinds, role, column))]
         text += "".join(f"; {why}" for why in reasons)
+        mend = "mend it, or " if reasons else mend
         free = [column for column in kinds if column not in {*taken, *offers.values()}]
         fits = [column for column in free if _unfit(table, kinds, role, column) == ""]
         offers |= {role: fits[0]} if fits else {}
     other = needs.instead if missing in (["label"], ["score"]) else "give other data"
     if len(offers) < len(missing):
         other = "" if other == "give other data" else f", or {other}"
-        return DataError(text, f"mend it, or give data with such a column{other}")
+        return DataError(text, f"{mend}give data with such a column{other}")
     names = ",".join(f"{role}={column}" for role, column in offers.items())
     return DataError(text, f"name it: `--columns {names}`, or {other}")
 

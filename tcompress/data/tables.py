@@ -117,7 +117,7 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
         return datasets.load_dataset(repo, config or None, split=split)
     place = str(path.absolute())
     if path.is_file():
-        return _read_file(path.absolute(), split, Path(cache))
+        return _read_file(path, split, Path(cache))
     if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
         return datasets.load_from_disk(place)
     if (path / "dataset_dict.json").is_file():
@@ -182,7 +182,7 @@ def _read_lines(lines: Path, path: Path, cache: Path) -> Any:
 def _built(kind: str, path: Path, cache: Path, **options: Any) -> Any:
     import datasets
 
-    files = [glob.escape(str(path))]
+    files = [glob.escape(str(path.absolute()))]
     return datasets.load_dataset(
         kind, data_files=files, split="train", cache_dir=str(cache), **options
     )

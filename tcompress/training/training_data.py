@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
-from tcompress.data.encoding import TextEncoder, decode, image_reader
+from tcompress.data.encoding import TextEncoder, decode, image_reader, pieces_of
 from tcompress.data.examples import (
     Examples,
     Needs,
@@ -206,6 +206,10 @@ class _Reader:
             check_columns(table, tables.kinds_of(table), given)
             chosen = tables.columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
             items = list(tables.draw_cells(table, chosen, samples, self.seed))
+            cells = len(table.rows) * len(chosen)
+        if self.encoder is not None and not self._is_causal:  # of which all tokens are read
+            texts, how = [str(item) for item in items], (self.encoder, table.label, cells)
+            items += pieces_of(texts, samples, *how)
         contents = (item.encode() if isinstance(item, str) else item for item in items)
         digest = tables.hash_of(contents).hexdigest()
         made = Examples(f"{table.label}:{','.join(chosen)}", split, digest)

@@ -20,6 +20,7 @@ from tcompress.data.examples import Needs, load_examples
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
 from tcompress.progress import listening
+from tests.support.hearing import Heard
 
 PAIRS = Needs((2, 2), target="score")
 CLASSES = Needs((1, 2), target="class")
@@ -144,16 +145,6 @@ def test_a_table_is_the_same_in_every_form(
     assert read.targets == SCORES * times
 
 
-class _Heard:
-    """What is told beside a command's progress."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def tell(self, text: str) -> None:
-        self.texts.append(text)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -215,8 +206,7 @@ def test_labels_are_the_numbers_that_they_are(
 
 def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
     path = _write(tmp_path / "p.tsv", _joined("\t", [*FRAME.to_numpy().tolist(), ["a", "", 1.0]]))
-    heard: Any = _Heard()
-    with listening(heard):
+    with listening(heard := Heard()):
         for _ in range(2):
             assert load_examples(path, "train", PAIRS).targets == SCORES
     assert heard.texts == [

@@ -114,7 +114,8 @@ class TextEncoder:
             if token:
                 yield text[first:end].strip()
             first, token = end, bisect_left(starts, end)
-        if token and text[first:].strip():
+        # A few words that are left over are no sample like others.
+        if token and 4 * (len(starts) - token) >= room and text[first:].strip():
             yield text[first:].strip()
 
     def _row(self, tokens: list[int], types: list[int] | None) -> dict[str, Tensor]:
@@ -151,9 +152,9 @@ def pieces_of(
     if cells > len(texts) == count:
         tell(f"{name}: {count:,} of {cells:,} texts are drawn")
     if long:
-        read = f"{len(pieces):,} further samples are cut off them" if pieces else "they are cut"
-        end = "" if len(texts) + len(pieces) < count else "; what is beyond is not read"
-        tell(f"{name}: {long:,} texts are longer than {encoder.limit} tokens: {read}{end}")
+        read = f"longer than {encoder.limit} tokens: {long:,}; further samples cut off them: "
+        beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
+        tell(f"{name}: texts {read}{len(pieces):,}{beyond}")
     return pieces
 
 

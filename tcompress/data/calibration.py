@@ -17,6 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
     decode,
@@ -314,8 +315,11 @@ class _Sources:
             chosen = columns_of(table, asked, wanted, needed, model)
             named = [name for columns in chosen.values() for name in columns]
             if chosen.get("text"):
-                cells = draw_cells(table, chosen["text"], self.most, options.seed)
+                tokenizer = self._encoder.tokenizer if self._encoder else None
+                writer = ChatWriter(tokenizer, table.label)
+                cells = draw_cells(table, chosen["text"], self.most, options.seed, writer)
                 texts = self._hashed_texts(map(str, cells))
+                writer.close()
                 texts += self._pieces(texts, table, len(chosen["text"]))
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.

@@ -7,7 +7,7 @@ import glob
 import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tcompress.data.chats import as_plain_text, is_chat
 from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
 from tcompress.data.json_forms import as_lines, first_bad_line
 from tcompress.data.plain_files import ending, plain_file
@@ -276,7 +277,8 @@ def columns_of(
     name of its class, for errors.
     """
     kinds = kinds_of(table)
-    uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
+    alike = {"bytes": "image", "chat": "text"}
+    uses = {name: alike.get(kind, kind) for name, kind in kinds.items()}
     for name in named:
         check_column(table, kinds, name)
         if uses[name] not in wanted:
@@ -290,7 +292,8 @@ def columns_of(
         sampler = _sampler(table)
         useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
         usable = [name for name in useful.get("image", ()) if _looks_like_images(sampler[name])]
-        usable += text_columns(table, useful.get("text", []))
+        chats = [name for name in useful.get("text", ()) if kinds[name] == "chat"]
+        usable += chats[:1] or text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
     }
@@ -305,7 +308,7 @@ def columns_of(
 
 
 def kinds_of(table: Table) -> dict[str, str]:
-    """Columns, and what they hold: `text`, `image`, `bytes`, `classlabel` or the name of a type."""
+    """Columns and what they hold: `text`, `chat`, `image`, `bytes`, `classlabel`, or a type."""
     import datasets
 
     def kind(feature: Any) -> str:
@@ -315,6 +318,8 @@ def kinds_of(table: Table) -> dict[str, str]:
             return "image"
         if dtype in ("binary", "large_binary", "binary_view"):  # of a picture's file, perhaps
             return "bytes"
+        if is_chat(feature):
+            return "chat"
         if isinstance(feature, datasets.Value):
             return "text" if dtype in ("string", "large_string", "string_view") else str(dtype)
         return type(feature).__name__.lower()
@@ -331,13 +336,20 @@ def text_columns(table: Table, names: Sequence[str]) -> list[str]:
 
 
 def draw_cells(
-    table: Table, columns: Sequence[str], count: int, seed: int
+    table: Table,
+    columns: Sequence[str],
+    count: int,
+    seed: int,
+    write: Callable[[Any], Any] = as_plain_text,
 ) -> Iterator[str | bytes]:
-    """Yield up to `count` distinct samples that are not empty, in seeded random order."""
+    """Yield up to `count` distinct samples that are not empty, in seeded random order.
+
+    `write` makes text of chats.
+    """
     parts = [table.rows.select_columns([name]) for name in columns]
     order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
     places = (divmod(int(index), len(columns)) for index in order)
-    return _distinct((content(parts[at][row][columns[at]]) for row, at in places), count)
+    return _distinct((content(write(parts[at][row][columns[at]])) for row, at in places), count)
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:

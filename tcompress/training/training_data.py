@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
+from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder, decode, image_reader, pieces_of
 from tcompress.data.examples import (
     Examples,
@@ -203,9 +204,12 @@ class _Reader:
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with tables.opened(name, split) as content:
             table = tables.with_derived(content, given.values())
-            check_columns(table, tables.kinds_of(table), given)
+            kinds = tables.kinds_of(table)
+            check_columns(table, {n: "text" if k == "chat" else k for n, k in kinds.items()}, given)
             chosen = tables.columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
-            items = list(tables.draw_cells(table, chosen, samples, self.seed))
+            writer = ChatWriter(self.encoder and self.encoder.tokenizer, table.label)
+            items = list(tables.draw_cells(table, chosen, samples, self.seed, writer))
+            writer.close()
             cells = len(table.rows) * len(chosen)
         if self.encoder is not None and not self._is_causal:  # of which all tokens are read
             texts, how = [str(item) for item in items], (self.encoder, table.label, cells)

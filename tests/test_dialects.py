@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from tcompress.data.examples import Needs, load_examples
+from tcompress.data.numbers import decimals
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
 from tcompress.progress import listening
@@ -159,6 +160,7 @@ def test_a_table_is_the_same_in_every_form(
         ("p.json", '{"a": [{"x": 1}], "b": [{"x": 1}]}', "lists of rows under the keys `a`, `b`"),
         ("p.json", '{"data": []}', "`p.json` holds no rows"),
         ("p.csv", "text,label\na,0.5\nb,1\n", "`label` has no whole number in row 1 (`0.5`)"),
+        ("p.csv", "# remark\ntext,label\na,1\nb,0\n", "line 2: 2 comma-separated cells, line 1"),
         ("p.csv", "text,label\na,1\nb,\n", "has rows without a label"),
         ("p.jsonl", '{"text": "a", "label": ["x", "y"]}\n', "`label` holds lists, and an example"),
     ],
@@ -202,6 +204,12 @@ def test_labels_are_the_numbers_that_they_are(
     if content.startswith("01"):
         read = texts  # pandas takes them for numbers
     assert (read.targets, read.classes) == (targets, classes)
+
+
+def test_commas_in_numbers() -> None:
+    assert decimals(["4,5", "3", None, "2,125"]) == [4.5, 3.0, None, 2.125]
+    assert decimals(["1,000", "2,000", 3]) is None  # thousands, perhaps
+    assert decimals(["4,5", "4.5"]) is None
 
 
 def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:

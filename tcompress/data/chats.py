@@ -18,7 +18,12 @@ Messages = Sequence[Mapping[str, Any]]
 def is_chat(feature: Any) -> bool:
     """Whether a column's type is a list of messages."""
     item = getattr(feature, "feature", None)
-    return isinstance(item, Mapping) and any({*keys} <= {*item} for keys in _KEYS)
+    return isinstance(item, Mapping) and is_message(item)
+
+
+def is_message(item: Mapping[str, Any]) -> bool:
+    """Whether something has the keys of a message."""
+    return any({*keys} <= {*item} for keys in _KEYS)
 
 
 def messages_of(cell: Messages) -> list[dict[str, str]]:

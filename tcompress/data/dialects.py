@@ -157,13 +157,24 @@ def _separator(lines: Sequence[str], usual: str) -> str:
             if len(scan.first) > 1:
                 share = sum(len(row) == len(scan.first) for row in rows) / len(rows)
                 shares[separator] = max(share, shares.get(separator, 0))
-    if not shares:  # no line of the header has one
-        return _NONE
+    if not shares:  # the first line has none of them
+        return _after_remark(lines) or _NONE
     likely = max(shares, key=lambda separator: (shares[separator], separator == usual))
     # A list of sentences, some of which have commas, is no table.
     return (
         likely if shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely))) else _NONE
     )
+
+
+def _after_remark(lines: Sequence[str]) -> str | None:
+    """The separator of a table that begins after a line of something else."""
+    if lines and lines[0].strip(' \r\n"').casefold() in USUAL:
+        return None  # one column of texts
+    for separator in _SEPARATORS:
+        rows = _parsed(lines[1:], Dialect(separator))
+        if len(rows) > 1 and len({*map(len, rows)}) == 1 and len(rows[0]) > 1:
+            return separator
+    return None
 
 
 @dataclass
@@ -303,8 +314,8 @@ def _misfit(scan: Scan, name: str) -> DataError:
     return DataError(
         f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
         f"line {scan.dialect.skipped + 1} has {len(scan.first)}",
-        hint="give each line as many cells, with quotes around cells that hold the separator; or "
-        "name a file with a text in each line `.txt`",
+        hint="give each line as many cells, with double quotes around cells that hold the "
+        "separator; or name a file with a text in each line `.txt`",
     )
 
 

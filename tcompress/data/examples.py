@@ -14,7 +14,13 @@ from numpy.typing import NDArray
 
 from tcompress.data.column_names import COLUMN_NAMES, ROLES
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
-from tcompress.data.numbers import decimals, is_missing, number, whole_numbers
+from tcompress.data.numbers import (
+    decimals,
+    has_doubtful_commas,
+    is_missing,
+    number,
+    whole_numbers,
+)
 from tcompress.data.tables import (
     Table,
     check_column,
@@ -170,13 +176,12 @@ def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]
     for name in [name for name in kinds if name in names or name.lower() in names]:
         if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
             continue
-        cells = rows[name]
+        if role == "score" and "float" in kinds[name]:
+            continue
+        cells, order = rows[name], list(rows.column_names)
         numbers = whole_numbers(cells) if role == "label" else decimals(cells)
-        if numbers is not None and not (role == "score" and "float" in kinds[name]):
-            at = rows.column_names.index(name)
-            order = list(rows.column_names)
+        if numbers is not None:
             rows = rows.remove_columns([name]).add_column(name, numbers).select_columns(order)
-            assert order[at] == name
     return replace(table, rows=rows)
 
 
@@ -261,11 +266,14 @@ def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> st
         return f"`{column}` holds lists, and an example can have one label only"
     if not numbers:
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
-    for row, cell in enumerate(table.rows[column]):
+    cells = table.rows[column]
+    for row, cell in enumerate(cells):
         value = number(cell)
         if not is_missing(cell) and (value is None or (role == "label" and value % 1)):
             what = "no number" if value is None else "no whole number"
             return f"`{column}` has {what} in row {row + 1} ({few([str(cell)[:40]])})"
+    if has_doubtful_commas(cells):
+        return f"commas in numbers of `{column}` may be of decimals or of thousands"
     return ""
 
 

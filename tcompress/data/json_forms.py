@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tcompress.data.chats import is_message
 from tcompress.errors import DataError, listed
 
 _START = 2**16
@@ -54,6 +55,8 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
         names = document["columns"]
         return (dict(zip(names, row, strict=True)) for row in document["data"]), "key `data`"
     values = [*document.values()]
+    if any(isinstance(value, list) and value and _is_chat(value) for value in values):
+        return [document], ""
     lists = {key: value for key, value in document.items() if _is_table(value)}
     if len(lists) > 1:
         if split in lists:
@@ -77,6 +80,10 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
 
 def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _is_chat(value: list[Any]) -> bool:
+    return all(isinstance(row, dict) and is_message(row) for row in value)
 
 
 def _columns(columns: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:

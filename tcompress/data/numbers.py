@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _DECIMAL = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
 _WHOLE = re.compile(r"[+-]?\d+[.,]0*")  # with a decimal sign: `1` may be the name of a class
 
 
@@ -19,8 +20,18 @@ def number(cell: Any) -> float | None:
     return None
 
 
+def has_doubtful_commas(cells: Sequence[Any]) -> bool:
+    """Whether commas in numbers may be of thousands, or stand beside decimal points."""
+    texts = [cell.strip() for cell in cells if isinstance(cell, str)]
+    commas = [text for text in texts if "," in text]
+    points = any("." in text and number(text) is not None for text in texts)
+    return bool(commas) and (points or all(map(_THOUSANDS.fullmatch, commas)))
+
+
 def decimals(cells: Sequence[Any]) -> list[float | None] | None:
     """Read a column as numbers, and None where nothing is; None if other things are in it."""
+    if has_doubtful_commas(cells):
+        return None
     numbers = [number(cell) for cell in cells]
     missing = [is_missing(cell) for cell in cells]
     if all(missing) or any(

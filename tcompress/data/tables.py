@@ -132,7 +132,33 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
+    if files := _delimited(path, split):
+        parts = []
+        for number, file in enumerate(files):
+            copies = Path(cache) / f"part{number}"
+            copies.mkdir()
+            parts.append(_read_file(file, split, copies))
+        return datasets.concatenate_datasets(parts)
     return datasets.load_dataset(place, split=split, cache_dir=cache)
+
+
+def _delimited(folder: Path, split: str) -> list[Path]:
+    """Files of a split in a folder, if all of them are delimited text.
+
+    Which they are the library says, but where a file of its own (`README.md`) says other things.
+    """
+    from datasets.data_files import DataFilesList, get_data_patterns
+
+    readme = folder / "README.md"
+    if readme.is_file() and readme.read_text(encoding="utf-8", errors="replace")[:3] == "---":
+        return []
+    base = glob.escape(str(folder.absolute()))
+    patterns = get_data_patterns(base)
+    if split not in patterns:
+        return []
+    names = DataFilesList.from_patterns(patterns[split], base_path=base)
+    files = [Path(name) for name in names if ending(Path(name)) in _BUILDERS]
+    return files if all(_BUILDERS[ending(file)] == "csv" for file in files) else []
 
 
 def _read_file(path: Path, split: str, cache: Path) -> Any:

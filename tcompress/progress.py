@@ -42,7 +42,14 @@ _listening: ContextVar[tuple[Progress, set[str]] | None] = ContextVar("listening
 
 @contextmanager
 def listening(progress: Progress) -> Iterator[None]:
-    """Let a command's progress hear what is told while the block runs, each text once."""
+    """Let a command's progress hear what is told while the block runs, each text once.
+
+    In a block whose progress is `Silent` no other one hears anything.
+    """
+    before = _listening.get()
+    if before is not None and isinstance(before[0], Silent):
+        yield
+        return
     token = _listening.set((progress, set()))
     try:
         yield

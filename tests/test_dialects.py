@@ -20,7 +20,7 @@ from tcompress.data.examples import Needs, load_examples
 from tcompress.data.numbers import decimals
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
-from tcompress.progress import listening
+from tcompress.progress import Silent, listening
 from tests.support.hearing import Heard
 
 PAIRS = Needs((2, 2), target="score")
@@ -217,10 +217,23 @@ def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
     with listening(heard := Heard()):
         for _ in range(2):
             assert load_examples(path, "train", PAIRS).targets == SCORES
+    with listening(Silent()), listening(heard):  # as with `--json`
+        load_examples(path, "train", PAIRS)
     assert heard.texts == [
         "p.tsv: 9 rows, tab-separated, without quoting, columns `sentence1`, `sentence2`, `score`",
         "p.tsv: 1 of 9 pairs have an empty text: left out",
     ]
+
+
+def test_tables_of_a_folder_are_read_alike(tmp_path: Path) -> None:
+    folder = tmp_path / "data [1]"
+    folder.mkdir()
+    _write(folder / "train-1.tsv", _joined("\t"))
+    _write(folder / "train-2.csv.gz", gzip.compress(_csv(sep=";", decimal=",").encode()))
+    _write(folder / "test.csv", _csv())
+    (folder / "README.md").write_text("# Pairs\n")
+    assert load_examples(str(folder), "train", PAIRS).targets == SCORES * 2
+    assert load_examples(str(folder), "test", PAIRS).texts == (FIRST, SECOND)
 
 
 def test_types_are_those_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,6 +244,7 @@ def _without(
     mend = ""
     for role in missing:
         named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
+        named += [column for column in kinds if role == "text" and kinds[column] == "chat"]
         reasons = [why for column in named if (why := _unfit(table, kinds, role, column))]
         text += "".join(f"; {why}" for why in reasons)
         mend = "mend it, or " if reasons else mend
@@ -264,6 +265,8 @@ def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> st
     numbers = role == "score" or (role == "label" and "float" in kind)
     if role == "label" and kind in _LISTS:
         return f"`{column}` holds lists, and an example can have one label only"
+    if role == "text" and kind == "chat":
+        return f"`{column}` holds chats, which this task does not read; write them as text"
     if not numbers:
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
     cells = table.rows[column]

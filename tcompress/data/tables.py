@@ -195,7 +195,7 @@ def _read_file(path: Path, split: str, cache: Path) -> Any:
 def _read_lines(lines: Path, path: Path, cache: Path) -> Any:
     """Reads JSON lines; types that differ between parts of a file are those of all of it."""
     try:
-        return _built("json", lines, cache)
+        return _built("json", lines, cache, chunksize=_JSON_PART)
     except Exception as error:
         if (bad := first_bad_line(lines)) is not None:
             text = f"`{path.name}`, line {bad[0]}: it is no JSON ({bad[1]})"

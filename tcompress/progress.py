@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Protocol
 
 
@@ -20,6 +23,9 @@ class Progress(Protocol):
     def part(self, name: str, number: int, total: int) -> None:
         """The next of several jobs begins, which has stages of its own; numbers start at 1."""
 
+    def tell(self, text: str) -> None:
+        """Something is to be said beside it."""
+
 
 class Silent:
     """Says nothing."""
@@ -28,3 +34,31 @@ class Silent:
     def advance(self, amount: int = 1, note: str = "") -> None: ...
     def shorten(self, total: int) -> None: ...
     def part(self, name: str, number: int, total: int) -> None: ...
+    def tell(self, text: str) -> None: ...
+
+
+_listening: ContextVar[tuple[Progress, set[str]] | None] = ContextVar("listening", default=None)
+
+
+@contextmanager
+def listening(progress: Progress) -> Iterator[None]:
+    """Let a command's progress hear what is told while the block runs, each text once.
+
+    In a block whose progress is `Silent` no other one hears anything.
+    """
+    before = _listening.get()
+    if before is not None and isinstance(before[0], Silent):
+        yield
+        return
+    token = _listening.set((progress, set()))
+    try:
+        yield
+    finally:
+        _listening.reset(token)
+
+
+def tell(text: str) -> None:
+    """Tell a command's progress, if there is one, what data was taken for, or left out."""
+    if (heard := _listening.get()) is not None and text not in heard[1]:
+        heard[1].add(text)
+        heard[0].tell(text)

@@ -149,7 +149,7 @@ def test_nothing_is_left_behind(
         ("list.json", b"[]", "holds no rows|cannot be read"),
         ("cut.json", b'{"text": "a b"', "cannot be read as data"),
         ("cut.parquet", b"PAR1", "cannot be read as data"),
-        ("other.txt", b"\xff\xfe\x00", "cannot be read as data .UnicodeDecodeError"),
+        ("other.txt", b"\xff\xfe\x00", "line 1: the byte 0x00 does not belong to text"),
         ("numbers.csv", b"a,b\n1,2.5\n", r"it has `a` \(int64\), `b` \(float64\)"),
         ("notes.docx", b"PK", "is of no known kind; data files end in `.arrow`, `.csv`"),
     ],
@@ -513,3 +513,41 @@ def test_a_report_says_what_the_fit_changed_on_each_source(
 def test_nothing_stands_beside_none() -> None:
     with pytest.raises(ValueError, match="`none` stands beside other data"):
         Calibration(source=("none", "texts.txt"))
+
+
+def test_long_documents_are_several_samples(bert: SourceModel, tmp_path: Path) -> None:
+    """A corpus in one line is read as its lines are."""
+    line = " ".join(sentences(200))
+    data = load_batches(
+        bert,
+        Calibration(source=text_file(tmp_path / "one.txt", [line]), samples=500, max_length=16),
+    )
+    assert data.name == "one.txt"
+    tokens = len(line.split())
+    assert tokens <= data.tokens - 2 * data.samples <= 1.2 * tokens
+    few = Calibration(source=text_file(tmp_path / "two.txt", [line, line[9:]]), samples=5)
+    assert load_batches(bert, few).samples == 5
+
+
+@pytest.mark.parametrize(
+    ("column", "speaker", "said", "who"),
+    [("messages", "role", "content", "user"), ("conversations", "from", "value", "human")],
+)
+def test_chats_are_written_by_the_template(
+    column: str, speaker: str, said: str, who: str, bert: SourceModel, tmp_path: Path
+) -> None:
+    texts = sentences(8)
+    chats = [[{speaker: who, said: text}, {speaker: "system", said: "w2"}] for text in texts]
+    file = tmp_path / "chats.jsonl"
+    pd.DataFrame({"prompt": texts, column: chats}).to_json(file, orient="records", lines=True)
+    options = Calibration(source=str(file), samples=50, max_length=64)
+    with pytest.raises(DataError, match="holds chats, and the model's tokenizer has no chat temp"):
+        load_batches(bert, options)
+    template = "{% for m in messages %}{{ m.content }} {{ 'w1' if m.role == 'user' }}{% endfor %}"
+    (Path(bert.folder) / "chat_template.jinja").write_text(template)
+    data = load_batches(bert, options)
+    assert (data.name, data.samples) == (f"chats.jsonl:{column}", 8)
+    plain = [f"{text} w1w2 " for text in texts]
+    lines = text_file(tmp_path / "plain.txt", plain)
+    same = load_batches(bert, Calibration(source=lines, samples=50, max_length=64))
+    assert data.tokens == same.tokens

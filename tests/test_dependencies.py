@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures"},
     "planning": {"errors", "structures", "attention", "models", "roles", "options"},
-    "data": {"errors", "models", "roles", "options"},
+    "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {"errors", "files", "structures", "models", "options", "planning"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {

@@ -15,6 +15,7 @@ from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
 from tcompress.errors import DataError, InputError
 from tcompress.models import SourceModel
+from tcompress.progress import listening
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
 from tcompress.training.setup import set_up
@@ -28,6 +29,7 @@ from tests.support.evaluation import (
     pairs_file,
     rows_file,
 )
+from tests.support.hearing import Heard
 from tests.support.model_folders import model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiny import IMAGE
 from tests.support.training import picture_rows, pictures, settings
@@ -138,7 +140,7 @@ def test_healing_a_writing_model_reads_windows_too(place: Path, tmp_path: Path) 
 
 def test_masks_are_drawn_anew_in_each_epoch(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
-    data = _load(place / "bert", "masked-lm", source=[path])
+    data = _load(place / "bert", "masked-lm", source=[path], max_length=64)
     first, again = _all(data), _all(data)
     data.train.epoch = 1
     later = _all(data)
@@ -209,10 +211,25 @@ def test_several_sources_are_joined(place: Path, tmp_path: Path) -> None:
     one, two = (
         text_file(tmp_path / f"{n}.txt", part) for n, part in enumerate((texts[:10], texts[10:]))
     )
-    both = _load(place / "encoder", source=[one, two])
+    both = _load(place / "encoder", source=[one, two], max_length=64)
     assert both.name == "0.txt:text + 1.txt:text"
     assert len(both.train) + len(both.validation) == 30
     assert both.fingerprint != _load(place / "encoder", source=[one]).fingerprint
+
+
+def test_long_documents_are_several_samples(place: Path, tmp_path: Path) -> None:
+    line = " ".join(sentences(200))
+    source = [text_file(tmp_path / "one.txt", [line])]
+    data = _load(place / "encoder", source=source, max_length=18)
+    parts = [_all(data, part, 10**4) for part in ("train", "validation")]
+    read = sum(int(part["attention_mask"].sum()) - 2 * len(part["input_ids"]) for part in parts)
+    assert read >= 0.98 * len(line.split())
+    with listening(heard := Heard()):
+        assert len(_load(place / "encoder", source=source, samples=9, max_length=18).train) < 9
+    assert heard.texts == [
+        "one.txt: texts longer than 18 tokens: 1; further samples cut off them: 8; what is beyond "
+        "is not read"
+    ]
 
 
 def test_sources_with_other_classes(place: Path, tmp_path: Path) -> None:
@@ -262,7 +279,7 @@ def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> No
     ]
     assert [len(part) for part in parts] == [21, 9]
     assert not parts[0] & parts[1]
-    few = _load(place / "encoder", source=[path], holdout=0.3, validation_samples=4)
+    few = _load(place / "encoder", source=[path], holdout=0.3, validation_samples=4, max_length=64)
     assert (len(few.train), len(few.validation)) == (26, 4)
 
 

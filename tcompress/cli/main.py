@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, NoReturn
@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from tcompress.cli.terminal import INTERRUPTED, TERMINATED, outliving_readers, report_failure
+from tcompress.progress import Silent, listening
 
 _EPILOG = """\
 [bold]Exit codes[/bold]
@@ -133,7 +134,9 @@ def _run(typed: list[str]) -> int:
         so_far = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
         asked = so_far.split()[1:] if _COMPLETION in os.environ else typed
         whole = typer.main.get_command(program(asked))
-        code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)
+        # Scripts that read the document are not told what files were taken for.
+        with listening(Silent()) if as_json else nullcontext():
+            code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)
         sys.stdout.flush()  # a full disk shows here, not when the program ends
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "NoArgsIsHelpError":

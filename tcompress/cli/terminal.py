@@ -21,7 +21,7 @@ import typer
 
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
-from tcompress.progress import Progress, Silent
+from tcompress.progress import Progress, Silent, listening
 from tcompress.reporting.formatting import table as table
 
 if TYPE_CHECKING:
@@ -286,11 +286,12 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
         yield Silent()
     elif sys.stderr.isatty():
         shown = _Bars()
-        with shown.bars:
+        with shown.bars, listening(shown):
             yield shown
     else:
         lines = _Lines()
-        yield lines
+        with listening(lines):
+            yield lines
         lines.close()
 
 
@@ -351,6 +352,9 @@ class _Bars:
         count = f"{number} of {total}"
         self.bars.update(self._parts, completed=number - 1, count=count, note=name)
 
+    def tell(self, text: str) -> None:
+        self.bars.console.print(text, soft_wrap=True)  # above the bars
+
 
 class _Lines:
     """A line when a stage ends, and now and then before: ten of a stage at most."""
@@ -385,6 +389,9 @@ class _Lines:
     def part(self, name: str, number: int, total: int) -> None:
         self.close()
         say(f"{name}: {number} of {total}")
+
+    def tell(self, text: str) -> None:
+        say(text)
 
     def close(self) -> None:
         """Says that the stage is over."""

@@ -17,11 +17,13 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
     decode,
     has_processor_file,
     image_reader,
+    pieces_of,
     plain_reader,
 )
 from tcompress.data.examples import Needs, load_examples
@@ -37,7 +39,15 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
-from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, hash_of, opened
+from tcompress.data.tables import (
+    Kind,
+    Table,
+    columns_of,
+    draw_cells,
+    draw_texts,
+    hash_of,
+    opened,
+)
 from tcompress.errors import DataError, listed
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import FEWEST, Calibration
@@ -220,7 +230,7 @@ def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> 
     inputs = inputs_of(source)
     reads_text = inputs.text or inputs.decoder
     encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
-    sources = _Sources(source, inputs, options)
+    sources = _Sources(source, inputs, options, encoder)
     parts = sources.draw()
     examples = _examples(parts, sources.most, inputs, encoder)
     if sources.most > options.count:
@@ -250,7 +260,14 @@ def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> 
 class _Sources:
     """The sources that a user names, and what ships where they lack something."""
 
-    def __init__(self, source: SourceModel, inputs: Inputs, options: Calibration) -> None:
+    def __init__(
+        self,
+        source: SourceModel,
+        inputs: Inputs,
+        options: Calibration,
+        encoder: TextEncoder | None,
+    ) -> None:
+        self._encoder = encoder
         self._source, self._inputs, self._options = source, inputs, options
         self._named = [name for name in options.source if name != "builtin"]
         self._columns: set[str] = set()  # those of all tables
@@ -298,8 +315,12 @@ class _Sources:
             chosen = columns_of(table, asked, wanted, needed, model)
             named = [name for columns in chosen.values() for name in columns]
             if chosen.get("text"):
-                cells = draw_cells(table, chosen["text"], self.most, options.seed)
+                tokenizer = self._encoder.tokenizer if self._encoder else None
+                writer = ChatWriter(tokenizer, table.label)
+                cells = draw_cells(table, chosen["text"], self.most, options.seed, writer)
                 texts = self._hashed_texts(map(str, cells))
+                writer.close()
+                texts += self._pieces(texts, table, len(chosen["text"]))
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
@@ -316,6 +337,14 @@ class _Sources:
             label = self._label(source, table.label)
             is_plain = table.rows.info.builder_name in ("text", "imagefolder")
             return _SourceData(label if is_plain else f"{label}:{','.join(named)}", texts, frames)
+
+    def _pieces(self, texts: Sequence[str], table: Table, columns: int) -> list[str]:
+        """Further samples out of long documents, where there are fewer texts than are wanted."""
+        if self._encoder is None or self._inputs.image:
+            return []
+        return self._hashed_texts(
+            pieces_of(texts, self.most, self._encoder, table.label, len(table.rows) * columns)
+        )
 
     @property
     def _share(self) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.nn.functional import interpolate
 from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_text, vocabulary_size
 from tcompress.errors import DataError, first_line
 from tcompress.models import SourceModel
+from tcompress.progress import tell
 
 _CHUNK = 256  # texts handed to the tokenizer at a time
 
@@ -82,6 +85,39 @@ class TextEncoder:
                 self._check(tokens, text)
                 yield tokens
 
+    def pieces(self, texts: Sequence[str], count: int) -> tuple[list[str], int]:
+        """Cut what goes beyond a sample off long texts: up to `count` further samples, in turns.
+
+        Also gives the number of texts that are longer than a sample.
+        """
+        room = self.limit - self.tokenizer.num_special_tokens_to_add()
+        # No token stands for less than a byte, so that short texts need no counting.
+        long = [text for text in texts if len(text.encode()) > room > 0]
+        reach = 16 * room * (count + 2)  # characters, so that a file in one line is not all read
+        parts = [part for text in long if (part := list(self._cut(text[:reach], room)))]
+        turns = chain.from_iterable(zip_longest(*parts))
+        return list(islice((piece for piece in turns if piece), count)), len(parts)
+
+    def _cut(self, text: str, room: int) -> Iterator[str]:
+        """Cut a text after so many tokens, between words where there are any; skip the first."""
+        if self.tokenizer.is_fast:
+            tokens = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts = [start for start, _ in tokens["offset_mapping"]]
+        else:  # tells no places: they are as good as even
+            total = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            starts = [index * len(text) // total for index in range(total)]
+        first, token = 0, 0
+        while token + room < len(starts):
+            end = starts[token + room]
+            blank = text.rfind(" ", first + (end - first) // 2, end)
+            end = blank + 1 if blank > 0 and token else end
+            if token:
+                yield text[first:end].strip()
+            first, token = end, bisect_left(starts, end)
+        # A few words that are left over are no sample like others.
+        if token and 4 * (len(starts) - token) >= room and text[first:].strip():
+            yield text[first:].strip()
+
     def _row(self, tokens: list[int], types: list[int] | None) -> dict[str, Tensor]:
         row: dict[str, list[int]] = {}
         if self.inputs.text:
@@ -103,6 +139,23 @@ class TextEncoder:
                 hint="put the model's own tokenizer into its folder, "
                 "or convert without data: `--calib none`",
             )
+
+
+def pieces_of(
+    texts: Sequence[str], count: int, encoder: TextEncoder, name: str, cells: int
+) -> list[str]:
+    """Cut further samples off long texts, up to `count` in all; tells what is not read.
+
+    The texts were drawn from so many `cells` of the data called `name`.
+    """
+    pieces, long = encoder.pieces(texts, max(0, count - len(texts)))
+    if cells > len(texts) == count:
+        tell(f"{name}: {count:,} of {cells:,} texts are drawn")
+    if long:
+        read = f"longer than {encoder.limit} tokens: {long:,}; further samples cut off them: "
+        beyond = "; what is beyond is not read" if len(texts) + len(pieces) >= count else ""
+        tell(f"{name}: texts {read}{len(pieces):,}{beyond}")
+    return pieces
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:

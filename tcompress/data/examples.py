@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tcompress.data.column_names import COLUMN_NAMES, ROLES
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
+from tcompress.data.numbers import (
+    decimals,
+    has_doubtful_commas,
+    is_missing,
+    number,
+    whole_numbers,
+)
 from tcompress.data.tables import (
     Table,
     check_column,
@@ -24,6 +32,7 @@ from tcompress.data.tables import (
     with_derived,
 )
 from tcompress.errors import DataError, listed
+from tcompress.progress import tell
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
 
@@ -69,21 +78,7 @@ def few(names: Sequence[str]) -> str:
 
 
 Target = Literal["class", "score"]
-
-_NAMES: dict[str, tuple[str, ...]] = {
-    # In the order of preference; `text` and `pair` are guessed by content if no name fits.
-    "text": ("sentence1", "premise", "question1", "text_a", "query", "anchor", "context",
-             "sentence", "text", "question", "content", "review"),
-    "pair": ("sentence2", "hypothesis", "question2", "text_b", "document", "passage", "positive",
-             "response", "answer"),
-    "image": ("image", "img", "picture", "pixel_values"),
-    "volume": ("volume", "voxels"),
-    "shape": ("shape",),
-    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
-    "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
-              "label", "labels", "target"),
-}  # fmt: skip
-ROLES = tuple(_NAMES)  # what a column can be for; `pair` is a second text
+_LISTS = ("list", "largelist", "sequence")  # kinds of columns
 
 
 @dataclass(frozen=True)
@@ -151,6 +146,7 @@ def load_examples(
             made = made.chosen(_sampled(len(made), limit, seed).tolist())
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         table = with_derived(table, (columns or {}).values())
+        table = with_numbers(table, needs.target, columns or {})
         chosen = _chosen(table, needs, dict(columns or {}))
         if needs.unlabelled:  # as test splits often are
             chosen = {
@@ -160,10 +156,33 @@ def load_examples(
             }
         rows = table.rows.select_columns(list(chosen.values()))
         # Classes are those of the whole data, whichever of it is drawn.
-        classes = _classes(table, chosen["label"]) if "label" in chosen else ()
+        classes = _classes(table, chosen["label"]) if "label" in chosen else Classes()
         if limit is not None and limit < len(rows):
+            tell(f"{table.label}: {limit:,} of {len(rows):,} rows are drawn")
             rows = rows.select(_sampled(len(rows), limit, seed))
-        return _read(table, rows.to_dict(), chosen, classes, split)
+        data = rows.to_dict()
+        if needs.texts[0] == 2:
+            data = _pairs(table, data, chosen)
+        return _read(table, data, chosen, classes, split)
+
+
+def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
+    """Reads columns of labels and scores as the numbers that they are, whatever their type."""
+    role = {"class": "label", "score": "score", None: None}[target]
+    if role is None:
+        return table
+    kinds, rows = kinds_of(table), table.rows
+    names = [columns[role]] if role in columns else COLUMN_NAMES[role]
+    for name in [name for name in kinds if name in names or name.lower() in names]:
+        if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
+            continue
+        if role == "score" and "float" in kinds[name]:
+            continue
+        cells, order = rows[name], list(rows.column_names)
+        numbers = whole_numbers(cells) if role == "label" else decimals(cells)
+        if numbers is not None:
+            rows = rows.remove_columns([name]).add_column(name, numbers).select_columns(order)
+    return replace(table, rows=rows)
 
 
 def places_of(texts: Sequence[str], among: Sequence[str]) -> NDArray[np.int64]:
@@ -211,11 +230,54 @@ def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]
             chosen[role] = guess
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
     if missing:
-        has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
-        text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
-        other = needs.instead if missing in (["label"], ["score"]) else "give other data"
-        raise DataError(text, f"name it: `--columns {missing[0]}=COLUMN`, or {other}")
+        raise _without(missing, table, kinds, {*given.values(), *chosen.values()}, needs)
     return {role: chosen[role] for role in ROLES if role in chosen}
+
+
+def _without(
+    missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
+) -> DataError:
+    """Says which columns are missing, why those of such a name do not do, and which others may."""
+    has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+    text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
+    offers: dict[str, str] = {}
+    mend = ""
+    for role in missing:
+        named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
+        named += [column for column in kinds if role == "text" and kinds[column] == "chat"]
+        reasons = [why for column in named if (why := _unfit(table, kinds, role, column))]
+        text += "".join(f"; {why}" for why in reasons)
+        mend = "mend it, or " if reasons else mend
+        free = [column for column in kinds if column not in {*taken, *offers.values()}]
+        fits = [column for column in free if _unfit(table, kinds, role, column) == ""]
+        offers |= {role: fits[0]} if fits else {}
+    other = needs.instead if missing in (["label"], ["score"]) else "give other data"
+    if len(offers) < len(missing):
+        other = "" if other == "give other data" else f", or {other}"
+        return DataError(text, f"{mend}give data with such a column{other}")
+    names = ",".join(f"{role}={column}" for role, column in offers.items())
+    return DataError(text, f"name it: `--columns {names}`, or {other}")
+
+
+def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> str:
+    """Why a column cannot have a role; nothing if it can."""
+    kind = kinds[column]
+    numbers = role == "score" or (role == "label" and "float" in kind)
+    if role == "label" and kind in _LISTS:
+        return f"`{column}` holds lists, and an example can have one label only"
+    if role == "text" and kind == "chat":
+        return f"`{column}` holds chats, which this task does not read; write them as text"
+    if not numbers:
+        return "" if _fits(role, kind) else f"`{column}` holds {kind}"
+    cells = table.rows[column]
+    for row, cell in enumerate(cells):
+        value = number(cell)
+        if not is_missing(cell) and (value is None or (role == "label" and value % 1)):
+            what = "no number" if value is None else "no whole number"
+            return f"`{column}` has {what} in row {row + 1} ({few([str(cell)[:40]])})"
+    if has_doubtful_commas(cells):
+        return f"commas in numbers of `{column}` may be of decimals or of thousands"
+    return ""
 
 
 def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
@@ -227,7 +289,8 @@ def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, st
         check_column(table, kinds, column)
         if not _fits(role, kinds[column]):
             text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
-            raise DataError(text, "name another column")
+            why = _unfit(table, kinds, role, column) if role in ("label", "score") else ""
+            raise DataError(f"{text}; {why}" if why else text, "name another column")
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -248,7 +311,7 @@ def _roles(needs: Needs) -> dict[str, bool]:
 def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
     by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
-    guesses = [by_name[name] for name in _NAMES[role] if name in by_name]
+    guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
     if not guesses and role in ("image", "text"):
         guesses = [column for column, kind in free.items() if kind == role]
         guesses = text_columns(table, guesses) if role == "text" else guesses
@@ -262,17 +325,31 @@ def _fits(role: str, kind: str) -> bool:
         "pair": kind == "text",
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
-        "shape": kind in ("list", "largelist", "sequence"),
+        "shape": kind in _LISTS,
         "label": kind in ("classlabel", "text", "bool") or number,
         "score": number or "float" in kind,
     }[role]
+
+
+def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
+    """Leaves out pairs of which a text is empty: there is nothing to compare."""
+    columns = [data[chosen[role]] for role in ("text", "pair")]
+    rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
+    count, total = len(rows), len(columns[0])
+    if not count:
+        what = f"all {total:,} pairs of `{table.label}` have an empty text"
+        raise DataError(what, "name other columns, or give other data")
+    if count == total:
+        return data
+    tell(f"{table.label}: {total - count:,} of {total:,} pairs have an empty text: left out")
+    return {name: [cells[row] for row in rows] for name, cells in data.items()}
 
 
 def _read(
     table: Table,
     data: Mapping[str, list[Any]],
     chosen: Mapping[str, str],
-    classes: tuple[str, ...],
+    classes: Classes,
     split: str,
 ) -> Examples:
     texts = [
@@ -290,17 +367,7 @@ def _read(
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
         volumes = volumes_of(cells, shapes, f"`{table.label}`")
         images = list(cells)  # for the fingerprint
-    targets: list[int] | list[float] | None = None
-    if "label" in chosen:
-        known = {name: index for index, name in enumerate(classes)}
-        cells = data[chosen["label"]]
-        targets = [known[cell] if isinstance(cell, str) else int(cell) for cell in cells]
-    elif "score" in chosen:
-        cells = data[chosen["score"]]
-        targets = [float("nan") if cell is None else float(cell) for cell in cells]
-        if not np.isfinite(targets).all():
-            what = "rows without a finite score"
-            raise _incomplete(table, chosen["score"], what, "remove those rows")
+    targets = _targets(table, data, chosen, classes)
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
@@ -308,9 +375,27 @@ def _read(
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
         targets=targets,
-        classes=classes,
+        classes=classes.names,
         volumes=volumes,
     )
+
+
+def _targets(
+    table: Table, data: Mapping[str, list[Any]], chosen: Mapping[str, str], classes: Classes
+) -> list[int] | list[float] | None:
+    if "label" in chosen:
+        index = {name: index for index, name in enumerate(classes.names)}
+        cells = data[chosen["label"]]
+        return [
+            index[cell] if isinstance(cell, str) else int(cell) - classes.start for cell in cells
+        ]
+    if "score" not in chosen:
+        return None
+    scores = [float("nan") if cell is None else float(cell) for cell in data[chosen["score"]]]
+    if not np.isfinite(scores).all():
+        what = "rows without a finite score"
+        raise _incomplete(table, chosen["score"], what, "remove those rows")
+    return scores
 
 
 def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
@@ -324,20 +409,31 @@ def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError
     return DataError(has, hint=f"{instead}, or name another column")
 
 
-def _classes(table: Table, column: str) -> tuple[str, ...]:
-    """Names of the classes of a column of labels, in the order of their ids."""
+@dataclass(frozen=True)
+class Classes:
+    """Names of classes in the order of their ids, and the number that the first has in the data."""
+
+    names: tuple[str, ...] = ()
+    start: int = 0
+
+
+def _classes(table: Table, column: str) -> Classes:
+    """Classes of a column of labels."""
     names = getattr(table.rows.features[column], "names", None)
     labels = set(table.rows.unique(column))
     if None in labels or labels == {-1}:
         raise _incomplete(table, column, "rows without a label", "choose a labelled split")
     if names and min(labels) >= 0:
-        return tuple(names)
+        return Classes(tuple(names))
     if any(isinstance(label, str) for label in labels):
-        return tuple(sorted(labels))
+        return Classes(tuple(sorted(labels)))
     if min(labels) < 0:
         raise DataError(
             f"column `{column}` of `{table.label}` has the label {min(labels)}; "
             "labels count from 0",
             hint="renumber the labels, or give their names",
         )
-    return tuple(str(index) for index in range(int(max(labels)) + 1))
+    count = int(max(labels))
+    # Stars, and other labels that count from 1: a class that there is not is not to be learnt.
+    start = 1 if labels == {*range(1, count + 1)} and count > 1 else 0
+    return Classes(tuple(str(label) for label in range(start, count + 1)), start)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import hashlib
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -15,21 +16,29 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tcompress.data.chats import as_plain_text, is_chat
+from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
+from tcompress.data.json_forms import as_lines, first_bad_line
+from tcompress.data.plain_files import ending, plain_file
 from tcompress.errors import DataError, after_colon, first_line, folder_content, listed
 from tcompress.models.names import cached_where_unreachable, is_path, missing_path
+from tcompress.progress import tell
 
-# Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
-_EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
-_BUILDERS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".arrow": ("arrow", {}),
-    ".csv": ("csv", _EMPTY),
-    ".json": ("json", {}),
-    ".jsonl": ("json", {}),
-    ".ndjson": ("json", {}),
-    ".parquet": ("parquet", {}),
-    ".tsv": ("csv", {"sep": "\t", **_EMPTY}),
-    ".txt": ("text", {}),
+_BUILDERS = {
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".psv": "csv",
+    ".tab": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
 }
+_SEPARATORS = {".psv": "|", ".tab": "\t", ".tsv": "\t"}  # of others: a comma
+_JSON_PART = 10 << 20  # bytes that the library takes at a time, and finds types of
+_MOST_NAMES = 12
 _IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 
 
@@ -54,15 +63,18 @@ def opened(name: str, split: str) -> Iterator[Table]:
     path = Path(name).expanduser()
     local = path.exists()
     with ExitStack() as stack:
-        cache = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        cache = ""
         stack.enter_context(_quiet() if local else cached_where_unreachable())
         try:
+            folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            cache = stack.enter_context(folder)
             rows = _read(path if local else name, split, cache)
         except DataError:
             raise
         except Exception as error:
             # Builders, readers of file formats and the hub client each raise their own classes.
-            raise _explanation(str(path) if local else name, error) from error
+            full = _full(str(path) if local else name, cache, error)
+            raise full or _explanation(str(path) if local else name, error) from error
         if not len(rows):
             raise _without_rows(name)
         for column, feature in rows.features.items():
@@ -90,7 +102,7 @@ def _problem(name: str) -> DataError | None:
     path = Path(name)
     meant = (
         is_path(name)
-        or path.suffix.lower() in {*_BUILDERS, *_IMAGES}
+        or ending(path) in {*_BUILDERS, *_IMAGES}
         or (path.parent != Path() and path.parent.is_dir())
     )
     if not meant or path.expanduser().exists():
@@ -106,21 +118,12 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
         return datasets.load_dataset(repo, config or None, split=split)
     place = str(path.absolute())
     if path.is_file():
-        if path.suffix.lower() not in _BUILDERS:
-            text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
-            raise DataError(text, "give such a file, a folder of images or a hub id")
-        if not path.stat().st_size:
-            raise _without_rows(str(path))
-        kind, options = _BUILDERS[path.suffix.lower()]
-        files = [glob.escape(place)]
-        return datasets.load_dataset(
-            kind, data_files=files, split="train", cache_dir=cache, **options
-        )
+        return _read_file(path, split, Path(cache))
     if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
         return datasets.load_from_disk(place)
     if (path / "dataset_dict.json").is_file():
         return datasets.load_from_disk(place)[split]
-    found = Counter(file.suffix.lower() for file in path.rglob("*") if file.is_file())
+    found = Counter(ending(file) for file in path.rglob("*") if file.is_file())
     images = sum(found[suffix] for suffix in _IMAGES)
     tables = sum(found[suffix] for suffix in _BUILDERS)
     if not images and not tables:
@@ -129,7 +132,112 @@ def _read(path: Path | str, split: str, cache: str) -> Any:
     if images >= tables:
         # Named, because the library would take the commonest ending, be it a stray note's.
         return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
+    if files := _delimited(path, split):
+        parts = []
+        for number, file in enumerate(files):
+            copies = Path(cache) / f"part{number}"
+            copies.mkdir()
+            parts.append(_read_file(file, split, copies))
+        return datasets.concatenate_datasets(parts)
     return datasets.load_dataset(place, split=split, cache_dir=cache)
+
+
+def _delimited(folder: Path, split: str) -> list[Path]:
+    """Files of a split in a folder, if all of them are delimited text.
+
+    Which they are the library says, but where a file of its own (`README.md`) says other things.
+    """
+    from datasets.data_files import DataFilesList, get_data_patterns
+
+    readme = folder / "README.md"
+    if readme.is_file() and readme.read_text(encoding="utf-8", errors="replace")[:3] == "---":
+        return []
+    base = glob.escape(str(folder.absolute()))
+    patterns = get_data_patterns(base)
+    if split not in patterns:
+        return []
+    names = DataFilesList.from_patterns(patterns[split], base_path=base)
+    files = [Path(name) for name in names if ending(Path(name)) in _BUILDERS]
+    return files if all(_BUILDERS[ending(file)] == "csv" for file in files) else []
+
+
+def _read_file(path: Path, split: str, cache: Path) -> Any:
+    import datasets
+
+    kind = _BUILDERS.get(ending(path))
+    if kind is None:
+        text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
+        is_packed = ending(path) in (".7z", ".tar", ".tgz", ".zip", ".zst")
+        hint = "unpack it" if is_packed else "give such a file, a folder of images or a hub id"
+        raise DataError(text, hint)
+    if not path.stat().st_size:
+        raise _without_rows(str(path))
+    plain = plain_file(path, cache, text=kind in ("csv", "json", "text"))
+    if kind == "csv":
+        dialect = dialect_of(plain, path.name, _SEPARATORS.get(ending(path), ","))
+        if not dialect.rows:
+            raise _without_rows(str(path))
+        types = types_that_differ(plain, dialect)
+        features = {name: datasets.Value(kind) for name, kind in types.items()}
+        how: Any = {"features": datasets.Features(features)} if features else {}
+        rows = _built(kind, plain, cache, **dialect.options, **EMPTY, **how)
+        _tell(path, rows, dialect.words)
+        return rows
+    if kind != "json":
+        return _built(kind, plain, cache)
+    lines, where = as_lines(plain, cache / "lines.jsonl", path.name, split)
+    rows = _read_lines(lines, path, cache)
+    if where:
+        _tell(path, rows, where)
+    return rows
+
+
+def _read_lines(lines: Path, path: Path, cache: Path) -> Any:
+    """Reads JSON lines; types that differ between parts of a file are those of all of it."""
+    try:
+        return _built("json", lines, cache, chunksize=_JSON_PART)
+    except Exception as error:
+        if (bad := first_bad_line(lines)) is not None:
+            text = f"`{path.name}`, line {bad[0]}: it is no JSON ({bad[1]})"
+            raise DataError(text, "mend or remove that line") from error
+        size = lines.stat().st_size + 1
+        if size <= _JSON_PART:
+            raise
+        return _built("json", lines, cache, chunksize=size)
+
+
+def _built(kind: str, path: Path, cache: Path, **options: Any) -> Any:
+    import datasets
+
+    files = [glob.escape(str(path.absolute()))]
+    return datasets.load_dataset(
+        kind, data_files=files, split="train", cache_dir=str(cache), **options
+    )
+
+
+def _tell(path: Path, rows: Any, how: str) -> None:
+    names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
+    more = len(rows.column_names) - _MOST_NAMES
+    columns = f"columns {names}" + (f" and {more} more" if more > 0 else "")
+    tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
+
+
+def _full(name: str, cache: str, error: BaseException) -> DataError | None:
+    """Says that the folder that data is copied to is full, if that is why it cannot be read."""
+    cause: BaseException | None = error
+    while cause is not None:
+        is_full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        text = str(cause)
+        if not cache and isinstance(cause, OSError):
+            reason = first_line(cause)
+            hint = "set `TMPDIR` to a folder that can be written to"
+            return DataError(f"`{name}` cannot be copied to a temporary folder ({reason})", hint)
+        if is_full or "No space left on device" in text or "Not enough disk space" in text:
+            folder = Path(cache).parent
+            what = f"`{name}` is copied to `{folder}` while it is read, and that folder is full"
+            return DataError(what, "free space there, or set `TMPDIR` to a folder with more")
+        cause = cause.__cause__ or cause.__context__
+    return None
 
 
 def _explanation(place: str, error: Exception) -> DataError:
@@ -195,7 +303,8 @@ def columns_of(
     name of its class, for errors.
     """
     kinds = kinds_of(table)
-    uses = {name: "image" if kind == "bytes" else kind for name, kind in kinds.items()}
+    alike = {"bytes": "image", "chat": "text"}
+    uses = {name: alike.get(kind, kind) for name, kind in kinds.items()}
     for name in named:
         check_column(table, kinds, name)
         if uses[name] not in wanted:
@@ -209,7 +318,8 @@ def columns_of(
         sampler = _sampler(table)
         useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
         usable = [name for name in useful.get("image", ()) if _looks_like_images(sampler[name])]
-        usable += text_columns(table, useful.get("text", []))
+        chats = [name for name in useful.get("text", ()) if kinds[name] == "chat"]
+        usable += chats[:1] or text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
     }
@@ -224,7 +334,7 @@ def columns_of(
 
 
 def kinds_of(table: Table) -> dict[str, str]:
-    """Columns, and what they hold: `text`, `image`, `bytes`, `classlabel` or the name of a type."""
+    """Columns and what they hold: `text`, `chat`, `image`, `bytes`, `classlabel`, or a type."""
     import datasets
 
     def kind(feature: Any) -> str:
@@ -234,6 +344,8 @@ def kinds_of(table: Table) -> dict[str, str]:
             return "image"
         if dtype in ("binary", "large_binary", "binary_view"):  # of a picture's file, perhaps
             return "bytes"
+        if is_chat(feature):
+            return "chat"
         if isinstance(feature, datasets.Value):
             return "text" if dtype in ("string", "large_string", "string_view") else str(dtype)
         return type(feature).__name__.lower()
@@ -250,13 +362,20 @@ def text_columns(table: Table, names: Sequence[str]) -> list[str]:
 
 
 def draw_cells(
-    table: Table, columns: Sequence[str], count: int, seed: int
+    table: Table,
+    columns: Sequence[str],
+    count: int,
+    seed: int,
+    write: Callable[[Any], Any] = as_plain_text,
 ) -> Iterator[str | bytes]:
-    """Yield up to `count` distinct samples that are not empty, in seeded random order."""
+    """Yield up to `count` distinct samples that are not empty, in seeded random order.
+
+    `write` makes text of chats.
+    """
     parts = [table.rows.select_columns([name]) for name in columns]
     order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
     places = (divmod(int(index), len(columns)) for index in order)
-    return _distinct((content(parts[at][row][columns[at]]) for row, at in places), count)
+    return _distinct((content(write(parts[at][row][columns[at]])) for row, at in places), count)
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:

@@ -14,6 +14,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from tcompress.data import calibration
+from tcompress.data.chats import as_plain_text
 from tcompress.data.encoding import load_tokenizer
 from tcompress.data.tables import columns_of, content, opened
 from tcompress.errors import DataError, RecipeError, SourceError, check_counts, listed
@@ -62,7 +63,8 @@ def _texts(words: Words) -> Iterator[str]:
         rows = table.rows.select_columns(list(chosen["text"]))
         for batch in rows.iter(batch_size=1000):
             for column in chosen["text"]:
-                yield from (str(content(cell)) for cell in batch[column] if content(cell))
+                cells = (content(as_plain_text(cell)) for cell in batch[column])
+                yield from (str(cell) for cell in cells if cell)
 
 
 _OWN = ("num_labels", "tie_word_embeddings")  # of every configuration, beside its fields

@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
-from tcompress.data.encoding import TextEncoder, decode, image_reader
+from tcompress.data.chats import ChatWriter
+from tcompress.data.encoding import TextEncoder, decode, image_reader, pieces_of
 from tcompress.data.examples import (
     Examples,
     Needs,
@@ -203,9 +204,16 @@ class _Reader:
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with tables.opened(name, split) as content:
             table = tables.with_derived(content, given.values())
-            check_columns(table, tables.kinds_of(table), given)
+            kinds = tables.kinds_of(table)
+            check_columns(table, {n: "text" if k == "chat" else k for n, k in kinds.items()}, given)
             chosen = tables.columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]
-            items = list(tables.draw_cells(table, chosen, samples, self.seed))
+            writer = ChatWriter(self.encoder and self.encoder.tokenizer, table.label)
+            items = list(tables.draw_cells(table, chosen, samples, self.seed, writer))
+            writer.close()
+            cells = len(table.rows) * len(chosen)
+        if self.encoder is not None and not self._is_causal:  # of which all tokens are read
+            texts, how = [str(item) for item in items], (self.encoder, table.label, cells)
+            items += pieces_of(texts, samples, *how)
         contents = (item.encode() if isinstance(item, str) else item for item in items)
         digest = tables.hash_of(contents).hexdigest()
         made = Examples(f"{table.label}:{','.join(chosen)}", split, digest)
@@ -379,14 +387,14 @@ def _joined(parts: Sequence[Examples]) -> Examples:
 
 def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
-    unknown = [name for name in held.classes if name not in train.classes]
+    used = {held.classes[int(target)] for target in held.targets or ()}
+    unknown = [name for name in held.classes if name in used and name not in train.classes]
     if unknown:
         text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
         raise DataError(text, "give data sets with the same classes")
     if held.classes == train.classes or held.targets is None:
         return held
-    places = [train.classes.index(name) for name in held.classes]
-    targets = [places[int(target)] for target in held.targets]
+    targets = [train.classes.index(held.classes[int(target)]) for target in held.targets]
     return replace(held, targets=targets, classes=train.classes)
 
 

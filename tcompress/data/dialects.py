@@ -1,0 +1,449 @@
+"""Dialects of delimited text: separator, quotes, header, decimal sign and columns to leave out."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tcompress.data.column_names import USUAL
+from tcompress.errors import DataError
+
+SAMPLE = 2**16  # bytes that the dialect is decided from
+CHUNK = 10_000  # rows that pandas takes at a time, and finds types of
+# In the order in which they are tried: text has commas in every line more often than others.
+_SEPARATORS = {"\t": "tab", ";": "semicolon", "|": "pipe", ",": "comma"}
+_NONE = "\x1f"  # a separator that no text has: the file has one column
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+")
+_WHOLE = re.compile(r"[+-]?\d+")
+_DECLARED = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # first line of files for spreadsheets
+
+# Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
+EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+
+_TYPES = {name: name for name in ("null", "int64", "float64", "bool")}  # others are text
+
+Rows = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a file of delimited text was taken for."""
+
+    separator: str
+    quoted: bool = True  # whether quotes around a cell are no part of it
+    padded: bool = False  # whether a blank follows every separator
+    skipped: int = 0  # lines before the header
+    header: bool = True
+    decimal: str = "."
+    names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # names of those that are read
+    rows: int = 0
+
+    @property
+    def words(self) -> str:
+        """The separator, and what else is unusual, in words."""
+        kind = _SEPARATORS.get(self.separator)
+        said = ["one column" if self.separator == _NONE else f"{kind or self.separator}-separated"]
+        said += [] if self.quoted or self.separator == _NONE else ["without quoting"]
+        said += [] if self.header else ["without header"]
+        said += ["decimal commas"] if self.decimal == "," else []
+        left = {*self.names} - {*self.columns}
+        said += ["without the numbers of rows"] if self.names and self.names[0] in left else []
+        said += ["without the empty last column"] if left - {*self.names[:1]} else []
+        return ", ".join(said)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `pandas.read_csv`."""
+        return {
+            "sep": self.separator,
+            "quoting": csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE,
+            "skipinitialspace": self.padded,
+            "skiprows": self.skipped,
+            "header": 0 if self.header else None,
+            "names": list(self.names),
+            "usecols": list(self.columns),
+            "decimal": self.decimal,
+            "index_col": False,
+        }
+
+
+def dialect_of(path: Path, name: str, usual: str) -> Dialect:
+    """Decide the dialect of a file in UTF-8, and check that every line fits; `usual` separates.
+
+    The separator, the header and the decimal sign are decided from the beginning of the file,
+    quotes and the number of cells from all of it. `name` is for errors.
+    """
+    lines = _sample(path)
+    skipped, declared = 0, _DECLARED.fullmatch(lines[0]) if lines else None
+    if declared:
+        skipped, lines = 1, lines[1:]
+    separator = declared[1] if declared else _separator(lines, usual)
+    scan = _fitting_scan(path, Dialect(separator, skipped=skipped), lines, usual, name)
+    dialect, rows = scan.dialect, _parsed(lines, scan.dialect)
+    header = _has_header(rows)
+    if header and scan.repeats is not None:
+        text = f"`{name}`, line {scan.repeats}: the header stands there again"
+        raise DataError(text, hint="remove that line")
+    names = _unique(cell.strip() for cell in scan.first) if header else _numbered(len(scan.first))
+    if scan.names_rows:
+        names = ("Unnamed: 0", *names)
+    elif scan.width > len(names):
+        names = (*names, f"Unnamed: {len(names)}")
+    names = names[: scan.width]
+    columns = tuple(name for at, name in enumerate(names) if at not in scan.useless(header))
+    return Dialect(
+        separator,
+        dialect.quoted,
+        dialect.padded,
+        skipped,
+        header,
+        _decimal(rows[1:] if header else rows, separator),
+        names,
+        columns,
+        scan.rows - header,
+    )
+
+
+def _sample(path: Path) -> list[str]:
+    """Lines at the beginning, without one that is cut off."""
+    with path.open("rb") as file:
+        text = file.read(SAMPLE).decode("utf-8-sig", errors="ignore")
+        whole = not file.read(1)
+    lines = [line for line in io.StringIO(text, newline="") if line.strip(" \r\n")]
+    return lines if whole or len(lines) < 2 else lines[:-1]
+
+
+def _parsed(lines: Sequence[str], dialect: Dialect) -> Rows:
+    with _large_cells():
+        return [row for row in csv.reader(lines, **_format(dialect)) if row]
+
+
+def _format(dialect: Dialect) -> dict[str, Any]:
+    return {
+        "delimiter": dialect.separator,
+        "quoting": csv.QUOTE_MINIMAL if dialect.quoted else csv.QUOTE_NONE,
+        "skipinitialspace": dialect.padded,
+    }
+
+
+@contextmanager
+def _large_cells() -> Iterator[None]:
+    """Let cells be longer than the library's 128 KB: documents are."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _separator(lines: Sequence[str], usual: str) -> str:
+    """The first separator by which all lines have as many cells, else the likeliest one."""
+    shares: dict[str, float] = {}
+    for separator in _SEPARATORS:
+        for quoted in (True, False):
+            rows = _parsed(lines, Dialect(separator, quoted))
+            scan = Scan.of(enumerate(rows, 1), Dialect(separator, quoted))
+            if scan.width > 1 and scan.misfit is None:
+                return separator
+            if len(scan.first) > 1:
+                share = sum(len(row) == len(scan.first) for row in rows) / len(rows)
+                shares[separator] = max(share, shares.get(separator, 0))
+    if not shares:  # the first line has none of them
+        return _after_remark(lines) or _NONE
+    likely = max(shares, key=lambda separator: (shares[separator], separator == usual))
+    # A list of sentences, some of which have commas, is no table.
+    return (
+        likely if shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely))) else _NONE
+    )
+
+
+def _after_remark(lines: Sequence[str]) -> str | None:
+    """The separator of a table that begins after a line of something else."""
+    if lines and lines[0].strip(' \r\n"').casefold() in USUAL:
+        return None  # one column of texts
+    for separator in _SEPARATORS:
+        rows = _parsed(lines[1:], Dialect(separator))
+        if len(rows) > 1 and len({*map(len, rows)}) == 1 and len(rows[0]) > 1:
+            return separator
+    return None
+
+
+@dataclass
+class Scan:
+    """Numbers of cells in all rows of a file, and whether columns at its sides say nothing."""
+
+    dialect: Dialect
+    first: list[str] = field(default_factory=list)
+    rows: int = 0
+    lines: int = 0
+    widths: dict[int, int] = field(default_factory=dict)  # with the first line that has so many
+    counts: list[bool] = field(default_factory=lambda: [True, True])  # from 0, from 1
+    filled: set[int] = field(default_factory=set)  # widths of rows whose last cell is not empty
+    repeats: int | None = None  # the first line that is the same as the first row
+    broken: int | None = None  # the first line with quotes that end before their cell does
+
+    @classmethod
+    def of(cls, numbered: Iterable[tuple[int, list[str]]], dialect: Dialect) -> Scan:
+        """Scan rows, each with the line that it begins in."""
+        scan = cls(dialect)
+        for line, row in numbered:
+            scan.add(line, row)
+        return scan
+
+    def add(self, line: int, row: list[str]) -> None:
+        """Take a row into account; blank lines are none."""
+        if not row or (len(row) == 1 and not row[0].strip()):
+            return
+        self.rows += 1
+        if self.rows == 1:
+            self.first = row
+            return
+        if self.repeats is None and len(row) > 1 and row == self.first:
+            self.repeats = line
+        self.widths.setdefault(len(row), line)
+        if row[-1].strip():
+            self.filled.add(len(row))
+        if any(self.counts):
+            number = self.rows - 2
+            self.counts = [
+                counts and row[0].strip() == str(number + start)
+                for start, counts in enumerate(self.counts)
+            ]
+
+    @property
+    def names_rows(self) -> bool:
+        """Whether rows have a number in front that the header has no name for."""
+        return {*self.widths} == {len(self.first) + 1} and self.rows > 1 and any(self.counts)
+
+    @property
+    def width(self) -> int:
+        """Number of cells of a row that fits."""
+        return max(self.widths, default=len(self.first))
+
+    @property
+    def fits(self) -> bool:
+        """Whether all lines are rows of one table."""
+        return self.broken is None and self.misfit is None and bool(self.first)
+
+    @property
+    def misfit(self) -> int | None:
+        """The first line with another number of cells than the first row has."""
+        first = len(self.first)
+        if self.names_rows:
+            return None
+        ends = {first + 1} if first + 1 not in self.filled else set()  # in a separator
+        if not self.first[-1:] or not self.first[-1].strip():
+            ends.add(first - 1)
+        return min((line for width, line in self.widths.items() if width not in {first, *ends}),
+                   default=None)  # fmt: skip
+
+    def useless(self, header: bool) -> set[int]:
+        """Columns without a name that are empty, or number the rows."""
+        unnamed = self.first[0].strip() in ("", "Unnamed: 0") and header and self.rows > 1
+        useless = {0} if self.names_rows or (unnamed and any(self.counts)) else set()
+        last_named = bool(self.first[-1].strip()) and self.width <= len(self.first)
+        if self.width > 1 and not last_named and self.width not in self.filled:
+            useless.add(self.width - 1)
+        return useless
+
+
+def _scanned(path: Path, dialect: Dialect, *, strict: bool = True) -> Scan:
+    """Scan a file; quotes that are not closed, or end before their cell does, break it."""
+    scan = Scan(dialect)
+    with path.open(encoding="utf-8-sig", newline="") as file, _large_cells():
+        for _ in range(dialect.skipped):
+            file.readline()
+        reader = csv.reader(file, **_format(dialect), strict=strict)
+        line = 0
+        try:
+            for row in reader:
+                scan.add(line + 1 + dialect.skipped, row)
+                line = reader.line_num
+        except csv.Error:
+            scan.broken = line + 1 + dialect.skipped
+        scan.lines = reader.line_num
+    return scan
+
+
+def _fitting_scan(
+    path: Path, dialect: Dialect, lines: Sequence[str], usual: str, name: str
+) -> Scan:
+    """Scan with quotes and without, and take what fits all lines; else say which does not."""
+    start = _parsed(lines, Dialect(dialect.separator, False))
+    later = [cell for row in start for cell in row[1:]]
+    padded = bool(later) and all(cell.startswith(" ") for cell in later if cell)
+    quoted = _scanned(path, _with(dialect, padded=padded))
+    if quoted.fits and usual != "\t" and quoted.lines == quoted.rows:
+        return quoted
+    plain = _scanned(path, _with(dialect, padded=padded, quoted=False))
+    # Where each line is a whole row, quotes that join lines belong to texts.
+    joins = plain.width > 1 and plain.fits and plain.rows > quoted.rows
+    literal = joins or (usual == "\t" and not _says_quotes(path, dialect))
+    scans = [plain, quoted] if literal and _has_quotes(path) else [quoted, plain]
+    for scan in scans:
+        if scan.fits:
+            return scan
+    lenient = _scanned(path, _with(dialect, padded=padded), strict=False)
+    if lenient.fits:
+        return lenient
+    raise _misfit(quoted, name)
+
+
+def _with(dialect: Dialect, *, padded: bool, quoted: bool = True) -> Dialect:
+    return Dialect(dialect.separator, quoted, padded, dialect.skipped)
+
+
+def _misfit(scan: Scan, name: str) -> DataError:
+    kind = _SEPARATORS.get(scan.dialect.separator, scan.dialect.separator)
+    if not scan.first and scan.broken is None:
+        return DataError(f"`{name}` holds no rows", hint="give other data")
+    misfit = scan.misfit
+    if misfit is None or (scan.broken is not None and scan.broken <= misfit):
+        text = f"`{name}`, line {scan.broken}: a cell begins with a quote that does not end it"
+        return DataError(text, "double the quotes within cells, and put such cells into quotes")
+    width = next(width for width, line in scan.widths.items() if line == misfit)
+    return DataError(
+        f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
+        f"line {scan.dialect.skipped + 1} has {len(scan.first)}",
+        hint="give each line as many cells, with double quotes around cells that hold the "
+        "separator; or name a file with a text in each line `.txt`",
+    )
+
+
+def _has_quotes(path: Path) -> bool:
+    with path.open("rb") as file:
+        return any(b'"' in block for block in iter(lambda: file.read(2**20), b""))
+
+
+def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
+    """Types of all columns of a long file, if those of its parts differ; else nothing."""
+    import pandas
+
+    if dialect.rows <= CHUNK:
+        return {}
+    types: dict[str, set[str]] = {name: set() for name in dialect.columns}
+    with pandas.read_csv(path, chunksize=CHUNK, **dialect.options, **EMPTY) as chunks:
+        for chunk in chunks:
+            for name in types:
+                kind = "null" if chunk[name].isna().all() else str(chunk[name].dtype)
+                types[name].add(_TYPES.get(kind, "string"))
+    if all(len(kinds) == 1 for kinds in types.values()):
+        return {}
+    return {name: _joint(kinds - {"null"}) for name, kinds in types.items()}
+
+
+def _joint(kinds: set[str]) -> str:
+    """The type that holds values of all."""
+    if len(kinds) <= 1:
+        return next(iter(kinds), "string")
+    return "float64" if kinds == {"int64", "float64"} else "string"
+
+
+def _says_quotes(path: Path, dialect: Dialect) -> bool:
+    """Whether cells in quotes need them, or a column has them throughout, where quotes begin."""
+    mark = f'{dialect.separator}"'
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines, size = list[str](), 0
+        for line in file:
+            if size or line.startswith('"') or mark in line:
+                lines.append(line)
+                size += len(line)
+            if size > SAMPLE:
+                break
+    text = "".join(lines)
+    cell = re.compile(
+        rf'(?:^|{re.escape(dialect.separator)})("(?:[^"]|"")*")(?={re.escape(dialect.separator)}|\r?$)',
+        re.MULTILINE,
+    )
+    cells = cell.findall(text)
+    opened = len(re.findall(rf'(?:^|{re.escape(dialect.separator)})"', text, re.MULTILINE))
+    if not cells or opened > len(cells):
+        return False
+    needs = all(
+        re.search(rf'""|[\r\n{re.escape(dialect.separator)}]', item[1:-1]) for item in cells
+    )
+    rows = [
+        [*row] for row in csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)
+    ]
+    columns = list(zip(*rows, strict=False))
+    return needs or any(
+        all(item.startswith('"') and item.endswith('"') for item in column) for column in columns
+    )
+
+
+def _has_header(rows: Rows) -> bool:
+    """Tell names of columns from the first row of data."""
+    if not rows:
+        return True
+    first = [cell.strip() for cell in rows[0]]
+    rows = [row for row in rows[1:] if row != rows[0]]  # files put together have several headers
+    columns = [[row[at].strip() for row in rows if at < len(row)] for at in range(len(first))]
+    if any(
+        cell.casefold() in USUAL and cell not in below
+        for cell, below in zip(first, columns, strict=True)
+    ):
+        return True
+    if len(first) > 1 and [cell for cell in first if cell] == [
+        str(number) for number in range(len(first) - (not first[0]))
+    ]:
+        return True  # columns that nobody named
+    for cell, below in zip(first, columns, strict=True):
+        numbers = below and all(_is_number(item) for item in below if item)
+        # A number above numbers is one of them; a class comes again.
+        if cell and ((numbers and _is_number(cell)) or cell in below):
+            return False
+    return not _reads_like_row([cell for cell in first if cell])
+
+
+def _reads_like_row(cells: Sequence[str]) -> bool:
+    """Tell sentences from names."""
+    long = [len(cell.split()) >= 3 for cell in cells]
+    ended = any(cell[-1] in ".!" for cell, is_long in zip(cells, long, strict=True) if is_long)
+    return ended or (bool(cells) and all(long)) or any(len(cell) > 100 for cell in cells)
+
+
+def _is_number(cell: str) -> bool:
+    return bool(_NUMBER.fullmatch(cell) or _DECIMAL_COMMA.fullmatch(cell))
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    """Names as pandas gives them where some are missing, or stand twice."""
+    used: dict[str, int] = {}
+    unique = []
+    for at, name in enumerate(names):
+        name = name or f"Unnamed: {at}"
+        while name in used:
+            used[name] += 1
+            name = f"{name}.{used[name]}"
+        used[name] = 0
+        unique.append(name)
+    return tuple(unique)
+
+
+def _numbered(count: int) -> tuple[str, ...]:
+    return tuple(f"column{number + 1}" for number in range(count))
+
+
+def _decimal(rows: Rows, separator: str) -> str:
+    """The decimal sign: a comma where a column has such numbers, and none has points."""
+    points = commas = False
+    for column in zip(*rows, strict=False):
+        cells = [cell.strip() for cell in column if cell.strip()]
+        whole = [bool(_WHOLE.fullmatch(cell)) for cell in cells]
+        for sign in (_NUMBER, _DECIMAL_COMMA):
+            fits = [bool(sign.fullmatch(cell)) for cell in cells]
+            is_decimal = all(map(max, whole, fits)) and any(
+                fit and not number for fit, number in zip(fits, whole, strict=True)
+            )
+            points |= is_decimal and sign is _NUMBER
+            commas |= is_decimal and sign is _DECIMAL_COMMA
+    return "," if commas and not points and separator != "," else "."

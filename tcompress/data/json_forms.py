@@ -1,0 +1,105 @@
+"""JSON in other forms than a list or lines of objects, written as lines of objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tcompress.data.chats import is_message
+from tcompress.errors import DataError, listed
+
+_START = 2**16
+
+
+def as_lines(path: Path, copy: Path, name: str, split: str) -> tuple[Path, str]:
+    """Give a file of lines, or of one list, as it is, and else a copy that is one of lines.
+
+    Also says in words where the rows were, if that was not plain.
+    """
+    with path.open(encoding="utf-8-sig") as file:
+        start = file.read(_START)
+    if start.startswith("[") or _is_lines(start):
+        return path, ""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError:
+        return path, ""  # which whoever reads it explains
+    rows, where = (document, "") if isinstance(document, list) else _rows(document, name, split)
+    with copy.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row if isinstance(row, dict) else {"text": row}) + "\n")
+    return copy, where
+
+
+def _is_lines(start: str) -> bool:
+    """Whether the first line is an object by itself and has another one after it."""
+    lines = start.lstrip().splitlines()
+    if len(start) >= _START and len(lines) < 2:
+        return False
+    try:
+        first = json.loads(lines[0])
+    except (ValueError, IndexError):
+        return False
+    rest = any(line.strip() for line in lines[1:])
+    flat = isinstance(first, dict) and not any(isinstance(v, dict | list) for v in first.values())
+    return rest or flat
+
+
+def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
+    """Find the rows of one object that is a whole file."""
+    if not isinstance(document, dict) or not any(document.values()):
+        raise DataError(f"`{name}` holds no rows", hint="give other data")
+    if {*document} >= {"columns", "data"} and isinstance(document["columns"], list):
+        names = document["columns"]
+        return (dict(zip(names, row, strict=True)) for row in document["data"]), "key `data`"
+    values = [*document.values()]
+    if any(isinstance(value, list) and value and _is_chat(value) for value in values):
+        return [document], ""
+    lists = {key: value for key, value in document.items() if _is_table(value)}
+    if len(lists) > 1:
+        if split in lists:
+            return lists[split], f"key `{split}`"
+        hint = f"choose one with `--split`, such as `--split {next(iter(lists))}`"
+        raise DataError(f"`{name}` holds lists of rows under the keys {listed(lists)}", hint)
+    if lists:
+        [(key, rows)] = lists.items()
+        return rows, f"key `{key}`"
+    if all(isinstance(value, list) for value in values) and len({*map(len, values)}) == 1:
+        if len(values) == 1 and all(isinstance(item, str) for item in values[0]):
+            return ({next(iter(document)): text} for text in values[0]), "one list"
+        return _columns(document), "columns"
+    if all(isinstance(value, dict) for value in values):
+        if all(str(key).isdigit() for value in values for key in value):
+            return _columns({key: [*value.values()] for key, value in document.items()}), "columns"
+        if len({tuple(value) for value in values}) == 1:
+            return values, "rows under keys of their own"
+    return [document], ""
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, dict) for row in value)
+
+
+def _is_chat(value: list[Any]) -> bool:
+    return all(isinstance(row, dict) and is_message(row) for row in value)
+
+
+def _columns(columns: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:
+    for row in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, row, strict=True))
+
+
+def first_bad_line(path: Path) -> tuple[int, str] | None:
+    """Give the first line that is no JSON by itself, and why; None if the file is no lines."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1 and line.lstrip()[:1] == "[":
+                return None
+            try:
+                if line.strip():
+                    json.loads(line)
+            except ValueError as error:
+                return (number, str(error).split(":")[0]) if number > 1 else None
+    return None

@@ -1,0 +1,58 @@
+"""Numbers out of columns that hold them as text, as decimals or in several types."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+_DECIMAL = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
+_WHOLE = re.compile(r"[+-]?\d+[.,]0*")  # with a decimal sign: `1` may be the name of a class
+
+
+def number(cell: Any) -> float | None:
+    """Read one cell as a number; None if it holds another thing."""
+    if isinstance(cell, bool | int | float):
+        return float(cell)
+    if isinstance(cell, str) and _DECIMAL.fullmatch(cell.strip()):
+        return float(cell.strip().replace(",", "."))
+    return None
+
+
+def has_doubtful_commas(cells: Sequence[Any]) -> bool:
+    """Whether commas in numbers may be of thousands, or stand beside decimal points."""
+    texts = [cell.strip() for cell in cells if isinstance(cell, str)]
+    commas = [text for text in texts if "," in text]
+    points = any("." in text and number(text) is not None for text in texts)
+    return bool(commas) and (points or all(map(_THOUSANDS.fullmatch, commas)))
+
+
+def decimals(cells: Sequence[Any]) -> list[float | None] | None:
+    """Read a column as numbers, and None where nothing is; None if other things are in it."""
+    if has_doubtful_commas(cells):
+        return None
+    numbers = [number(cell) for cell in cells]
+    missing = [is_missing(cell) for cell in cells]
+    if all(missing) or any(
+        value is None and not gap for value, gap in zip(numbers, missing, strict=True)
+    ):
+        return None
+    return numbers
+
+
+def whole_numbers(cells: Sequence[Any]) -> list[int | None] | None:
+    """Read a column as whole numbers if it has decimals that are, or numbers in several types."""
+    texts = [cell for cell in cells if isinstance(cell, str) and cell.strip()]
+    is_text = bool(texts) and len(texts) == sum(not is_missing(cell) for cell in cells)
+    if is_text and not any(_WHOLE.fullmatch(text.strip()) for text in texts):
+        return None  # names, `01` and `1` among them
+    numbers = decimals(cells)
+    if numbers is None or any(value is not None and value % 1 for value in numbers):
+        return None
+    return [None if value is None else int(value) for value in numbers]
+
+
+def is_missing(cell: Any) -> bool:
+    """Whether a cell holds nothing."""
+    return cell is None or cell != cell or (isinstance(cell, str) and not cell.strip())

@@ -81,3 +81,11 @@ def test_what_is_converted_is_opened_there(case: str, pairs: Path, tmp_path: Pat
     tcompress.convert(folder, method="svd", target=0.25, output=made, calibration={"samples": 8})
     assert _ours(made, pairs) == pytest.approx(_theirs(made, pairs), abs=5e-5)
     assert _ours(made, pairs) != pytest.approx(_ours(folder, pairs), abs=1e-3)
+
+
+@pytest.mark.parametrize("case", ["dense", "old layout", "prompt left out"])
+def test_what_is_saved_there_is_read_here(case: str, pairs: Path, tmp_path: Path) -> None:
+    """In the layout and with the names of today."""
+    folder = (FOLDERS | OTHERS)[case](tmp_path / "model")
+    _opened(folder).save(str(tmp_path / "saved"))
+    assert _ours(tmp_path / "saved", pairs) == pytest.approx(_ours(folder, pairs), abs=5e-5)

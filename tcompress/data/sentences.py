@@ -223,6 +223,7 @@ _SIMILARITIES = {
     "manhattan": "Manhattan distance of embeddings",
 }
 
+_STATES = "token_embeddings"  # what is pooled
 _TEXT_SETTINGS = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -236,6 +237,9 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     said = _settings(root / "config_sentence_transformers.json", needed=False)
     files = (source.folder / name for name in _TEXT_SETTINGS)
     texts = next((found for file in files if (found := _settings(file, needed=False))), {})
+    output = texts.get("module_output_name", _STATES)
+    if last and output != _STATES:
+        raise DataError(f"`{source.id}` embeds by `{output}`, expected `{_STATES}`", _HINT)
     similarity = said.get("similarity_fn_name")
     encoder = SentenceEncoder(
         pooling=Pooling(_modes(options, source), stated=pooling is not None),

@@ -143,6 +143,15 @@ OTHERS: dict[str, Callable[[Path], Path]] = {
         default_prompt_name="sts",
     ),
     "passage": lambda at: base(at, prompts={"query": "w40 ", "passage": "w41 "}),
+    "all at once": lambda at: with_dense(
+        base(
+            at,
+            _pooling("mean", include_prompt=False),
+            *("Dense", "Normalize"),
+            prompts=PROMPTS,
+            similarity_fn_name="euclidean",
+        )
+    ),
     "layer norm": lambda at: with_layer_norm(base(at, MEAN, "LayerNorm")),
     "shortened": lambda at: base(at, MEAN, "Normalize", truncate_dim=5, similarity_fn_name="dot"),
     "dot": lambda at: base(at, similarity_fn_name="dot"),

@@ -176,13 +176,13 @@ def test_similarity(how: str, tmp_path: Path) -> None:
 def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl")
     folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
-    prepared, model = ready("sts", folder, data)
     with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
-        numbers(prepared, model)
-    modules = (folder / "modules.json").read_text().replace("Normalize", "Dense")
+        ready("sts", folder, data)
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    modules = (folder / "modules.json").read_text().replace("Normalize", "CNN")
     (folder / "modules.json").write_text(modules)
-    with pytest.raises(DataError, match="modules Dense after its transformer"):
-        numbers(prepared, model)
+    with pytest.raises(DataError, match="modules CNN after its transformer"):
+        ready("sts", folder, data)
 
 
 def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:

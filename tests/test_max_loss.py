@@ -13,7 +13,7 @@ from torch.nn.functional import cosine_similarity
 from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.loss_search import AIM, CLOSE, TRIES, largest_error
 from tcompress.conversion.output_sampler import VARIANTS, OutputSampler
-from tcompress.data.inputs import Pooling
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tests.support.conversions import calibration, make
@@ -70,7 +70,7 @@ def test_agreement_of_embeddings_ranks_similarities() -> None:
     one = torch.randn(6, 3, 8, generator=generator)
     two = one + 0.5 * torch.randn(6, 3, 8, generator=generator)
     mask = torch.tensor([[1, 1, 1]] * 4 + [[1, 0, 0]] * 2)
-    compared = OutputComparison(OutputSampler(Pooling()))
+    compared = OutputComparison(OutputSampler(SentenceEncoder()))
     for rows in (slice(0, 4), slice(4, 6)):  # batches of one source are compared with each other
         whole = [own[rows].repeat(VARIANTS, 1, 1) for own in (one, two)]  # with their variants
         outputs = (SimpleNamespace(last_hidden_state=own) for own in whole)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
-from tcompress.data.inputs import Pooling
+from tcompress.data.sentences import Pooling, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tests.support.evaluation import encoder
@@ -35,7 +35,7 @@ def test_modes_of_a_model(
     config: dict[str, Any] | None, modes: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = encoder(tmp_path / "bert", pooling=config)
-    found = Pooling.of(SourceModel.open(str(folder)))
+    found = SentenceEncoder.of(SourceModel.open(str(folder))).pooling
     assert found == Pooling(modes, stated=config is not None)
 
 
@@ -43,12 +43,12 @@ def test_what_follows_the_pooling_matters_only_where_it_is_asked(tmp_path: Path)
     folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
     path = folder / "modules.json"
     modules = json.loads(path.read_text())
-    modules[-1]["type"] = "sentence_transformers.models.Dense"
+    modules[-1]["type"] = "sentence_transformers.models.CNN"
     path.write_text(json.dumps(modules))
     source = SourceModel.open(str(folder))
-    with pytest.raises(DataError, match="modules Dense after its transformer"):
-        Pooling.of(source)
-    assert Pooling.of(source, last=False).modes == ("cls",)
+    with pytest.raises(DataError, match="modules CNN after its transformer"):
+        SentenceEncoder.of(source)
+    assert SentenceEncoder.of(source, last=False).pooling.modes == ("cls",)
 
 
 def _expected(rows: Tensor, how: str) -> Tensor:
@@ -69,20 +69,21 @@ def test_padding_does_not_count(how: str, dtype: torch.dtype) -> None:
     states, lengths = torch.randn(3, 6, 4), (6, 2, 1)
     mask = torch.arange(6) < torch.tensor(lengths)[:, None]
     wanted = [_expected(row[:length], how) for row, length in zip(states, lengths, strict=True)]
-    assert_close(Pooling((how,))(states, mask.to(dtype)), normalize(torch.stack(wanted), dim=-1))
+    rows = SentenceEncoder(Pooling((how,)))(states, mask.to(dtype))
+    assert_close(rows, normalize(torch.stack(wanted), dim=-1))
 
 
 def test_several_modes_are_joined() -> None:
     states, mask = torch.randn(3, 6, 4), torch.ones(3, 6)
     joined = torch.cat([states.amax(1), states.mean(1)], -1)
-    assert_close(Pooling(("max", "mean"))(states, mask), normalize(joined, dim=-1))
+    assert_close(Pooling(("max", "mean"))(states, mask), joined)
 
 
 @pytest.mark.parametrize("how", MODES)
 def test_a_row_of_padding_is_finite(how: str) -> None:
     states = torch.randn(2, 3, 4, requires_grad=True)
     mask = torch.tensor([[True, True, False], [False, False, False]])
-    rows = Pooling((how,))(states, mask)
+    rows = SentenceEncoder(Pooling((how,)))(states, mask)
     rows.sum().backward()
     assert rows.isfinite().all()
     assert states.grad.isfinite().all()

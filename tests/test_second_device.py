@@ -53,7 +53,7 @@ CONVERSIONS: dict[str, tuple[str, dict[str, Any]]] = {
 
 EVALUATIONS = {
     "sts": ("bert-small", "pairs.jsonl"),
-    "retrieval": ("bert-small", "pairs.jsonl"),
+    "retrieval": ("encoder", "pairs.jsonl"),
     "response-selection": ("bert-small", "pairs.jsonl"),
     "classification": ("bert/bert-small", "rows.jsonl"),
     "perplexity": ("gpt2/gpt2-small", "texts.txt"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.data.inputs import Pooling
+from tcompress.data.sentences import Pooling, SentenceEncoder
 from tcompress.errors import InputError
 from tcompress.training.objectives import OBJECTIVES, Batch, Objective, Observed, Setting
 from tcompress.training.tasks import TASKS
@@ -106,7 +106,9 @@ def test_plain_computation(case: str) -> None:
 def test_gradients_are_finite_with_a_row_of_padding(case: str, pooling: str) -> None:
     student, teacher = _drawn(case, 1), _drawn(case, 2)
     empty = _mask((5, 0, 4, 1))
-    _objective(case, pooling=Pooling((pooling,))).loss(empty, student, teacher).backward()
+    _objective(case, sentences=SentenceEncoder(Pooling((pooling,)))).loss(
+        empty, student, teacher
+    ).backward()
     leaves = [student.logits, student.final, *student.states, *student.projections.values()]
     found = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
     assert found

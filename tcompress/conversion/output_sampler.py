@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from tcompress.data.inputs import Pooling
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
 
@@ -37,10 +37,10 @@ def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     reads_text = kind.main_input_name == "input_ids"
     scores = "For" in kind.__name__ or kind.can_generate()
     encodes = reads_text and not scores and not source.config.is_encoder_decoder
-    pooling = Pooling.of(source, last=False) if encodes else None
+    sentences = SentenceEncoder.of(source, last=False) if encodes else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = kind.__name__ in _MARKS_TOKENS
-    return OutputSampler(pooling, seed, independent=several or per_token, per_token=per_token)
+    return OutputSampler(sentences, seed, independent=several or per_token, per_token=per_token)
 
 
 class OutputSampler:
@@ -48,7 +48,7 @@ class OutputSampler:
 
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
     model itself, whose second moment is the Fisher information: exactly the curvature of the
-    Kullback-Leibler divergence from the dense model. Embeddings of texts (`pooling`) get that of
+    Kullback-Leibler divergence from the dense model. Embeddings of texts (`sentences`) get that of
     their cosines with the other samples, which are what they are used for: changes across all that
     tells texts apart cost nothing. Other models get a random direction of every vector of theirs.
 
@@ -59,7 +59,7 @@ class OutputSampler:
 
     def __init__(
         self,
-        pooling: Pooling | None,
+        sentences: SentenceEncoder | None,
         seed: int = 0,
         *,
         independent: bool = False,
@@ -71,7 +71,7 @@ class OutputSampler:
         Where a model is sure, its scores hardly have gradients, but a large change costs as much
         as anywhere; and what a drawn outcome says of a single token is mostly chance.
         """
-        self._pooling = pooling
+        self._sentences = sentences
         self._independent = independent
         self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
         self._generator = torch.Generator().manual_seed(seed)
@@ -120,7 +120,7 @@ class OutputSampler:
         even poor models know as much. Other batches stay as they are.
         """
         mask = batch.get("attention_mask")
-        if self._pooling is None or mask is None:
+        if self._sentences is None or mask is None:
             return batch
         found = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
         found["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
@@ -158,8 +158,8 @@ class OutputSampler:
                 "give every layer the same fraction: `--allocation uniform`",
             )
         mask = batch.get("attention_mask")
-        if self._pooling is not None and mask is not None:
-            return "embeddings", [(self._pooling(vectors[0], mask), None)]
+        if self._sentences is not None and mask is not None:
+            return "embeddings", [(self._sentences(vectors[0], mask), None)]
         return "states", [(item, _mask_of(item, batch)) for item in vectors]
 
     def _outcome(self, scores: Tensor) -> Tensor:

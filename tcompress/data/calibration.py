@@ -39,6 +39,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
+from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
     Table,
@@ -229,10 +230,11 @@ def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> 
     """
     inputs = inputs_of(source)
     reads_text = inputs.text or inputs.decoder
-    encoder = TextEncoder.open(source, inputs, options.max_length) if reads_text else None
+    sentences = SentenceEncoder.imitated(source)
+    encoder = sentences.reader(source, inputs, options.max_length) if reads_text else None
     sources = _Sources(source, inputs, options, encoder)
     parts = sources.draw()
-    examples = _examples(parts, sources.most, inputs, encoder)
+    examples = _examples(parts, sources.most, inputs, encoder, sentences.default)
     if sources.most > options.count:
         mean = sum(map(_tokens, examples)) / len(examples)
         examples = examples[: options.enough(mean, widest)]
@@ -436,7 +438,11 @@ def _by_turns(parts: Iterable[Sequence[Named]], count: int) -> list[Named]:
 
 
 def _examples(
-    parts: Sequence[_SourceData], count: int, inputs: Inputs, encoder: TextEncoder | None
+    parts: Sequence[_SourceData],
+    count: int,
+    inputs: Inputs,
+    encoder: TextEncoder | None,
+    prompt: Prompt,
 ) -> list[_Example]:
     name = "input_features" if inputs.audio else inputs.grid or "pixel_values"
     frames = _by_turns(([(one, item.name) for one in item.frames] for item in parts), count)
@@ -448,7 +454,7 @@ def _examples(
         few = min(len(texts), len(frames))
         joined = (" ".join(text for text, _ in texts[index::few]) for index in range(few))
         texts = [(text, origin) for text, (_, origin) in zip(joined, texts, strict=False)]
-    rows = encoder.encode([text for text, _ in texts])
+    rows = encoder.encode(prompt.before([text for text, _ in texts]))
     for row, (value, _) in zip(rows, frames, strict=False):
         if row:
             row[name] = value

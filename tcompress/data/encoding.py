@@ -40,9 +40,21 @@ class TextEncoder:
     vocabulary: int | None  # number of tokens that the model knows, None if unknown
 
     @classmethod
-    def open(cls, source: SourceModel, inputs: Inputs, max_length: int) -> TextEncoder:
-        tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
-        limits = (max_length, longest_text(source, inputs), tokenizer.model_max_length)
+    def open(
+        cls,
+        source: SourceModel,
+        inputs: Inputs,
+        max_length: int | None,
+        *,
+        length: int | None = None,
+        lower: bool = False,
+    ) -> TextEncoder:
+        """Opens the tokenizer; a `length` is in the place of the one that its files say."""
+        tokenizer = load_tokenizer(
+            source.folder, trust_remote_code=source.trust_remote_code, lower=lower
+        )
+        length = length or tokenizer.model_max_length
+        limits = (max_length, longest_text(source, inputs), length)
         vocabulary = vocabulary_size(source, inputs)
         # A padding token may have been added to a tokenizer whose model never learnt of it.
         pad, end = (
@@ -158,8 +170,11 @@ def pieces_of(
     return pieces
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Load the tokenizer in a folder; a `DataError` says that there is none."""
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool = False) -> Any:
+    """Load the tokenizer in a folder; a `DataError` says that there is none.
+
+    With `lower` it lowercases texts, even if its files do not say so.
+    """
     from transformers import AutoTokenizer
 
     reason = "no vocabulary file"
@@ -175,12 +190,25 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
         own = getattr(tokenizer, "vocab_files_names", {}).values()
         files = ("tokenizer.json", "tokenizer.model", *own)
         if not own or any((folder / name).is_file() for name in files):
-            return tokenizer
+            return _lowercasing(tokenizer) if lower else tokenizer
     raise DataError(
         f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",
         hint="add the tokenizer's files to the folder (`tokenizer.save_pretrained`), "
         "or convert without data: `--calib none`",
     )
+
+
+def _lowercasing(tokenizer: Any) -> Any:
+    from tokenizers.normalizers import Lowercase, Sequence
+
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None:  # written in Python
+        tokenizer.do_lower_case = True
+    elif core.normalizer is None:
+        core.normalizer = Lowercase()
+    else:
+        core.normalizer = Sequence([Lowercase(), core.normalizer])
+    return tokenizer
 
 
 Pixels = NDArray[np.uint8]  # (height, width, channels)

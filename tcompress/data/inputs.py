@@ -1,16 +1,14 @@
-"""What a model's forward pass takes, batches of it, and how a sentence becomes one embedding."""
+"""What a model's forward pass takes, and batches of it."""
 
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from tcompress.errors import DataError
@@ -180,96 +178,3 @@ def _numbers(configs: Iterable[Any], *names: str) -> list[int]:
     values = [getattr(config, name, None) for config in configs for name in names]
     # Some configurations write "no limit" as -1.
     return [value for value in values if isinstance(value, int) and value > 0]
-
-
-_FLAGS = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-_HINT = (
-    "measure it with sentence-transformers, after `import tcompress`; heal it with objectives "
-    "other than `embedding`"
-)
-_WITHOUT_EFFECT = ("Transformer", "Normalize")  # on the cosine of what a model gives
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """How the vectors of tokens become one; the results of several ways are joined."""
-
-    modes: tuple[str, ...] = ("mean",)
-    stated: bool = False  # in the model's folder
-
-    @classmethod
-    def of(cls, source: SourceModel, *, last: bool = True) -> Pooling:
-        """Reads `modules.json`; the mean over tokens is the default.
-
-        With `last`, modules after pooling are refused; unknown ways of pooling always are.
-        """
-        path = source.folder / "modules.json"
-        if not path.is_file():
-            return cls()
-        try:
-            modules = json.loads(path.read_text(encoding="utf-8"))
-            kinds = {str(item["type"]).rpartition(".")[2]: str(item["path"]) for item in modules}
-            place = source.folder / kinds.get("Pooling", "") / "config.json"
-            options = json.loads(place.read_text(encoding="utf-8")) if "Pooling" in kinds else {}
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"`{path}` is no list of sentence-transformers modules with their files",
-                "repair it, or delete it to take the mean over the tokens",
-            ) from error
-        more = [kind for kind in kinds if kind not in ("Pooling", *_WITHOUT_EFFECT)]
-        if last and more:
-            raise DataError(
-                f"`{source.id}` has the sentence-transformers modules {', '.join(more)} after its "
-                "transformer, which are not known here",
-                _HINT,
-            )
-        return cls(_modes(options, source), stated="Pooling" in kinds)
-
-    @property
-    def words(self) -> str:
-        return "+".join(self.modes) + ("" if self.stated else " (default)")
-
-    def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Pools (batch, tokens, d) to vectors of length 1; a row of padding alone gives zeros."""
-        pooled = torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
-        return normalize(pooled, dim=-1)
-
-
-MEAN = Pooling()  # what models that say nothing are pooled by
-
-
-def _modes(options: dict[str, Any], source: SourceModel) -> tuple[str, ...]:
-    modes = options.get("pooling_mode")
-    if modes is None:
-        modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
-    modes = [modes] if isinstance(modes, str) else list(modes)
-    known = _FLAGS.values()
-    if unknown := [mode for mode in modes if mode not in known]:
-        text = f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}"
-        raise DataError(text, _HINT)
-    return tuple(modes) or ("mean",)
-
-
-def _pooled(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
-    inside = mask.bool().unsqueeze(-1)
-    if mode == "cls":
-        return hidden[:, 0]
-    if mode == "max":
-        highest = hidden.masked_fill(~inside, -torch.inf).amax(1)
-        return highest.masked_fill(~inside.any(1), 0.0)
-    if mode == "lasttoken":
-        last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
-        return hidden[torch.arange(len(hidden), device=hidden.device), last]
-    if mode == "weightedmean":
-        weights = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
-        return (hidden * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
-    total = (hidden * inside).sum(1)
-    count = inside.sum(1).clamp_min(1)
-    return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)

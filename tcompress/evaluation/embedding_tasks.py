@@ -13,10 +13,13 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.means import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
-from tcompress.data.inputs import Pooling
+from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import Row, Runner, Task, signature
+from tcompress.models import SourceModel
+
+_SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
 
 
 class _PairTask(Task):
@@ -26,8 +29,18 @@ class _PairTask(Task):
     max_length = 256
     most_labels: ClassVar[int] = 0
 
+    @classmethod
+    def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
+        return SentenceEncoder.of(source)
+
+    @property
+    def prompts(self) -> tuple[Prompt, Prompt]:
+        """What is put before the first texts, and before the second."""
+        return self.sentences.query, self.sentences.document
+
     def prepare(self) -> None:
-        first, second = self.examples.texts
+        pairs = zip(self.prompts, self.examples.texts, strict=True)
+        first, second = (prompt.before(list(texts)) for prompt, texts in pairs)
         self._texts = list(dict.fromkeys([*first, *second]))
         self._documents = list(dict.fromkeys(second))
         self._one = torch.from_numpy(places_of(first, self._texts))
@@ -53,19 +66,30 @@ class _PairTask(Task):
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embeds the first texts, and the distinct second texts.  # (texts, d) each."""
-        pooling = Pooling.of(self.source)
         truncated = self.reader.truncated(self._rows, self._texts)
-        said = {"scoring": "cosine of embeddings", "pooling": pooling.words}
-        self.facts |= {**said, "truncated": truncated}
+        self.facts |= {**self.sentences.words, **self._said(), "truncated": truncated}
         model: Any = runner.model
         body = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+        two = places_of(self._documents, self._texts)
+        skipped = torch.zeros(len(self._rows), dtype=torch.long)
+        skipped[two] = self.prompts[1].tokens
+        skipped[self._one] = self.prompts[0].tokens
+        rows = [{**row, _SKIPPED: count} for row, count in zip(self._rows, skipped, strict=True)]
 
         def embedded(batch: Row) -> Tensor:
+            left_out = batch.pop(_SKIPPED)
             hidden = body(**batch).last_hidden_state.float()
-            return pooling(hidden, batch["attention_mask"])
+            return self.sentences.compared(hidden, batch["attention_mask"], left_out)
 
-        vectors = runner.outputs(self._rows, self.reader.pad, embedded)
-        return vectors[self._one], vectors[places_of(self._documents, self._texts)]
+        vectors = runner.outputs(rows, self.reader.pad, embedded)
+        return vectors[self._one], vectors[two]
+
+    def _said(self) -> dict[str, str]:
+        """What was put before texts, if anything was."""
+        one, two = (prompt.text for prompt in self.prompts)
+        if one == two:
+            return {"prompt": one} if one else {}
+        return {"prompt": one, "prompt_of_second": two}
 
     def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
         """Lets a head read pairs of texts.  # (pairs, labels)."""
@@ -76,19 +100,23 @@ class _PairTask(Task):
 
 
 class Similarity(_PairTask):
-    """How alike two texts are, by the cosine of embeddings or by a head with one output."""
+    """How alike two texts are, by their embeddings or by a head with one output."""
 
     name = "sts"
     needs = Needs(texts=(2, 2), target="score", unlabelled=True)
     max_length = 128
     most_labels = 1
 
+    @property
+    def prompts(self) -> tuple[Prompt, Prompt]:
+        return self.sentences.default, self.sentences.default
+
     def run(self, runner: Runner) -> Sequence[Statistic]:
         if self.has_head(runner.model):
             found = self.head_logits(runner, *self.examples.texts)[:, 0]
         else:
             one, two = self.embeddings(runner)
-            found = (one.double() * two[self._two]).sum(-1)
+            found = self.sentences.likeness(one.double(), two[self._two].double())
         self.predictions = found.numpy()
         made = []
         if self.examples.targets is not None:
@@ -111,7 +139,8 @@ class Retrieval(_PairTask):
         queries, documents = self.embeddings(runner)
         self.facts["documents"] = len(documents)
         chunks = zip(queries.split(_CHUNK), self._two.split(_CHUNK), strict=True)
-        found = [ranks(some @ documents.T, right) for some, right in chunks]
+        alike = self.sentences.likenesses
+        found = [ranks(alike(some, documents), right) for some, right in chunks]
         return rank_statistics(torch.cat(found).numpy(), (1, 10), gain=True)
 
 
@@ -150,6 +179,6 @@ class ResponseSelection(_PairTask):
             scores = found.reshape(self._chosen.shape)
         else:
             queries, responses = self.embeddings(runner)
-            scores = (queries.unsqueeze(1) * responses[self._chosen]).sum(-1)
+            scores = self.sentences.likeness(queries.unsqueeze(1), responses[self._chosen])
         place = ranks(scores, torch.zeros(self.units, dtype=torch.long))
         return rank_statistics(place.numpy(), (1, 2, 5), gain=False)

@@ -33,7 +33,7 @@ from tcompress.evaluation.scores import (
     metrics_of,
     same_measurement,
 )
-from tcompress.evaluation.task_base import Task, TextReader
+from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
@@ -132,7 +132,7 @@ class _Measurement:
             "split": None if whole else wanted.split,
             "examples": len(examples),
             **({"labels": "none"} if _is_bare(task, examples) else {}),
-            "max_length": self.max_length,
+            "max_length": None if task.max_length is None else task.reader.limit,
             "batch_size": wanted.batch_size or task.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
@@ -178,7 +178,7 @@ def evaluate(
     if known and len(known) != len(sets):
         text = f"the baseline was measured on {len(known)} sets, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
-    length = _common_length(task, sets.values(), sources.values(), wanted.max_length)
+    length = _common_length(task, sets.values(), sources.values(), wanted)
     run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save)
     if known is not None:
         return [run.of(name, sources[name], known) for name in names]
@@ -195,7 +195,7 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
     task = TASKS[item.task]
     sets = _examples(item, task, [source], compares=heads)
     if heads:
-        _common_length(task, sets.values(), [source], item.max_length)
+        _common_length(task, sets.values(), [source], item)
 
 
 def _examples(
@@ -247,16 +247,21 @@ def _common_length(
     task: type[Task],
     sets: Iterable[Examples],
     sources: Iterable[SourceModel],
-    max_length: int | None,
+    wanted: Evaluate,
 ) -> int | None:
-    """Checks all models before work begins, and gives the length that suits all."""
+    """Checks all models before work begins, and gives the length that suits all.
+
+    Those whose folder says how long texts are have no part in it: each reads its own.
+    """
     lengths = []
     for source in sources:
         with _about(source):
             for examples in sets:
                 task.check(source, examples)
+            sentences = task.sentences_of(source)
             if task.max_length is not None:
-                lengths.append(TextReader(source, max_length or task.max_length).limit)
+                reader = task.reader_of(source, None, wanted, sentences)
+                lengths += [] if sentences.stated else [reader.limit]
     return min(lengths, default=None)
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcompress.data.encoding import TextEncoder
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import collate, inputs_of
+from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
 from tcompress.hf.opening import Head, has_head
@@ -76,7 +76,9 @@ _READ = ("input_ids", "attention_mask", "token_type_ids")
 class TextReader:
     """Writes texts as a model reads them, with at most `limit` tokens."""
 
-    def __init__(self, source: SourceModel, max_length: int) -> None:
+    def __init__(
+        self, source: SourceModel, max_length: int | None, sentences: SentenceEncoder = PLAIN
+    ) -> None:
         hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
         with _hinting(hint):
             inputs = inputs_of(source)
@@ -85,7 +87,7 @@ class TextReader:
                     f"`{source.id}` is a `{source.model_class.__name__}`, which does not read "
                     "texts alone"
                 )
-            self.encoder = TextEncoder.open(source, inputs, max_length)
+            self.encoder = sentences.reader(source, inputs, max_length)
         self.tokenizer = self.encoder.tokenizer
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
@@ -149,12 +151,34 @@ class Task(ABC):
         self.signature = ""  # equal for models that read the same tokens
         self.predictions: Any = None  # of the model that ran, of every example
         self.reference: Any = None  # those of the baseline, if it read the same
+        self.sentences = self.sentences_of(source)
         if self.max_length is not None:
-            self.reader = TextReader(source, max_length or self.max_length)
+            self.reader = self.reader_of(source, max_length, wanted, self.sentences)
         self.prepare()
 
     def prepare(self) -> None:  # noqa: B027 - optional
         """Makes the examples ready for the model."""
+
+    @classmethod
+    def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
+        """Reads how a model makes embeddings of texts, where the task compares these."""
+        return PLAIN
+
+    @classmethod
+    def reader_of(
+        cls,
+        source: SourceModel,
+        max_length: int | None,
+        wanted: Evaluate,
+        sentences: SentenceEncoder,
+    ) -> TextReader:
+        """Opens what writes texts, of a length that suits all models if it is given.
+
+        A sentence encoder reads texts as long as its folder says, unless a length is asked for.
+        """
+        if sentences.stated:
+            return TextReader(source, wanted.max_length, sentences)
+        return TextReader(source, max_length or wanted.max_length or cls.max_length)
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:

@@ -23,6 +23,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     vocabulary_size,
 )
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
 from tcompress.options.steps import CacheName
@@ -81,7 +82,8 @@ class RandomInputs:
     shapes: dict[str, tuple[int, ...]]  # of pictures, sounds and grids by name, without the batch
     tokens: Tensor  # (tokens,)
     last: int | None  # token that ends every sequence, if the models have one
-    longest: int | None  # most tokens that both have positions for; None if there is no limit
+    # Most tokens that both have positions for, or read as sentence encoders; None without limit.
+    longest: int | None
 
     @classmethod
     def of(cls, model: SourceModel, baseline: SourceModel) -> RandomInputs:
@@ -97,7 +99,8 @@ class RandomInputs:
             )
         last = getattr(model.config, "eos_token_id", None)
         last = last if isinstance(last, int) else None
-        limits = (longest_text(source, inputs) for source in both)
+        limits = [longest_text(source, inputs) for source in both]
+        limits += [SentenceEncoder.imitated(source).length for source in both]
         longest = min((limit for limit in limits if limit is not None), default=None)
         return cls(inputs, shapes, _ordinary_tokens(both, inputs), last, longest)
 

@@ -32,6 +32,7 @@ from tcompress.models.names import (
     local_folder,
     read_config,
     resolve,
+    sentence_root,
 )
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
@@ -140,7 +141,8 @@ class SourceModel:
         found = cls.described(folder, {}, trust_remote_code, token)
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
-            commit = folder.name if re.fullmatch("[0-9a-f]{40}", folder.name) else revision
+            snapshot = (sentence_root(folder) or folder).name
+            commit = snapshot if re.fullmatch("[0-9a-f]{40}", snapshot) else revision
             found = replace(found, id=ALIASES.get(name, name), revision=commit)
         else:
             found = replace(found, id=name)

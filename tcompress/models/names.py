@@ -135,6 +135,7 @@ METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as 
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"
+_MODULES = "modules.json"  # of a sentence encoder
 CARD = "README.md"
 
 ALIASES: dict[str, str] = {
@@ -198,7 +199,8 @@ def resolve(
     folder = find_locally(name, revision, weights=weights)
     if folder is not None:
         return folder
-    return _download(ALIASES.get(name, name), revision, token, _near_name(name), weights)
+    near = _near_name(name)
+    return transformer_folder(_download(ALIASES.get(name, name), revision, token, near, weights))
 
 
 def find_locally(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
@@ -210,7 +212,7 @@ def find_locally(name: str, revision: str | None = None, *, weights: bool = True
         if revision is not None:
             text = f"revision `{revision}` was given, but `{name}` is a local folder"
             raise SourceError(text, "leave the revision out, or give the hub id of the model")
-        return folder
+        return folder if alone else transformer_folder(folder)
     if not name.strip():
         hint = f"give a folder, a hub id or one of {listed(ALIASES)}"
         raise SourceError("the model name is empty", hint)
@@ -339,10 +341,52 @@ def stray_links(folder: Path, with_code: bool = False) -> list[str]:
 
 
 def carry_files(folder: Path, names: Iterable[Path], target: Path) -> None:
-    """Copies files, by their paths relative to the folder, to another model folder."""
+    """Copies files, by their paths relative to the folder, to another model folder.
+
+    What stands around a transformer in the old layout is put beside it, as it is done today.
+    """
     for name in names:
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / name, target / name)
+        _carry(folder, name, target)
+    root = sentence_root(folder)
+    if root is None or root == folder:
+        return
+    for name in auxiliary_files(root):
+        if name.parts[0] != folder.name and not (target / name).exists():
+            _carry(root, name, target)
+    modules = json.loads((root / _MODULES).read_text(encoding="utf-8"))
+    for module in modules:
+        if PurePosixPath(module["path"]).parts == (folder.name,):
+            module["path"] = ""
+    write_text(target / _MODULES, json.dumps(modules, indent=2) + "\n")
+
+
+def _carry(folder: Path, name: Path, target: Path) -> None:
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / name, target / name)
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Give the folder of a model inside that of a sentence encoder in the old layout.
+
+    There `modules.json` names a folder, such as `0_Transformer`, for the transformer too.
+    """
+    try:
+        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
+        names = [str(it["path"]) for it in modules if str(it["type"]).endswith("Transformer")]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return folder  # none; or what is wrong with it is said where it is read
+    parts = PurePosixPath(names[0]).parts if names else ()
+    inner = folder.joinpath(*parts)
+    is_plain = len(parts) == 1 and parts[0] not in ("..", "/") and _is_inside(inner, folder)
+    return inner if is_plain and (inner / "config.json").is_file() else folder
+
+
+def sentence_root(folder: Path) -> Path | None:
+    """Give the folder whose `modules.json` speaks of a model: its own, or the one around it."""
+    if (folder / _MODULES).is_file():
+        return folder
+    around = folder.absolute().parent
+    return around if transformer_folder(around) == folder.absolute() else None
 
 
 def _candidates(folder: Path, with_code: bool) -> set[Path]:
@@ -387,7 +431,7 @@ def _cached(folder: Path) -> set[Path]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    path = folder / "modules.json"
+    path = folder / _MODULES
     if not path.is_file():
         return []
     try:

@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div, log_softmax
 from transformers import PreTrainedModel
 
 from tcompress.attention.module import UnusedProjection
-from tcompress.data.inputs import MEAN, Pooling
+from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError
 from tcompress.models import SourceModel
 from tcompress.roles import Roles
@@ -120,10 +120,10 @@ def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
     return torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
 
 
-def embedded(pooling: Pooling, batch: Batch, seen: Observed) -> Tensor:
+def embedded(sentences: SentenceEncoder, batch: Batch, seen: Observed) -> Tensor:
     """One vector for each text.  # (texts, width)."""
     states = seen.final if seen.final is not None else seen.states[-1]
-    return pooling(states.float(), token_mask(batch, states))
+    return sentences(states.float(), token_mask(batch, states))
 
 
 def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ class Setting:
     per_token: bool = False  # whether logits are predictions of tokens, rather than of examples
     heads: int = 1  # of relations of attention
     causal: bool = False  # whether tokens see only those before them
-    pooling: Pooling = MEAN
+    sentences: SentenceEncoder = PLAIN
     task: Callable[[Observed, Batch], Tensor] | None = None  # sum of its loss
 
 
@@ -255,7 +255,7 @@ class Embedding(Objective):
         return lost.sum()
 
     def _embed(self, batch: Batch, seen: Observed) -> Tensor:
-        return embedded(self.setting.pooling, batch, seen)
+        return embedded(self.setting.sentences, batch, seen)
 
 
 class Attention(Objective):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
-from tcompress.data.inputs import MEAN, Pooling
+from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.models import SourceModel
@@ -190,7 +190,7 @@ def set_up(
     """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
     names = _objective_weights(source, teacher, options, from_random=from_random)
-    pooling, task = _pooling_and_task(source, options, names)
+    sentences, task = _sentences_and_task(source, options, names)
     if teacher is not None:
         check_teacher(source, teacher)
     data = load_data(
@@ -235,7 +235,7 @@ def set_up(
         causal=any(
             getattr(module, "is_causal", False) is True for module in observer.modules[-1].modules()
         ),
-        pooling=pooling,
+        sentences=sentences,
         task=task.loss if task else None,
     )
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
@@ -259,7 +259,7 @@ def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetun
         with problems.collected():
             check_teacher(source, teacher)
     with problems.collected():
-        _, task = _pooling_and_task(source, options, names)
+        _, task = _sentences_and_task(source, options, names)
         check_training_data(source, options.data, task, options.seed, teacher)
     problems.report()
 
@@ -354,17 +354,17 @@ def drop_nothing(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _pooling_and_task(
+def _sentences_and_task(
     source: SourceModel, options: Finetune, names: Iterable[str]
-) -> tuple[Pooling, Task | None]:
-    """How sentences are pooled, where that matters, and the task."""
-    pooling = MEAN
+) -> tuple[SentenceEncoder, Task | None]:
+    """How sentences become embeddings, where that matters, and the task."""
+    sentences = PLAIN
     if options.task == "sts":
-        pooling = Pooling.of(source)
+        sentences = SentenceEncoder.of(source)
     elif "embedding" in names:
-        # What follows the pooling is not rewritten: imitating what it reads is enough.
-        pooling = Pooling.of(source, last=False)
-    return pooling, TASKS[options.task](pooling) if options.task else None
+        # Modules that are unknown are not rewritten: imitating what they read is enough.
+        sentences = SentenceEncoder.of(source, last=False)
+    return sentences, TASKS[options.task](sentences) if options.task else None
 
 
 def _predicted(kind: type[PreTrainedModel]) -> str | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tcompress.data.examples import Examples, Needs, others, places_of
-from tcompress.data.inputs import IGNORED, MEAN, Pooling
+from tcompress.data.inputs import IGNORED
+from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.hf.opening import Head
 from tcompress.training.objectives import Batch, Observed, embedded
@@ -31,8 +32,8 @@ class Task(ABC):
     higher_is_better: ClassVar[bool] = False
     fewest_held: ClassVar[int] = 1  # examples to hold out, where they are not half of all
 
-    def __init__(self, pooling: Pooling = MEAN) -> None:
-        self.pooling = pooling
+    def __init__(self, sentences: SentenceEncoder = PLAIN) -> None:
+        self.sentences = sentences
 
     def prepare(self, examples: Examples) -> Examples:
         """Completes examples as they are read."""
@@ -170,7 +171,7 @@ class Similarity(Regression):
 
     def predictions(self, seen: Observed, batch: Batch) -> Tensor:
         """Cosines of the rows 2 i and 2 i + 1."""
-        rows = embedded(self.pooling, batch, seen)
+        rows = embedded(self.sentences, batch, seen)
         first, second = rows.unflatten(0, (-1, 2)).unbind(1)
         return (first * second).sum(-1)
 

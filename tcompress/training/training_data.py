@@ -35,6 +35,7 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
+from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.data.written import written_texts
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head, load_model
@@ -129,9 +130,12 @@ class _Reader:
         self.inputs = inputs_of(source)
         self.model = source.model_class.__name__
         self._check_inputs()
+        # Healing reads texts as the encoder will, and so does a task that compares embeddings.
+        embeds = task is None or task.name == "sts"
+        self.sentences = SentenceEncoder.imitated(source) if embeds else PLAIN
         self.encoder: TextEncoder | None = None
         if self.inputs.text:
-            self.encoder = TextEncoder.open(source, self.inputs, options.max_length)
+            self.encoder = self.sentences.reader(source, self.inputs, options.max_length)
         needs = Needs() if task is None else task.needs
         wanted = SERIES if needs.window else VOLUMES if needs.volume else None
         if task is not None and self.inputs.grid != wanted:
@@ -282,7 +286,8 @@ class _Reader:
 
     def _texts(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         pairs = self.task is not None and self.task.name == "sts"
-        columns = [(column,) for column in examples.texts] if pairs else [examples.texts]
+        prompted = [self.sentences.default.before(list(texts)) for texts in examples.texts]
+        columns = [(column,) for column in prompted] if pairs else [prompted]
         found = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
         labels = None
         if examples.targets is not None:

@@ -37,6 +37,7 @@ from tests.support.conversions import (
 from tests.support.evaluation import labelled_file, pairs_file
 from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.second_device import Device
+from tests.support.sentence_folders import OTHERS
 from tests.support.tiny import build
 from tests.support.training import (
     AtStep,
@@ -161,6 +162,7 @@ def _models(folder: Path) -> Path:
     small("llama", folder / "llama", method={"name": "width"}, target=0.6, device="cpu")
     small("vit", folder / "vit")
     small("bert", folder / "tga", method=None, attention={"name": "tga"})
+    OTHERS["all at once"](folder / "encoder")
     texts(folder, 16)
     labelled_file(folder / "rows.jsonl", 24)
     pairs_file(folder / "pairs.jsonl", 20)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from tcompress.data.encoding import (
     TextEncoder,
-    decode,
     has_processor_file,
     image_reader,
     plain_reader,
@@ -37,6 +36,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
+from tcompress.data.pictures import decode
 from tcompress.data.tables import Kind, columns_of, draw_cells, draw_texts, hash_of, opened
 from tcompress.errors import DataError, listed
 from tcompress.models import SourceModel

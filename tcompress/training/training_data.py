@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
-from tcompress.data.encoding import TextEncoder, decode, image_reader
+from tcompress.data.encoding import TextEncoder, image_reader
 from tcompress.data.examples import (
     Examples,
     Needs,
@@ -34,6 +34,7 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
+from tcompress.data.pictures import decode
 from tcompress.data.written import written_texts
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head, load_model

@@ -25,6 +25,7 @@ from tcompress.models.names import (
     CARD,
     auxiliary_files,
     carry_files,
+    forget_code,
     local_folder,
     stands_alone,
 )
@@ -194,11 +195,14 @@ def _outputs(
 
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-    names = auxiliary_files(artifact.folder, with_code=bool(artifact.config.get("auto_map")))
+    own = _has_own_code(artifact.config)
+    names = auxiliary_files(artifact.folder, with_code=own)
     carry_files(artifact.folder, names, folder)
     write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if not own:
+        forget_code(folder)
 
 
 def _prove(artifact: Artifact, folder: Path) -> None:

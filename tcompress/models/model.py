@@ -32,6 +32,7 @@ from tcompress.models.names import (
     local_folder,
     read_config,
     resolve,
+    without_code,
 )
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
@@ -168,6 +169,9 @@ class SourceModel:
         config = _load_config(raw, folder, token, trust_remote_code)
         kind = _model_class(config, folder, token, trust_remote_code)
         names: Any = stored
+        if not trust_remote_code:  # the class is one of Transformers', and its code stays behind
+            raw = without_code(raw)
+            vars(config).pop("auto_map", None)
         return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
 
     def as_stored(self) -> SourceModel:

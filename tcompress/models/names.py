@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -19,10 +19,12 @@ from urllib.request import getproxies, proxy_bypass
 from tcompress.errors import SourceError, first_line, folder_content, listed, read_settings
 from tcompress.files import write_text
 
+CARD = "README.md"
+
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
     "*.json", "*.txt", "*.model", "*.spm", "*.vocab", "*.codes", "*.tiktoken", "*.jinja", "*.py",
-    "LICENSE*", "NOTICE*", "[0-9]_*/*",
+    "LICENSE*", "NOTICE*", "[0-9]_*/*", CARD,
 ]  # fmt: skip
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -135,7 +137,6 @@ METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as 
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"
-CARD = "README.md"
 
 ALIASES: dict[str, str] = {
     "bart-base": "facebook/bart-base",
@@ -416,6 +417,28 @@ def shorten_texts(folder: Path, longest: int) -> None:
             if known is None or known > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
                 write_text(path, text + "\n")
+
+
+_PARTS = ("config", "processor", "extractor")  # ends of keys under which settings have parts
+
+
+def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Give settings, also of their parts, that name no Python code."""
+    return {
+        key: without_code(value) if isinstance(value, dict) and key.endswith(_PARTS) else value
+        for key, value in settings.items()
+        if key != "auto_map"
+    }
+
+
+def forget_code(folder: Path) -> None:
+    """Takes the names of Python code, which stays behind, out of the settings in a folder."""
+    for path in folder.glob("*config.json"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        with suppress(ValueError, RecursionError):  # whoever reads it says what is wrong
+            settings = json.loads(text) if '"auto_map"' in text else None
+            if isinstance(settings, dict) and (left := without_code(settings)) != settings:
+                write_text(path, json.dumps(left, indent=2, ensure_ascii=False) + "\n")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

@@ -10,12 +10,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+import yaml
 
 from tcompress import exports
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense_weight, export_dense
+from tcompress.models.card import head_of, render_head
 from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
@@ -227,3 +229,36 @@ def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
         assert "auto_map" not in "".join(path.read_text() for path in made.glob("*config.json"))
         transformers.AutoModel.from_pretrained(made, trust_remote_code=True)
         transformers.AutoTokenizer.from_pretrained(made, trust_remote_code=True)
+
+
+def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
+    """Licence, library, base model and tags; through healing and export."""
+    folder = model_folder("bert", tmp_path / "bert")
+    said = {"license": "other", "license_name": "so-so", "library_name": "sentence-transformers",
+            "base_model": ["some/base"], "tags": ["kept", "tcompress"]}  # fmt: skip
+    other = {"widget": [{"text": "a"}], "language": "en"}
+    head = yaml.safe_dump(said | other)
+    (folder / "README.md").write_text(f"---\r\n{head}---\r\n# Title\n---\n", encoding="utf-8")
+    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": {"source": "none"}})
+    small = convert(str(folder), recipe, tmp_path / "small").folder
+    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
+    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
+    for made, tags in (
+        (small, ["compressed"]),
+        (healed, ["compressed"]),
+        (export_dense(healed, tmp_path / "plain"), []),
+    ):
+        found = yaml.safe_load((made / "README.md").read_text().split("---")[1])
+        assert found == said | {"tags": ["kept", "tcompress", *tags]}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# Title", "---\n- a\n---", "---\n{\n---", "---\na: b", b"\xff"]
+)
+def test_cards_without_a_head_say_nothing(text: str | bytes, tmp_path: Path) -> None:
+    data = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "README.md").write_bytes(data)
+    assert head_of(tmp_path) == {}
+    assert render_head({}, ["tcompress"], base_model=None) == (
+        "---\nlibrary_name: transformers\ntags:\n- tcompress\n---"
+    )

@@ -78,6 +78,7 @@ def _opaque(image: Any) -> Any:
     for level in _BACKGROUNDS:
         ground = Image.new("RGBA", image.size, (level, level, level, 255))
         laid = Image.alpha_composite(ground, layers).convert("RGB")
-        if any(low != high for low, high in laid.getextrema()):
+        spans: Any = laid.getextrema()
+        if any(low != high for low, high in spans):
             return laid
     return layers.convert("RGB")

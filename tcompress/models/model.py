@@ -28,6 +28,7 @@ from tcompress.models.keymap import KeyMap, check_weights
 from tcompress.models.names import (
     ALIASES,
     METHODS,
+    MODULES,
     auxiliary_files,
     local_folder,
     read_config,
@@ -153,6 +154,8 @@ class SourceModel:
             # The object is not handed out yet, and a copy would map all names again.
             unknown = () if kind in asked else asked
             notes = check_weights(folder, found.store, found.keymap, unknown)
+            if kind != found.model_class.__name__ and not (folder / MODULES).is_file():
+                notes = (_without_head(kind, found), *notes)
             object.__setattr__(found, "notes", notes)
         return found
 
@@ -192,7 +195,8 @@ class SourceModel:
         ]
         if not own or len(own) == len(names) or any(map(keymap.has, own)):
             return self
-        return replace(self, model_class=bare)
+        settings = {**self.settings, "architectures": [bare.__name__]}
+        return replace(self, model_class=bare, settings=settings)
 
     @property
     def seed(self) -> int | None:
@@ -231,6 +235,14 @@ class SourceModel:
 
     def auxiliary_files(self) -> tuple[Path, ...]:
         return auxiliary_files(self.folder, with_code=self.trust_remote_code)
+
+
+def _without_head(named: str, source: SourceModel) -> str:
+    own = source.model_class.__name__
+    return (
+        f"`architectures` names a `{named}`, but nothing is stored of its head: it is taken as a "
+        f"`{own}`, and results name that class"
+    )
 
 
 def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:

@@ -20,6 +20,7 @@ from tcompress.errors import SourceError, first_line, folder_content, listed, re
 from tcompress.files import write_text
 
 CARD = "README.md"
+MODULES = "modules.json"  # of sentence-transformers
 
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
@@ -320,7 +321,7 @@ _PATTERNS = (
     "*preprocessor_config.json", "processor_config.json", "image_processor*.json",
     "feature_extractor*.json",
     # generation and sentence-transformers
-    "generation_config.json", "modules.json", "config_sentence_transformers.json",
+    "generation_config.json", MODULES, "config_sentence_transformers.json",
     "sentence_*_config.json",
     # the terms under which the model may be passed on
     "LICENSE*", "NOTICE*",
@@ -388,7 +389,7 @@ def _cached(folder: Path) -> set[Path]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    path = folder / "modules.json"
+    path = folder / MODULES
     if not path.is_file():
         return []
     try:

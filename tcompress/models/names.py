@@ -25,7 +25,7 @@ MODULES = "modules.json"  # of sentence-transformers
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
     "*.json", "*.txt", "*.model", "*.spm", "*.vocab", "*.codes", "*.tiktoken", "*.jinja", "*.py",
-    "LICENSE*", "NOTICE*", "[0-9]_*/*", CARD,
+    "LICENSE*", "NOTICE*", "[0-9]_*/*", CARD, "adapter_model.*",
 ]  # fmt: skip
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -286,8 +286,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _hint_without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
     if (folder / "model_index.json").is_file():
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
     if any(folder.glob("*.gguf")):

@@ -104,13 +104,13 @@ def finetune(
         if not Path(model).exists():
             check_output(output, force=force)  # before a long download
         model = open_checked(model, token=token)
-    check_apart(output, model.folder, "the model's own folder")
+    check_apart(output, model.origin or model.folder, "the model's own folder")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
     if teacher is not None:
-        check_apart(output, teacher.folder, "the teacher's own folder")
+        check_apart(output, teacher.origin or teacher.folder, "the teacher's own folder")
     heard = progress if accelerator.is_main_process else None
     setup = set_up(model, teacher, options, manifest, heard)
     if options.gradient_checkpointing:

@@ -310,8 +310,8 @@ class Convert(Section):
     seed: int = option(0, "seed of the weights, with `init: random`", ge=0, lt=2**32, off=True)
     adapter: Literal["merge"] | None = option(
         None,
-        "`merge`: a PEFT adapter in the model's folder becomes part of its weights, by PEFT; "
-        "default it is refused",
+        "`merge`: a PEFT adapter is put into the weights; that in the model's folder, or alone in "
+        "its own, by PEFT, which has to be installed; by default it is refused",
         panel=BLOCKS,
     )
     method: AnyMethod | None = option(

@@ -197,7 +197,8 @@ def sweep(
             sweep=read(Sweep, {**named, "keep_models": keep_models}),
         )
     name = str(model)
-    source = SourceModel.open(name, revision=revision, token=token)
+    adapter = recipe.convert.adapter
+    source = SourceModel.open(name, revision=revision, token=token, adapter=adapter)
     folder = Path(output or recipe.output or default_output_name(name, "sweep"))
     return run_sweep(recipe, source, folder, force=force, token=token, progress=progress)
 
@@ -307,7 +308,10 @@ def _opened(
 ) -> SourceModel:
     seed = said.seed if said.init == "random" else None
     if not isinstance(model, Mapping):
-        return SourceModel.open(str(model), revision=revision, token=token, seed=seed)
+        adapter = said.adapter
+        return SourceModel.open(
+            str(model), revision=revision, token=token, seed=seed, adapter=adapter
+        )
     if seed is None:
         raise RecipeError("a configuration has no weights", 'add `init="random"`')
     return open_architecture(read(Architecture, model), seed, token)

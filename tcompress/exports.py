@@ -21,10 +21,12 @@ from tcompress.files import write_text
 from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
+from tcompress.models.card import head_of, render_head
 from tcompress.models.names import (
     CARD,
     auxiliary_files,
     carry_files,
+    forget_code,
     local_folder,
     stands_alone,
 )
@@ -194,11 +196,14 @@ def _outputs(
 
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
-    names = auxiliary_files(artifact.folder, with_code=bool(artifact.config.get("auto_map")))
+    own = _has_own_code(artifact.config)
+    names = auxiliary_files(artifact.folder, with_code=own)
     carry_files(artifact.folder, names, folder)
     write_text(folder / CARD, _card(artifact))
     config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    if not own:
+        forget_code(folder)
 
 
 def _prove(artifact: Artifact, folder: Path) -> None:
@@ -235,16 +240,18 @@ def _card(artifact: Artifact) -> str:
     layers = artifact.layers
     before = sum(entry.dense_parameters for entry in layers)
     kept = sum(entry.parameters for entry in layers) / max(1, before)
-    base, origin, method = "", "a model", ""
+    base, origin, method = None, "a model", ""
     if artifact.manifest is not None:
         source, method = artifact.manifest.source.id, f" with `{artifact.manifest.plan.method}`"
         origin = f"`{Path(source).name}`"
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
-            base, origin = f"base_model: {source}\n", f"`{source}`"
+            base, origin = source, f"`{source}`"
     plain = stands_alone(artifact.config)
     body = f"""[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of \
 {origin}{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and \
 are as large as before: the model computes what the compressed one computes within rounding, and \
 needs nothing but {"Transformers" if plain else "tcompress' own model"}."""
     title = f"Dense form of {origin}, compressed{method}"
-    return card(title, body, f"{base}tags:\n- tcompress\n", plain=plain)
+    head = head_of(artifact.folder)
+    head["tags"] = [tag for tag in head.get("tags", ()) if tag != "compressed"]  # no more
+    return card(title, body, render_head(head, ["tcompress"], base_model=base), plain=plain)

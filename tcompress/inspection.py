@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.errors import read_settings
+from tcompress.models.adapters import check_adapter
 from tcompress.models.names import FORMAT_VERSION, METHODS, resolve
 from tcompress.models.store import WeightStore
 from tcompress.reporting.formatting import describe_attention, describe_entry
@@ -97,6 +98,8 @@ def inspect_model(
     """
     bare = Path(name).expanduser().name == "config.json"
     folder = resolve(name, revision=revision, token=token, weights=not bare)
+    if not bare:
+        check_adapter(folder, None)
     found = None if plan or bare else _at_once(name, folder)
     if found is not None:
         return found

@@ -202,6 +202,8 @@ class _Run:
         for item in self.recipe.evaluate:
             scores = evaluate(self.models, item, trust_remote_code=trust, **shared)
             outcome.scores.append(scores)
+            for note in dict.fromkeys(note for model in scores for note in model.notes):
+                self.say(f"warning: {item.task}: {note}")
             words = missed(item, scores[-1].metrics)
             outcome.missed += [] if words is None else [words]
         if (wanted := self.recipe.bench) is not None:

@@ -21,7 +21,8 @@ from transformers import AutoImageProcessor
 from tcompress.conversion.converter import convert
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
-from tcompress.data.encoding import decode, image_reader
+from tcompress.data.encoding import image_reader
+from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -551,3 +552,70 @@ def test_chats_are_written_by_the_template(
     lines = text_file(tmp_path / "plain.txt", plain)
     same = load_batches(bert, Calibration(source=lines, samples=50, max_length=64))
     assert data.tokens == same.tokens
+
+
+RAMP = np.arange(0, 256, 17, dtype=np.uint8).reshape(4, 4)
+_RGBA = np.dstack([RAMP, RAMP, RAMP, np.full_like(RAMP, 255)])
+_INK = np.dstack([np.zeros_like(RAMP)] * 3 + [255 - RAMP])  # black, as thick as it is dark
+_CHALK = np.dstack([np.full_like(RAMP, 255)] * 3 + [RAMP])
+_HIDDEN = np.dstack([RAMP, RAMP, RAMP, np.zeros_like(RAMP)])
+MODES: dict[str, tuple[Any, str]] = {
+    "8 bits": (RAMP, "png"),
+    "16 bits": (RAMP.astype(np.uint16) * 257, "png"),
+    "16 bits of TIFF": (RAMP.astype(np.uint16) * 257, "tiff"),
+    "32 bits that hold 8": (RAMP.astype(np.int32), "tiff"),
+    "from 0 to 1": (RAMP.astype(np.float32) / 255, "tiff"),
+    "colours": (np.dstack([RAMP] * 3), "png"),
+    "opaque": (_RGBA, "png"),
+    "ink": (_INK, "png"),
+    "chalk": (_CHALK, "png"),
+    "nothing seen": (_HIDDEN, "png"),
+}
+
+
+def _file(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pictures_of_every_mode_are_what_their_values_mean(mode: str, channels: int) -> None:
+    values, kind = MODES[mode]
+    pixels = decode(_file(Image.fromarray(values), kind), channels, "`here`")
+    assert pixels.shape == (4, 4, channels)
+    assert (pixels == RAMP[..., None]).all()
+
+
+def test_palettes_with_a_transparent_colour_and_cameras_on_their_side() -> None:
+    palette = Image.fromarray(RAMP).convert("P")
+    found = decode(_file(palette, "png", transparency=0), 3, "`here`")
+    assert (found[0, 0] == 255).all()  # white lies behind it
+    assert (found[1:, :, 0] == RAMP[1:]).all()
+    turned = Image.fromarray(RAMP)
+    exif = turned.getexif()
+    exif[0x0112] = 3  # by half a turn
+    assert (decode(_file(turned, "png", exif=exif), 1, "`here`")[..., 0] == RAMP[::-1, ::-1]).all()
+
+
+@pytest.mark.parametrize("values", [RAMP.astype(np.float32), RAMP.astype(np.int32) * 300])
+def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
+    with pytest.raises(DataError, match=r"a picture of `here`, of mode `[FI]`, has values from 0"):
+        decode(_file(Image.fromarray(values), "tiff"), 3, "`here`")
+
+
+def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
+    folder = image_folder(tmp_path / "pictures")
+    damaged = sorted(folder.rglob("*.png"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:60])
+    with pytest.raises(DataError, match=rf"{damaged.name}`, a picture of `pictures` cannot be dec"):
+        load_batches(vit, Calibration(samples=500, source=str(folder)))
+
+
+@pytest.mark.parametrize("name", ["[0-9]*?", "a b%20#{x};`y`"])
+def test_paths_hold_any_character(name: str, bert: SourceModel, tmp_path: Path) -> None:
+    """What shells, patterns or addresses read in another way."""
+    (tmp_path / name).mkdir()
+    file = text_file(tmp_path / name / "texts.txt", sentences(3))
+    assert load_batches(bert, Calibration(samples=500, source=file)).batches

@@ -20,6 +20,7 @@ from tcompress.evaluation.task_base import Task
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.options import Evaluate
+from tests.support.cli import run
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -99,8 +100,29 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     assert facts == ["index", "name", "index"]
     assert scores[1] == pytest.approx(1 - scores[0])  # the same weights, labels swapped
     assert scores[2] == scores[0]
-    doubt = "the model calls its labels {}, the data `bad`, `good`; they are matched by their order"
-    assert notes == [[doubt.format("`LABEL_0`, `LABEL_1`")], [], [doubt.format("`yes`, `no`")]]
+    doubt = (
+        "the model calls its labels {}, the data `bad`, `good`; they are matched by their order: "
+        "if that is another, {}"
+    )
+    changes = (
+        "name them as `id2label` in the model's `config.json`",
+        "call the classes as the model ",
+    )
+    assert notes[0] == [doubt.format("`LABEL_0`, `LABEL_1`", changes[0])]
+    assert notes[1:] == [[], [doubt.format("`yes`, `no`", f"{changes[1]}does")]]
+
+
+def test_numbers_for_labels_with_names_are_doubted(tmp_path: Path) -> None:
+    """Nothing says that 0 is the first label."""
+    folder = classifier(tmp_path / "named", ["CONTRADICTION", "NEUTRAL", "ENTAILMENT"])
+    plain = classifier(tmp_path / "plain", 3)
+    data = labelled_file(tmp_path / "data.jsonl", classes=(0, 1, 2))
+    done = run("evaluate", str(folder), str(plain), "--task", "classification", "--data", str(data))
+    said = " ".join(done.err.split())
+    assert (
+        said.count("the data has numbers, which are matched by order (0 is `CONTRADICTION`)") == 1
+    )
+    assert "name a column that has them: `--columns label=COLUMN`" in said
 
 
 @pytest.mark.parametrize(
@@ -111,6 +133,7 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
         (["1", "2", "3"], ["0", "1", "2"], None),
         (["Bad", "good"], ["GOOD", "bad"], [1, 0]),
         (["bad", "good", "mixed"], ["good"], [1]),
+        (["Not_entailment", "ENTAILMENT"], ["entailment", "not-entailment "], [1, 0]),
         (["bad", "good"], ["bad", "awful"], None),
         (["bad", "BAD"], ["bad"], None),
         (["LABEL_0", "LABEL_1"], ["bad", "good"], None),

@@ -10,16 +10,21 @@ from unittest.mock import Mock
 import pytest
 import torch
 import transformers
+import yaml
 
 from tcompress import exports
 from tcompress.artifact.reader import Artifact
+from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense_weight, export_dense
+from tcompress.models.card import head_of, render_head
+from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
-from tests.support.model_folders import model_folder
+from tests.support.model_folders import model_folder, sentences, text_file
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, named
+from tests.support.training import train
 
 SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
 FITTED = {"method": {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}}
@@ -205,3 +210,55 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
 
     monkeypatch.setattr("tcompress.exports.SourceModel.open", Mock(side_effect=AssertionError))
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()
+
+
+def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
+    """Of a family that Transformers knows; what is left loads whether code may run or not."""
+    folder = model_folder("bert", tmp_path / "bert")
+    (folder / "modeling_own.py").write_text("raise ImportError")
+    for name in ("config.json", "tokenizer_config.json"):
+        settings = json.loads((folder / name).read_text())
+        settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
+        (folder / name).write_text(json.dumps(settings))
+    data_free = {"source": "none"}
+    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": data_free})
+    small = convert(str(folder), recipe, tmp_path / "small").folder
+    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
+    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
+    for made in (small, healed, export_dense(small, tmp_path / "plain")):
+        assert "auto_map" not in "".join(path.read_text() for path in made.glob("*config.json"))
+        transformers.AutoModel.from_pretrained(made, trust_remote_code=True)
+        transformers.AutoTokenizer.from_pretrained(made, trust_remote_code=True)
+
+
+def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
+    """Licence, library, base model and tags; through healing and export."""
+    folder = model_folder("bert", tmp_path / "bert")
+    said = {"license": "other", "license_name": "so-so", "library_name": "sentence-transformers",
+            "base_model": ["some/base"], "tags": ["kept", "tcompress"]}  # fmt: skip
+    other = {"widget": [{"text": "a"}], "language": "en"}
+    head = yaml.safe_dump(said | other)
+    (folder / "README.md").write_text(f"---\r\n{head}---\r\n# Title\n---\n", encoding="utf-8")
+    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": {"source": "none"}})
+    small = convert(str(folder), recipe, tmp_path / "small").folder
+    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
+    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
+    for made, tags in (
+        (small, ["compressed"]),
+        (healed, ["compressed"]),
+        (export_dense(healed, tmp_path / "plain"), []),
+    ):
+        found = yaml.safe_load((made / "README.md").read_text().split("---")[1])
+        assert found == said | {"tags": ["kept", "tcompress", *tags]}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "# Title", "---\n- a\n---", "---\n{\n---", "---\na: b", b"\xff"]
+)
+def test_cards_without_a_head_say_nothing(text: str | bytes, tmp_path: Path) -> None:
+    data = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "README.md").write_bytes(data)
+    assert head_of(tmp_path) == {}
+    assert render_head({}, ["tcompress"], base_model=None) == (
+        "---\nlibrary_name: transformers\ntags:\n- tcompress\n---"
+    )

@@ -49,9 +49,27 @@ def test_an_encoder_saved_without_the_head_that_it_names(
     source = SourceModel.open(str(tmp_path / "dense"))
     assert source.model_class.__name__ == "MPNetModel"
     convert(source, _recipe(**changes), tmp_path / "out", data=calibration("mpnet"))
+    named = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+    assert named == ["MPNetModel"]
     model, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not {name for name in info["missing_keys"] if "pooler" not in name}
     assert type(model).__name__ == "MPNetModel"
+
+
+def test_a_language_model_whose_head_is_not_stored_is_no_language_model(tmp_path: Path) -> None:
+    """An engine that goes by `architectures` would draw its head at random."""
+    name = _stored_otherwise(
+        tmp_path / "dense", "llama", lambda weights: weights.pop("lm_head.weight")
+    )
+    said = "names a `LlamaForCausalLM`, but nothing is stored of its head: it is taken as a `Llama"
+    assert said in inspect_model(name, plan=True).warnings[0]
+    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    assert said in done.manifest.plan.warnings[0]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaModel"]
+    assert "stored_as" not in config["quantization_config"]
+    _, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
 
 
 def test_a_head_that_is_tied_is_there(tmp_path: Path) -> None:

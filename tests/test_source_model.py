@@ -215,7 +215,7 @@ def test_a_folder_without_config_lists_what_is_there(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "hint"),
     [
-        ("adapter_config.json", "merge it into its base model"),
+        ("adapter_config.json", "merges it with `--adapter merge`"),
         ("model_index.json", "the folder of one transformer inside it"),
         ("checkpoint-10/config.json", "did you mean `{folder}/checkpoint-10`"),
     ],

@@ -16,6 +16,7 @@ from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
+from tcompress.models.card import head_of, render_head
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
@@ -263,33 +264,37 @@ def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], 
     return True
 
 
-def model_card(manifest: Manifest) -> str:
-    """Renders the card: what was done, what it costs, how to load it."""
+def model_card(manifest: Manifest, folder: Path) -> str:
+    """Renders the card: what was done, what it costs, how to load it.
+
+    Its head is that of the card in the `folder` that the model was made of.
+    """
     plan, source = manifest.plan, manifest.source
     local, random = Path(source.id).exists(), source.init == "random"
-    base = "" if local or random else f"base_model: {source.id}\n"
+    base = None if local or random else source.id
+    head, tags = {} if random else head_of(folder), ["tcompress"]
     shown = Path(source.id).name if local else source.id
-    tag = loading = ""
+    loading = ""
     if plan.compresses:
         done = "from scratch" if random else "compressed"
         title, body = f"{shown}, {done} with `{plan.method}`", _conversion(manifest)
-        tag, loading = f"- {done.replace(' ', '-')}\n", "It loads without tcompress. "
+        loading = "It loads without tcompress. "
+        tags.append(done.replace(" ", "-"))
     elif random:
         title, body = f"{shown} from scratch", _start(manifest) + _trained(manifest)
     else:
         title, body = f"{shown}, trained with tcompress", _trained(manifest)
     if plan.changes_model:
         loading = "Without `import tcompress`, loading stops with an error. "
-    found = card(title, body, f"{base}tags:\n- tcompress\n{tag}", plain=not plan.changes_model)
+    written = render_head(head, tags, base_model=base)
+    found = card(title, body, written, plain=not plan.changes_model)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
 
-def card(title: str, body: str, facts: str, *, plain: bool) -> str:
-    """Renders a card with such facts at its head; only a `plain` model loads without tcompress."""
+def card(title: str, body: str, head: str, *, plain: bool) -> str:
+    """Renders a card with such a head; only a `plain` model loads without tcompress."""
     first = "" if plain else "import tcompress\n"
-    return f"""---
-library_name: transformers
-{facts}---
+    return f"""{head}
 
 # {title}
 

@@ -112,10 +112,13 @@ def check_files(folder: Path) -> Artifact | None:
     return Artifact.open(folder) if is_converted(folder) else None
 
 
-def open_checked(name: str, token: str | None = None, trust: bool = False) -> SourceModel:
+def open_checked(
+    name: str, token: str | None = None, trust: bool = False, **options: Any
+) -> SourceModel:
     """Opens a dense or converted model to use it; arguments as for `SourceModel.open`."""
     check_files(resolve(name, token=token))
-    return SourceModel.open(name, token=token, trust_remote_code=trust, converted=True)
+    options |= {"trust_remote_code": trust, "converted": True}
+    return SourceModel.open(name, token=token, **options)
 
 
 def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifact | None:

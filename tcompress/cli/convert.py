@@ -46,7 +46,8 @@ class Job:
         """Refuses a model that can only be meant as a path, and leads nowhere."""
         if self.architecture is None:
             weights = self.convert.init != "random"
-            look.models(self.model, revision=self.access.revision, weights=weights)
+            adapter = self.convert.adapter
+            look.models(self.model, revision=self.access.revision, weights=weights, adapter=adapter)
         elif isinstance(self.architecture.tokenizer, str):
             look.models(self.architecture.tokenizer, weights=False)
 
@@ -54,7 +55,8 @@ class Job:
         """Opens the dense model."""
         if self.architecture is None:
             seed = self.convert.seed if self.convert.init == "random" else None
-            return terminal.open_source(self.model, self.access, self.manner, seed)
+            shared = (self.access, self.manner, seed, self.convert.adapter)
+            return terminal.open_source(self.model, *shared)
         from tcompress.own_models.architecture import open_architecture
 
         return open_architecture(self.architecture, self.convert.seed, self.access.token)

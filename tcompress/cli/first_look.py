@@ -13,6 +13,7 @@ from typing import Any
 from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
 from tcompress.errors import Problems
 from tcompress.files import check_page
+from tcompress.models.adapters import Adapter, check_adapter
 from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
 from tcompress.options.schema import Recipe, converted_beside, data_of
 from tcompress.options.steps import Finetune
@@ -37,7 +38,13 @@ class Look:
         with self.problems.collected():
             check(*what, **how)
 
-    def models(self, *names: str | None, revision: str | None = None, weights: bool = True) -> None:
+    def models(
+        self,
+        *names: str | None,
+        revision: str | None = None,
+        weights: bool = True,
+        adapter: Adapter | None = None,
+    ) -> None:
         """Refuses what can only be meant as a path and is no folder of a model.
 
         Without `weights` the path of a `config.json` is enough.
@@ -45,7 +52,10 @@ class Look:
         for name in filter(None, dict.fromkeys(names)):
             with self.problems.collected():
                 folder = find_locally(name, revision, weights=weights)
-                if folder is not None and not (folder / MANIFEST).is_file():
+                if folder is not None and weights:
+                    check_adapter(folder, adapter)
+                merged = weights and adapter is not None  # it may be alone
+                if folder is not None and not merged and not (folder / MANIFEST).is_file():
                     read_config(folder)  # what else is missing beside it, a manifest says
 
     def data(self, names: Iterable[str]) -> None:

@@ -60,8 +60,9 @@ def sweep(
     with first_look() as look:
         if not planned.dry_run:
             look.sweep(recipe, folder.expanduser(), force=written.force)
-        look.models(one.model, revision=access.revision)
-    source = terminal.open_source(one.model, access, manner)
+        adapter = recipe.convert.adapter
+        look.models(one.model, revision=access.revision, adapter=adapter)
+    source = terminal.open_source(one.model, access, manner, adapter=adapter)
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)
     else:

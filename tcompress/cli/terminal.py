@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
     from tcompress.models import SourceModel
+    from tcompress.models.adapters import Adapter
     from tcompress.options.commands import Access, Manner
 
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
@@ -401,7 +402,13 @@ class _Lines:
         self._stage = None
 
 
-def open_source(name: str, access: Access, manner: Manner, seed: int | None = None) -> SourceModel:
+def open_source(
+    name: str,
+    access: Access,
+    manner: Manner,
+    seed: int | None = None,
+    adapter: Adapter | None = None,
+) -> SourceModel:
     """Opens a dense model, with weights drawn by a seed if one is given."""
     from tcompress.models.names import ALIASES, local_folder, resolve
 
@@ -416,4 +423,5 @@ def open_source(name: str, access: Access, manner: Manner, seed: int | None = No
         token=access.token,
         trust_remote_code=access.allow_remote_code,
         seed=seed,
+        adapter=adapter,
     )

@@ -120,10 +120,10 @@ def convert(
     check_output(output, force=force)
     seed = recipe.seed if recipe.init == "random" else None
     if isinstance(source, str):
-        source = SourceModel.open(source, seed=seed)
+        source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
     elif seed is not None:
         source = source.at_random(seed)
-    folder = source.folder.resolve()
+    folder = (source.origin or source.folder).resolve()
     if output.resolve() == folder or output.resolve() in folder.parents:
         raise InputError(
             f"output `{output}` is the model's own folder, or contains it",

@@ -37,7 +37,7 @@ from tcompress.hf.build import first_table, stored_name
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU, FACTOR_PREFIX
-from tcompress.models.names import CARD, carry_files, shorten_texts, stray_links
+from tcompress.models.names import CARD, carry_files, forget_code, shorten_texts, stray_links
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
@@ -301,9 +301,11 @@ def calibration_facts(
 def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
     carry_files(source.folder, source.auxiliary_files(), folder)
+    if not source.trust_remote_code:
+        forget_code(folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    write_text(folder / CARD, model_card(manifest))
+    write_text(folder / CARD, model_card(manifest, source.folder))
     config = config_text(source, manifest.plan, dtype)
     sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
     write_manifest(folder, manifest.model_copy(update=sealed))

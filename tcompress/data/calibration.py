@@ -20,7 +20,6 @@ from torch import Tensor
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
-    decode,
     has_processor_file,
     image_reader,
     pieces_of,
@@ -39,6 +38,7 @@ from tcompress.data.inputs import (
     spectrogram_shape,
     window_of,
 )
+from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +11,12 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import interpolate
 
 from tcompress.data.inputs import Inputs, decoder_start, image_shape, longest_text, vocabulary_size
+from tcompress.data.pictures import Pixels
 from tcompress.errors import DataError, first_line
 from tcompress.models import SourceModel
 from tcompress.progress import tell
@@ -211,27 +209,7 @@ def _lowercasing(tokenizer: Any) -> Any:
     return tokenizer
 
 
-Pixels = NDArray[np.uint8]  # (height, width, channels)
-
 _HINT = "a conversion can do without (`--calib none`) or with made-up pictures (`--calib builtin`)"
-
-
-def decode(data: bytes, channels: int, place: str) -> Pixels:
-    """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file."""
-    try:
-        from PIL import Image
-    except ImportError as error:
-        hint = "pip install pillow"
-        raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            # A copy: torch warns of arrays that nobody may write to.
-            pixels = np.array(image.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
-    except Exception as error:
-        # Pillow's decoders raise errors of many classes on damaged files.
-        text = f"a picture of {place} cannot be decoded ({first_line(error)})"
-        raise DataError(text, "remove it, or name the right column") from error
-    return pixels.reshape(*pixels.shape[:2], channels)
 
 
 def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor]:

@@ -35,6 +35,7 @@ from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
+_PARTING = re.compile(r"[\s_-]+")
 
 
 def label_names(config: Any) -> list[str]:
@@ -43,26 +44,36 @@ def label_names(config: Any) -> list[str]:
 
 
 def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
-    """The label of each class, if every class is called as one label is; `LABEL_3` is called 3."""
+    """The label of each class, if every class is called as one label is; `LABEL_3` is called 3.
 
-    def key(name: str) -> str | int:
-        number = _NUMBER.fullmatch(name)
-        return int(number[1]) if number else name.casefold()
-
-    place = {key(name): index for index, name in enumerate(labels)}
-    wanted = [key(name) for name in classes]
+    Case does not count, nor what parts words: `not_entailment` is `Not entailment`.
+    """
+    place = {_called(name): index for index, name in enumerate(labels)}
+    wanted = [_called(name) for name in classes]
     if len(place) < len(labels) or len(set(wanted)) < len(wanted) or not {*wanted} <= {*place}:
         return None
     return [place[name] for name in wanted]
 
 
+def _called(name: str) -> str | int:
+    number = _NUMBER.fullmatch(name)
+    return int(number[1]) if number else _PARTING.sub(" ", name.casefold()).strip()
+
+
 def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
-    """What is doubtful about matching by order: that classes have names, and labels other ones."""
-    if are_numbers(classes):
+    """What is doubtful about matching by order, and how to end it; None if there are no names."""
+    head, data = f"the model calls its labels {few(labels)}", f"the data {few(classes)}"
+    if not are_numbers(classes):
+        change = "call the classes as the model does"
+        if are_numbers(labels):
+            change = "name them as `id2label` in the model's `config.json`"
+        return f"{head}, {data}; they are matched by their order: if that is another, {change}"
+    if are_numbers(labels):
         return None
     return (
-        f"the model calls its labels {few(labels)}, the data {few(classes)}; they are matched "
-        "by their order"
+        f"{head}, the data has numbers, which are matched by order ({classes[0]} is "
+        f"`{labels[0]}`): if they mean others, write names in place of numbers, or name a column "
+        "that has them: `--columns label=COLUMN`"
     )
 
 

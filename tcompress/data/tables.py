@@ -404,16 +404,30 @@ def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
     return digest
 
 
+class Picture(bytes):
+    """Content of a picture's file, which knows what the file is called."""
+
+    file: str = ""
+
+    @classmethod
+    def of(cls, content: bytes, file: str) -> Picture:
+        made = cls(content)
+        made.file = file
+        return made
+
+
 def content(cell: Any) -> str | bytes | None:
     """Give a cell's text or the bytes of its picture; None if it is empty."""
     if isinstance(cell, dict):
         path, cell = cell.get("path"), cell.get("bytes")
         if cell is None and path:
             try:
-                return Path(path).read_bytes()
+                cell = Path(path).read_bytes()
             except OSError as error:
                 text = f"the picture `{path}` cannot be read ({error.strerror})"
                 raise DataError(text, "check that the file is where the data set says") from error
+        if cell and path:
+            return Picture.of(cell, str(path))
     if isinstance(cell, str):
         return cell if cell.strip() else None  # blanks within a text belong to it
     return cell or None

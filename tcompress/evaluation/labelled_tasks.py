@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 from torch import Tensor
 
-from tcompress.data.encoding import decode, has_processor_file, image_reader
+from tcompress.data.encoding import has_processor_file, image_reader
 from tcompress.data.examples import Examples, Needs, by_name, doubts, few, label_names
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
+from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
     Array,

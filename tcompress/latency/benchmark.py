@@ -147,7 +147,7 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
     if place is None:
         hint = "name it with `--against`: a folder, or a hub id to download"
         raise InputError(f"`{model.id}` was made from `{name}`, which is not on this machine", hint)
-    source = open_checked(str(place), trust=trust)
+    source = open_checked(str(place), trust=trust, adapter=manifest.recipe.get("adapter"))
     if source.store.fingerprint() != manifest.source.fingerprint:
         text = f"`{place}` no longer holds the weights that `{model.id}` was made from"
         raise InputError(text, f"to compare all the same, say `--against {place}`")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -24,15 +25,26 @@ from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError, first_line
+from tcompress.models.adapters import Adapter, base_of, check_adapter, merge
 from tcompress.models.keymap import KeyMap, check_weights
+from tcompress.models.mended import (
+    Copy,
+    copying,
+    plain_names,
+    plain_types,
+    with_names,
+    with_settings,
+)
 from tcompress.models.names import (
     ALIASES,
     METHODS,
+    MODULES,
     auxiliary_files,
     local_folder,
     read_config,
     resolve,
     sentence_root,
+    without_code,
 )
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
@@ -116,6 +128,7 @@ class SourceModel:
     keeps: Any = field(default=None, repr=False)
     # What a user should know of the weights, such as tensors that the class has no use for.
     notes: tuple[str, ...] = ()
+    origin: Path | None = None  # the folder that was given, where `folder` is a copy to be read
 
     @classmethod
     def open(
@@ -127,33 +140,57 @@ class SourceModel:
         *,
         converted: bool = False,
         seed: int | None = None,
+        adapter: Adapter | None = None,
     ) -> SourceModel:
         """Open a local folder, alias or hub id; weights are checked but not read.
 
         On the hub `revision` is a branch, tag or commit. A model that tcompress may have
         `converted` is described as the dense one. With the `seed` of random weights, the path of a
-        `config.json` is enough.
+        `config.json` is enough. An `adapter` beside the weights is merged into them, or refused.
         """
-        folder = resolve(name, revision=revision, token=token, weights=seed is None)
+        origin = resolve(name, revision=revision, token=token, weights=seed is None)
+        copies: list[Copy] = []
+        if seed is None:
+            check_adapter(origin, adapter)
+            copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
+        folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
-        if not converted or _method(raw) not in METHODS:
+        ours = _method(raw) in METHODS
+        if not (converted and ours):
             _refuse_quantised(raw, folder)
+        if not ours and (mended := plain_types(raw, folder / "config.json")) != raw:
+            copies.append(with_settings(folder, mended))
+            folder = copies[-1].folder
         found = cls.described(folder, {}, trust_remote_code, token)
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
-            snapshot = (sentence_root(folder) or folder).name
+            snapshot = (sentence_root(origin) or origin).name
             commit = snapshot if re.fullmatch("[0-9a-f]{40}", snapshot) else revision
             found = replace(found, id=ALIASES.get(name, name), revision=commit)
         else:
             found = replace(found, id=name)
+        found = replace(found, origin=origin if copies else None, keeps=copies or None)
         if seed is not None:
             return found.at_random(seed)
-        asked, kind = found.config.architectures or [], found.model_class.__name__
-        found = replace(found, store=WeightStore.open(folder)).as_stored()
-        if _method(raw) not in METHODS:  # what was converted is compared with its own plan
+        notes = () if adapter is None else (f"the adapter in `{name}` is merged into its weights",)
+        return found._with_weights(checked=not ours, notes=notes)
+
+    def _with_weights(self, *, checked: bool, notes: tuple[str, ...]) -> SourceModel:
+        """Open the weights; those that are no plain model's are compared with their own plan."""
+        asked, kind = self.config.architectures or [], self.model_class.__name__
+        found, store = self, WeightStore.open(self.folder)
+        if checked and (names := plain_names(store.keys())):
+            copy = with_names(self.folder, read_config(self.folder), store, names)
+            store, origin = WeightStore.open(copy.folder), self.origin or self.folder
+            keeps = [*(self.keeps or ()), copy]
+            found = replace(self, folder=copy.folder, origin=origin, keeps=keeps)
+        found = replace(found, store=store).as_stored()
+        if checked:
             # The object is not handed out yet, and a copy would map all names again.
             unknown = () if kind in asked else asked
-            notes = check_weights(folder, found.store, found.keymap, unknown)
+            notes += check_weights(found.origin or found.folder, store, found.keymap, unknown)
+            if kind != found.model_class.__name__ and not (found.folder / MODULES).is_file():
+                notes = (_without_head(kind, found), *notes)
             object.__setattr__(found, "notes", notes)
         return found
 
@@ -170,6 +207,9 @@ class SourceModel:
         config = _load_config(raw, folder, token, trust_remote_code)
         kind = _model_class(config, folder, token, trust_remote_code)
         names: Any = stored
+        if not trust_remote_code:  # the class is one of Transformers', and its code stays behind
+            raw = without_code(raw)
+            vars(config).pop("auto_map", None)
         return cls(str(folder), None, folder, config, kind, names, trust_remote_code, raw)
 
     def as_stored(self) -> SourceModel:
@@ -190,7 +230,8 @@ class SourceModel:
         ]
         if not own or len(own) == len(names) or any(map(keymap.has, own)):
             return self
-        return replace(self, model_class=bare)
+        settings = {**self.settings, "architectures": [bare.__name__]}
+        return replace(self, model_class=bare, settings=settings)
 
     @property
     def seed(self) -> int | None:
@@ -229,6 +270,33 @@ class SourceModel:
 
     def auxiliary_files(self) -> tuple[Path, ...]:
         return auxiliary_files(self.folder, with_code=self.trust_remote_code)
+
+
+def _merged(folder: Path, token: str | None, trust: bool) -> Copy:
+    """Make a copy of a model with the adapter that lies in its folder, or in one of its own."""
+    if WeightStore.are_in(folder):
+        # Out of sight of its adapter, which Transformers would load too, where PEFT is installed.
+        alone = with_settings(folder, read_config(folder))
+        base = SourceModel.open(str(alone.folder), token=token, trust_remote_code=trust)
+    else:
+        alone, name = None, base_of(folder)
+        base = SourceModel.open(name, token=token, trust_remote_code=trust)
+    with copying(folder) as copy:
+        merge(base.folder, folder, base.model_class, copy.folder, trust=trust)
+        for part in (base.folder, folder):
+            copy.take(part)
+        age = max(path.stat().st_mtime for path in folder.iterdir())
+        for path in copy.folder.glob("*.safetensors"):
+            os.utime(path, (age, age))  # the same again is as old
+        return copy
+
+
+def _without_head(named: str, source: SourceModel) -> str:
+    own = source.model_class.__name__
+    return (
+        f"`architectures` names a `{named}`, but nothing is stored of its head: it is taken as a "
+        f"`{own}`, and results name that class"
+    )
 
 
 def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:

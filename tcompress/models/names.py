@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -19,10 +19,13 @@ from urllib.request import getproxies, proxy_bypass
 from tcompress.errors import SourceError, first_line, folder_content, listed, read_settings
 from tcompress.files import write_text
 
+CARD = "README.md"
+MODULES = "modules.json"  # of sentence-transformers
+
 # Patterns of `fnmatch`, where `*` also matches slashes: hence the list of what is never wanted.
 _ALWAYS = [
     "*.json", "*.txt", "*.model", "*.spm", "*.vocab", "*.codes", "*.tiktoken", "*.jinja", "*.py",
-    "LICENSE*", "NOTICE*", "[0-9]_*/*",
+    "LICENSE*", "NOTICE*", "[0-9]_*/*", CARD, "adapter_model.*",
 ]  # fmt: skip
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
@@ -135,8 +138,6 @@ METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as 
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"
-_MODULES = "modules.json"  # of a sentence encoder
-CARD = "README.md"
 
 ALIASES: dict[str, str] = {
     "bart-base": "facebook/bart-base",
@@ -286,8 +287,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _hint_without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "this is a PEFT adapter: merge it into its base model, save that and convert it"
     if (folder / "model_index.json").is_file():
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
     if any(folder.glob("*.gguf")):
@@ -321,7 +320,7 @@ _PATTERNS = (
     "*preprocessor_config.json", "processor_config.json", "image_processor*.json",
     "feature_extractor*.json",
     # generation and sentence-transformers
-    "generation_config.json", "modules.json", "config_sentence_transformers.json",
+    "generation_config.json", MODULES, "config_sentence_transformers.json",
     "sentence_*_config.json",
     # the terms under which the model may be passed on
     "LICENSE*", "NOTICE*",
@@ -353,11 +352,11 @@ def carry_files(folder: Path, names: Iterable[Path], target: Path) -> None:
     for name in auxiliary_files(root):
         if name.parts[0] != folder.name and not (target / name).exists():
             _carry(root, name, target)
-    modules = json.loads((root / _MODULES).read_text(encoding="utf-8"))
+    modules = json.loads((root / MODULES).read_text(encoding="utf-8"))
     for module in modules:
         if PurePosixPath(module["path"]).parts == (folder.name,):
             module["path"] = ""
-    write_text(target / _MODULES, json.dumps(modules, indent=2) + "\n")
+    write_text(target / MODULES, json.dumps(modules, indent=2) + "\n")
 
 
 def _carry(folder: Path, name: Path, target: Path) -> None:
@@ -371,7 +370,7 @@ def transformer_folder(folder: Path) -> Path:
     There `modules.json` names a folder, such as `0_Transformer`, for the transformer too.
     """
     try:
-        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8"))
+        modules = json.loads((folder / MODULES).read_text(encoding="utf-8"))
         names = [str(it["path"]) for it in modules if str(it["type"]).endswith("Transformer")]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return folder  # none; or what is wrong with it is said where it is read
@@ -383,7 +382,7 @@ def transformer_folder(folder: Path) -> Path:
 
 def sentence_root(folder: Path) -> Path | None:
     """Give the folder whose `modules.json` speaks of a model: its own, or the one around it."""
-    if (folder / _MODULES).is_file():
+    if (folder / MODULES).is_file():
         return folder
     around = folder.absolute().parent
     return around if transformer_folder(around) == folder.absolute() else None
@@ -431,7 +430,7 @@ def _cached(folder: Path) -> set[Path]:
 
 
 def _module_folders(folder: Path) -> list[str]:
-    path = folder / _MODULES
+    path = folder / MODULES
     if not path.is_file():
         return []
     try:
@@ -460,6 +459,28 @@ def shorten_texts(folder: Path, longest: int) -> None:
             if known is None or known > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
                 write_text(path, text + "\n")
+
+
+_PARTS = ("config", "processor", "extractor")  # ends of keys under which settings have parts
+
+
+def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Give settings, also of their parts, that name no Python code."""
+    return {
+        key: without_code(value) if isinstance(value, dict) and key.endswith(_PARTS) else value
+        for key, value in settings.items()
+        if key != "auto_map"
+    }
+
+
+def forget_code(folder: Path) -> None:
+    """Takes the names of Python code, which stays behind, out of the settings in a folder."""
+    for path in folder.glob("*config.json"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        with suppress(ValueError, RecursionError):  # whoever reads it says what is wrong
+            settings = json.loads(text) if '"auto_map"' in text else None
+            if isinstance(settings, dict) and (left := without_code(settings)) != settings:
+                write_text(path, json.dumps(left, indent=2, ensure_ascii=False) + "\n")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

@@ -308,6 +308,12 @@ class Convert(Section):
         panel=BLOCKS,
     )
     seed: int = option(0, "seed of the weights, with `init: random`", ge=0, lt=2**32, off=True)
+    adapter: Literal["merge"] | None = option(
+        None,
+        "`merge`: a PEFT adapter is put into the weights; that in the model's folder, or alone in "
+        "its own, by PEFT, which has to be installed; by default it is refused",
+        panel=BLOCKS,
+    )
     method: AnyMethod | None = option(
         None,
         "structure of the rewritten layers, or `auto`; see `tcompress methods`; `auto` chooses one "

@@ -41,7 +41,7 @@ from tcompress.errors import InputError, first_line, listed
 from tcompress.files import write_text
 from tcompress.hf.opening import KINDS, Reopened, differs, pick_device, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.names import CARD, carry_files, stray_links
+from tcompress.models.names import CARD, carry_files, forget_code, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
@@ -104,13 +104,13 @@ def finetune(
         if not Path(model).exists():
             check_output(output, force=force)  # before a long download
         model = open_checked(model, token=token)
-    check_apart(output, model.folder, "the model's own folder")
+    check_apart(output, model.origin or model.folder, "the model's own folder")
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
     if teacher is not None:
-        check_apart(output, teacher.folder, "the teacher's own folder")
+        check_apart(output, teacher.origin or teacher.folder, "the teacher's own folder")
     heard = progress if accelerator.is_main_process else None
     setup = set_up(model, teacher, options, manifest, heard)
     if options.gradient_checkpointing:
@@ -231,6 +231,8 @@ class _Run:
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         carry_files(self.source.folder, self.source.auxiliary_files(), folder)
+        if not self.source.trust_remote_code:
+            forget_code(folder)
         manifest = self.manifest or Manifest(
             source=SourceFacts(
                 id=self.source.id,
@@ -250,7 +252,7 @@ class _Run:
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         manifest = manifest.model_copy(update=changes)
-        write_text(folder / CARD, model_card(manifest))
+        write_text(folder / CARD, model_card(manifest, self.source.folder))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
         written = Reopened(folder, type(model))

@@ -30,7 +30,11 @@ def find_teacher(
         return None
     try:
         source = SourceModel.open(
-            facts.id, revision=facts.revision, token=token, trust_remote_code=trust
+            facts.id,
+            revision=facts.revision,
+            token=token,
+            trust_remote_code=trust,
+            adapter=manifest.recipe.get("adapter"),
         )
     except SourceError as error:
         raise SourceError(

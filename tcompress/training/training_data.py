@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
-from tcompress.data.encoding import TextEncoder, decode, image_reader, pieces_of
+from tcompress.data.encoding import TextEncoder, image_reader, pieces_of
 from tcompress.data.examples import (
     Examples,
     Needs,
@@ -35,6 +35,7 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
+from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.data.written import written_texts
 from tcompress.errors import DataError, listed

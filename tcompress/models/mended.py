@@ -1,0 +1,136 @@
+"""Copies of model folders that Transformers reads as they are meant, where it would misread them.
+
+What loads a model is `from_pretrained` on a folder, in many places and in libraries of others. So
+what others wrote in another way is put right in a copy, which lives as long as the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
+from weakref import finalize
+
+from tcompress.errors import SourceError
+from tcompress.files import write_text
+from tcompress.models.names import CARD, auxiliary_files, carry_files
+from tcompress.models.store import DTYPES, WeightStore
+
+# What torch.compile, FSDP and activation checkpoints put into names, wherever they wrap a module.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_PARALLEL = "module"  # DDP and DataParallel wrap whole models alone
+
+_TYPES = {kind for kind, _ in DTYPES.values()} | {"float", "double", "half"}
+_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+          "f16": "float16", "f32": "float32", "f64": "float64"}  # fmt: skip
+_KEYS = ("dtype", "torch_dtype")
+_HELD = {".safetensors", ".bin", ".json"}
+
+
+def plain_names(keys: Iterable[str]) -> dict[str, str]:
+    """Give names without what wrappers put into them, by the stored ones; empty if none did."""
+    keys = list(keys)
+    parts = [[part for part in key.split(".") if part not in _WRAPPERS] for key in keys]
+    while parts and all(key[0] == _PARALLEL and len(key) > 1 for key in parts):
+        parts = [key[1:] for key in parts]
+    names = {key: ".".join(left) for key, left in zip(keys, parts, strict=True)}
+    clear = len({*names.values()}) == len(names) and all(names.values())
+    return names if clear and any(key != name for key, name in names.items()) else {}
+
+
+def plain_types(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Give settings in which dtypes are words of torch; `auto`, as weights say, is left out."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            found[key] = plain_types(value, path)
+        elif key not in _KEYS or value is None or (isinstance(value, str) and value in _TYPES):
+            found[key] = value
+        else:
+            word = str(value).strip().lower().removeprefix("torch.")
+            word = _WORDS.get(word, word)
+            if word not in _TYPES and word != "auto":
+                allowed = ", ".join(f"`{name}`" for name in ("float32", "float16", "bfloat16"))
+                text = f"`{path}` has `{str(value)[:40]}` as `{key}`, expected {allowed} or `auto`"
+                raise SourceError(text, f"correct `{key}`, or delete it: weights say it themselves")
+            found |= {} if word == "auto" else {key: word}
+    return found
+
+
+class Copy:
+    """A folder of its own that goes when nobody holds it any more."""
+
+    def __init__(self, name: str) -> None:
+        home = TemporaryDirectory(prefix="tcompress-")
+        finalize(self, home.cleanup)
+        self.folder = Path(home.name) / (name or "model")  # as errors name it
+        self.folder.mkdir()
+
+    def take(self, folder: Path, *, weights: bool = False) -> None:
+        """Takes over what belongs to a model beside its config, and links to its weights."""
+        card = [Path(CARD)] if (folder / CARD).is_file() else []
+        carry_files(folder, (*auxiliary_files(folder, with_code=True), *card), self.folder)
+        for path in folder.iterdir() if weights else ():
+            if path.name.startswith(("model", "pytorch_model")) and path.suffix in _HELD:
+                (self.folder / path.name).symlink_to(path.resolve())
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Writes the config."""
+        write_text(self.folder / "config.json", json.dumps(settings, indent=2) + "\n")
+
+
+@contextmanager
+def copying(folder: Path) -> Iterator[Copy]:
+    """Gives a copy to fill; an error of the disk says where it is."""
+    try:
+        yield Copy(folder.name)
+    except OSError as error:
+        text = f"`{folder}` needs a copy in `{gettempdir()}`, which fails ({error.strerror})"
+        hint = "free some space there, or name another folder: `TMPDIR=FOLDER`"
+        raise SourceError(text, hint) from error
+
+
+def with_settings(folder: Path, settings: Mapping[str, Any]) -> Copy:
+    """Make a copy of a folder with another `config.json`."""
+    with copying(folder) as copy:
+        copy.take(folder, weights=True)
+        copy.configure(settings)
+        return copy
+
+
+def with_names(
+    folder: Path, settings: Mapping[str, Any], store: WeightStore, names: Mapping[str, str]
+) -> Copy:
+    """Make a copy of a folder with tensors under other names, given by the stored ones."""
+    with copying(folder) as copy:
+        copy.take(folder)
+        copy.configure(settings)
+        where: dict[str, str] = {}
+        for number, file in enumerate(store.files):
+            held = {key: names[key] for key in names if store.file_of(key) == file}
+            name = f"model-{number}.safetensors" if store.files[1:] else "model.safetensors"
+            _write_renamed(store, folder / file, held, copy.folder / name)
+            shutil.copystat(folder / file, copy.folder / name)  # the same again is as old
+            where |= dict.fromkeys(held.values(), name)
+        if store.files[1:]:
+            text = json.dumps({"metadata": {}, "weight_map": where}, indent=2)
+            write_text(copy.folder / "model.safetensors.index.json", text + "\n")
+        return copy
+
+
+def _write_renamed(store: WeightStore, path: Path, names: Mapping[str, str], target: Path) -> None:
+    if path.suffix != ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({new: store.tensor(old) for old, new in names.items()}, target, {"format": "pt"})
+        return
+    with path.open("rb") as file, target.open("xb") as other:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        text = json.dumps({names.get(key, key): value for key, value in header.items()}).encode()
+        text += b" " * (-len(text) % 8)
+        other.write(len(text).to_bytes(8, "little") + text)
+        shutil.copyfileobj(file, other, 2**24)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import (
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import first_tensor, token_rows
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
-from tcompress.data.inputs import MEAN
+from tcompress.data.sentences import PLAIN
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
 from tcompress.roles import Roles
@@ -87,9 +87,9 @@ def test_block_by_block_equals_a_plain_backward_pass(family: str, tmp_path: Path
     model.save_pretrained(tmp_path)
     batches = [TINY[family].inputs(3, 8, seed) for seed in (0, 1)]
     before = threads()
-    found = _walk(tmp_path, batches, OutputSampler(MEAN, seed=5))
+    found = _walk(tmp_path, batches, OutputSampler(PLAIN, seed=5))
     assert threads() == before
-    wanted = _plain(model, find_roles(model), batches, OutputSampler(MEAN, seed=5))
+    wanted = _plain(model, find_roles(model), batches, OutputSampler(PLAIN, seed=5))
     assert sum(worth.rows > 0 for worth in found.values()) > len(found) // 2
     _assert_alike(found, wanted)
 
@@ -134,7 +134,7 @@ def test_not_finite_gradients_name_the_layer(tmp_path: Path) -> None:
             return torch.full_like(scores, torch.nan)
 
     with pytest.raises(FitError, match=r"layer `bert\.encoder\.layer\.1\..*`: gradients hold NaN"):
-        _walk(tmp_path, [TINY["bert"].inputs(2, 8, 0)], Broken(MEAN))
+        _walk(tmp_path, [TINY["bert"].inputs(2, 8, 0)], Broken(PLAIN))
     assert not list((tmp_path / "scratch").iterdir())
 
 
@@ -169,7 +169,7 @@ def test_as_many_classes_as_tokens_are_still_classes() -> None:
         assert bool((sampler(classes, batch)[0][1] != 0).all())
         moved = SequenceClassifierOutput(logits=scores + mask.logical_not())  # type: ignore[arg-type]
         assert sampler.change(classes, moved, batch) > 0.1
-    embeddings = OutputSampler(MEAN)
+    embeddings = OutputSampler(PLAIN)
     states = BaseModelOutput(last_hidden_state=torch.randn(2, 3, 3))  # type: ignore[arg-type]
     assert bool((embeddings(states, batch)[0][1] != 0).all())
     span = QuestionAnsweringModelOutput(start_logits=scores, end_logits=scores)  # type: ignore[arg-type]
@@ -182,8 +182,8 @@ def test_as_many_classes_as_tokens_are_still_classes() -> None:
 def test_embeddings_are_pooled_where_a_model_makes_them() -> None:
     states, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
     output = BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
-    ((embedding, gradient),) = OutputSampler(MEAN)(output, {"attention_mask": mask})
-    assert_close(embedding, MEAN(states, mask))
+    ((embedding, gradient),) = OutputSampler(PLAIN)(output, {"attention_mask": mask})
+    assert_close(embedding, PLAIN(states, mask))
     assert gradient.shape == (2, 4)
     ((found, gradient),) = OutputSampler(None)(output, {"attention_mask": mask})
     assert found is states

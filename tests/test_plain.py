@@ -87,7 +87,7 @@ def pairs(
     families = {
         item.callspec.params["family"]
         for item in request.session.items
-        if "pairs" in item.fixturenames and hasattr(item, "callspec")
+        if item.path == request.path and "pairs" in item.fixturenames and hasattr(item, "callspec")
     }
     found, arguments = {}, []
     for family, keys in KEYS.items():

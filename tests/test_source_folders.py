@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +165,8 @@ def test_an_adapter_is_never_dropped(folder: Path, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"model", "alone"}
 
 
-@pytest.mark.skipif(find_spec("peft") is not None, reason="PEFT is here")
-def test_merging_takes_peft(folder: Path, tmp_path: Path) -> None:
+def test_merging_takes_peft(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.models.adapters.find_spec", lambda _: None)
     _adapt(folder)
     options = ("--method", "svd", "--target", "0.5", "--calib", "none", "--adapter", "merge")
     told = run("convert", folder, "-o", tmp_path / "out", *options)
@@ -183,7 +182,7 @@ def test_what_cannot_be_merged_is_told(folder: Path, tmp_path: Path) -> None:
         SourceModel.open(str(folder), adapter="merge")
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
+@pytest.mark.doors
 @pytest.mark.parametrize("where", ["beside", "alone", "wrapped"])
 def test_an_adapter_is_merged(where: str, folder: Path, tmp_path: Path) -> None:
     weight = f"{Q_PROJ}.weight"
@@ -208,7 +207,7 @@ def test_an_adapter_is_merged(where: str, folder: Path, tmp_path: Path) -> None:
     assert teacher.store.fingerprint() == source.store.fingerprint()
 
 
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
+@pytest.mark.doors
 def test_an_adapter_with_a_head_of_its_own_is_merged(folder: Path, tmp_path: Path) -> None:
     """A classifier of three labels on a language model; what has no place is refused."""
     _adapt(folder)

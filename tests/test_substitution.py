@@ -11,7 +11,7 @@ from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
 from tcompress.conversion.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
 from tcompress.conversion.substitution import SubstitutionWalk
-from tcompress.data.inputs import MEAN
+from tcompress.data.sentences import PLAIN
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
@@ -28,7 +28,7 @@ def test_embeddings_are_compared_with_those_of_texts_without_some_words(texts: i
         "input_ids": torch.arange(texts * 40).reshape(texts, 40),
         "attention_mask": torch.tensor([[0] * 4 + [1] * 30 + [0] * 6] * texts),
     }
-    sampler = OutputSampler(MEAN, seed=1)
+    sampler = OutputSampler(PLAIN, seed=1)
     found = sampler.with_variants(batch)
     assert found["input_ids"].equal(batch["input_ids"].repeat(VARIANTS, 1))
     masks = found["attention_mask"].unflatten(0, (VARIANTS, texts))
@@ -47,7 +47,7 @@ def test_changes_of_embeddings_that_change_no_order_are_none(texts: int) -> None
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(VARIANTS * texts, 1, 6, generator=generator)
     batch = {"attention_mask": torch.ones(len(states), 1, dtype=torch.long)}
-    sampler = OutputSampler(MEAN, seed=1)
+    sampler = OutputSampler(PLAIN, seed=1)
 
     def change(moved: torch.Tensor) -> float:
         pair = (BaseModelOutput(last_hidden_state=own) for own in (states, moved))

@@ -19,6 +19,7 @@ from tcompress.files import write_text
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
+from tcompress.project import INSTALL, REPOSITORY
 
 Key = Callable[[Any], object]
 
@@ -279,7 +280,10 @@ def model_card(manifest: Manifest) -> str:
     else:
         title, body = f"{shown}, trained with tcompress", _trained(manifest)
     if plan.changes_model:
-        loading = "Without `import tcompress`, loading stops with an error. "
+        loading = (
+            f"Install tcompress with `{INSTALL}`; without `import tcompress`, "
+            "loading stops with an error. "
+        )
     found = card(title, body, f"{base}tags:\n- tcompress\n{tag}", plain=not plan.changes_model)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
@@ -324,7 +328,7 @@ def _conversion(manifest: Manifest) -> str:
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
-    return f"""{verb} by [tcompress](https://pypi.org/project/tcompress/) \
+    return f"""{verb} by [tcompress]({REPOSITORY}) \
 {manifest.tool_version}: {"; ".join(done)}.
 
 | | dense | compressed |

@@ -182,6 +182,11 @@ class TrainingFacts(_Section):
     share: float = 1.0  # of the way from the first weights to those of `best_step`
     sources: list[SourceAgreement] = Field(default_factory=list)
 
+    @property
+    def keeps_start(self) -> bool:
+        """Whether nothing was better than the start, so that the weights are as they were."""
+        return self.steps > 0 and (self.best_step == 0 or self.share == 0)
+
 
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement.
@@ -370,6 +375,8 @@ def _sentence(facts: TrainingFacts) -> str:
     by = f", taught by {teacher}" if teacher else ""
     start = next((point.validation for point in facts.curve if point.validation is not None), None)
     before = "" if start is None else f", {start:.4g} at the start"
+    if facts.keeps_start:
+        return f"Not {what.lower()}: {facts.steps:,} steps on {facts.data} tried, none better{by}."
     return (
         f"{what} for {facts.steps:,} steps on {facts.data} ({facts.samples:,} examples seen){by}; "
         f"{facts.validation} on held-out data {facts.best:.4g}{before}."

@@ -147,7 +147,7 @@ def _show_sources(facts: TrainingFacts) -> None:
 def _tell_data(facts: TrainingFacts) -> None:
     """Says what was read, what was guessed about it, and what numbers are of."""
     said = facts.settings.get("data", {})
-    guessed = ":" in facts.data and "columns" not in said
+    guessed = facts.task is not None and ":" in facts.data and "columns" not in said
     columns = " (columns guessed: `--columns` names others)" if guessed else ""
     taught = f", taught by {facts.teacher}" if facts.teacher else ""
     minutes = facts.seconds / 60

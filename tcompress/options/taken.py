@@ -31,7 +31,7 @@ def unasked(settings: Convert, said: dict[str, Any], typed: Given[Any]) -> Itera
 
 def _taken(settings: Convert, method: AnyMethod, typed: Given[Any]) -> str:
     taken = typed.ask(method.name, "method")
-    if settings.budget is not None or method.has_size:
+    if settings.budget is not None or method.name != "lprod":
         return f"No method is named: taking {taken}, as fits what is asked for; see {_PAGE}"
     quick = f"{typed.ask('svd', 'method')} {typed.ask('0.5', 'target')}".replace("` `", " ")
     fewer = typed.ask("2", "drop_layers")

@@ -20,7 +20,8 @@ def unasked(settings: Convert, said: dict[str, Any], typed: Given[Any]) -> Itera
     method = settings.method
     if method is None:
         return
-    if not said.get("method") and settings.attention is None:
+    named = said.get("method") or settings.attention or method.name == "width"  # by its options
+    if not named:
         yield _taken(settings, method, typed)
     if method.name == "lprod" and _is_fitted(settings, method):
         yield (

@@ -54,7 +54,8 @@ def error_name(kind: str) -> str:
 
 def errors_note(kinds: Iterable[str]) -> str:
     """Says what the ends of the scale of errors are, and where all else about it stands."""
-    named = " and ".join(error_name(kind) for kind in kinds if kind in _ERRORS)
+    known = [error_name(kind) for kind in kinds if kind in _ERRORS]
+    named = "errors" if len(known) > 1 else "".join(known)
     return named and f"{named}: 0 is exact, 1 as bad as zeros; see {_ERRORS_PAGE}"
 
 

@@ -66,7 +66,7 @@ def test_models_one_below_the_other_in_a_narrow_terminal(reports: dict[str, Mode
     lines = shown(render([reports["dense"], reports["small"]]), width=60).splitlines()
     assert lines[0].split() == ["gpt2"]
     tables = lines[
-        : lines.index(next(line for line in lines if line.startswith("held-out error:")))
+        : lines.index(next(line for line in lines if line.startswith("errors:")))
     ]
     assert [line.split() for line in tables].index(["gpt2-small"]) == len(tables) // 2 - 1
 

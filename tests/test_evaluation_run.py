@@ -215,7 +215,8 @@ def test_table() -> None:
     assert done.code == 0
     assert done.lines[0] == (
         "sts on pairs.jsonl:sentence1,sentence2,score: 30 examples (columns guessed: `--columns` "
-        "names others), at most 64 tokens, float32 on cpu; in brackets 95 % intervals of 50 bootstrap resamples"
+        "names others), at most 64 tokens, float32 on cpu; in brackets 95 % intervals of 50 "
+        "bootstrap resamples"
     )
     assert done.lines[1].split() == [
         "model", "metric", "value", "difference", "ratio", "examples/s",

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers.utils.logging import disable_progress_bar
@@ -87,6 +89,17 @@ def test_what_numbers_of_a_task_are_of_is_said() -> None:
     validated = run(*task, "--validation", "few.jsonl", "--columns", "label=label", "--force").out
     assert "held-out part" not in validated
     assert "guessed" not in validated
+
+
+def test_minutes_bound_the_comparison_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.training.mixing.FEWEST", 1)
+    clock = Mock(perf_counter=count(0, 100).__next__)
+    monkeypatch.setattr("tcompress.training.mixing.time", clock)
+    for minutes, compared in (([], 3), (["--minutes", "1"], 2)):
+        options = (*SHORT, *minutes, "-o", f"out-{compared}")
+        done = run("finetune", "bert-small", "--data", "texts.txt", *options)
+        assert done.code == 0, done.err
+        assert f"between the first and the best ones: {compared} of 3 batches" in done.err
 
 
 def test_json() -> None:

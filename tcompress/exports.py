@@ -32,6 +32,7 @@ from tcompress.models.names import (
 )
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import Progress, Silent
+from tcompress.project import REPOSITORY
 from tcompress.structures.modules.linear import StructuredLinear, widened
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 
@@ -247,7 +248,7 @@ def _card(artifact: Artifact) -> str:
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = source, f"`{source}`"
     plain = stands_alone(artifact.config)
-    body = f"""[tcompress](https://pypi.org/project/tcompress/) compressed {len(layers)} layers of \
+    body = f"""[tcompress]({REPOSITORY}) compressed {len(layers)} layers of \
 {origin}{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and \
 are as large as before: the model computes what the compressed one computes within rounding, and \
 needs nothing but {"Transformers" if plain else "tcompress' own model"}."""

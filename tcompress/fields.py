@@ -276,8 +276,8 @@ def read_blocks(texts: Sequence[str]) -> list[int]:
 
 
 def read_factors(texts: Sequence[str]) -> Any:
-    """Reads `3`, or several such as `2,4,8`."""
-    words = [word.strip() for word in ",".join(texts).split(",")]
+    """Reads `3`, or several such as `2,4,8`; `3x` is 3 too."""
+    words = [word.strip().removesuffix("x") for word in ",".join(texts).split(",")]
     if not all(re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", word) for word in words):
         raise ValueError("allowed are numbers such as `3` or `2,4,8`")
     found = [float(word) for word in words]

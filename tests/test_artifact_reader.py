@@ -17,6 +17,7 @@ from tcompress.artifact.reader import Artifact, check_files, is_converted, verif
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
 from tcompress.exports import export_dense
+from tcompress.project import UPDATE
 from tcompress.reporting.model_report import report_of
 from tests.support.converted import converted, recipe
 
@@ -135,7 +136,7 @@ def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
     assert error.message == (
         f"the model has format version `{version}`, this tcompress reads up to 4"
     )
-    assert error.hint == "upgrade: `pip install --upgrade tcompress`"
+    assert error.hint == f"upgrade: `{UPDATE}`"
     with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 4"):
         AutoModel.from_pretrained(folder)
 

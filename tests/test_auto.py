@@ -311,4 +311,4 @@ def test_reports_compare_with_equal_shares_and_single_methods(
 def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
     done = run("convert", folder, "--method", "auto", "--target", "0.25", "--dry-run")
     assert done.code == 0
-    assert "shared out when converting: what is shown stands in" in done.out
+    assert "by loss, measured when converting; the plan is provisional" in done.out

@@ -176,7 +176,7 @@ def test_dry_runs_show_the_budget(folder: Path) -> None:
         assert done.code == 0, done.err
         name = option.partition("=")[0]
         assert name in done.out
-        assert "shared out when converting" in done.out
+        assert "measured when converting" in done.out
     done = run(*asked, "--target-params=20K", "--calib=none")
     assert "alike for all layers" in done.out
 

@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from tcompress.cli import terminal
 from tcompress.cli.convert import default_output
 from tcompress.models import WeightStore
+from tcompress.reporting.formatting import bytes_text
 from tests.support.cli import run
 from tests.support.model_folders import model_folder
 from tests.support.training import AtStep
@@ -152,6 +153,57 @@ def test_data_aware_conversion_reports_held_out_errors(model: Path) -> None:
     assert manifest("out")["calibration"]["samples"] == 24
 
 
+def test_work_that_was_left_is_named(model: Path) -> None:
+    left = Path(".other.partial")
+    left.mkdir(mode=0o700)
+    for name in ("identity", "lock"):
+        (left / name).write_bytes(b"12345")
+    done = run("convert", model, "--p", "2", "--calib", "none", "-o", "out")
+    assert done.code == 0
+    said = "Runs that were stopped left work in `.other.partial` (10 B): "
+    assert said in done.err
+    assert left.is_dir()
+
+
+TAKEN = {
+    "": "No method or size is named: taking `--method lprod` with p = 4, which takes minutes; "
+    "quicker are `--method svd --target 0.5` and `--drop-layers 2`",
+    "--target 0.5": "No method is named: taking `--method svd`",
+    "--method lprod --p 4": "the layer of the paper is `--transform dct`",
+    "--p 2": "the layer of the paper is `--transform dct`",
+}
+
+
+@pytest.mark.parametrize("options", TAKEN)
+def test_what_is_taken_unasked_is_said_first(model: Path, options: str) -> None:
+    done = run("convert", model, *options.split(), "--dry-run")
+    assert done.code == 0, done.err
+    assert TAKEN[options] in done.err
+    quiet = run("convert", model, *options.split(), "--dry-run", "--quiet")
+    assert (quiet.out, quiet.err) == (done.out, "")
+
+
+@pytest.mark.parametrize("options", ["--method svd --target 0.5", "--p 2 --transform dct"])
+def test_of_what_was_asked_for_nothing_is_said(model: Path, options: str) -> None:
+    assert run("convert", model, *options.split(), "--dry-run").err == ""
+
+
+def test_a_size_without_a_method_is_of_svd() -> None:
+    for options in ({"target": 0.5}, {"rank": 3}, {"target_bytes": "1MB"}, {"max_error": 0.1}):
+        assert conversion(options).method.name == "svd", options
+    for options in ({}, {"p": 2}, {"init": "random", "target": 0.5}, {"only": ["q"]}):
+        assert conversion(options).method.name == "lprod", options
+
+
+def test_data_that_nothing_is_fitted_to_is_said_not_to_be_read(model: Path) -> None:
+    Path("texts.txt").write_text("a fox\n" * 8)
+    options = ("convert", model, "--calib", "texts.txt", "--keep-layers", "1")
+    said = "Nothing is fitted, so `texts.txt` is not read.\n"
+    assert said in run(*options, "--dry-run").out
+    assert said in run(*options, "-o", "out").out
+    assert said not in run(*options, "--method", "svd", "--rank", "2", "--dry-run").out
+
+
 def test_json_is_one_document(model: Path) -> None:
     done = run("convert", model, "--method", "svd", "--rank", "4", "--calib", "none", "--json")
     assert done.code == 0
@@ -237,9 +289,11 @@ def test_interrupted_conversion_goes_on(
         patch.setattr(terminal, "shown_progress", lambda quiet: nullcontext(stopping))
         done = run("convert", model, *options)
     assert (done.code, done.out) == (code, "")
+    kept = sum(path.stat().st_size for path in Path(".out.partial").rglob("*") if path.is_file())
     assert done.err == (
         "error: interrupted; `out` was not written\n\n"
-        "hint: run the same command again: it goes on where it stopped\n"
+        "hint: run the same command again: it goes on where it stopped; or delete what is kept for "
+        f"that: `.out.partial` ({bytes_text(kept)})\n"
     )
     with pytest.raises(OSError, match="out"):
         AutoModel.from_pretrained("./out")

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers.utils.logging import disable_progress_bar
@@ -17,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from tcompress.cli.finetune import GRACE, default_output
 from tcompress.options import Finetune
 from tests.support.cli import error, run
-from tests.support.evaluation import encoder, labelled_file
+from tests.support.evaluation import encoder, labelled_file, rows_file
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
 from tests.support.training import memory_for, small_encoder
@@ -74,6 +76,30 @@ def test_a_start_that_stays_the_best_says_what_to_do() -> None:
     done = run("finetune", "bert-small", "--data", "texts.txt", "--lr", "10", *SHORT)
     assert done.code == 0
     assert "with the weights of step 0.\nNo step did better than the start: give more" in done.out
+
+
+def test_what_numbers_of_a_task_are_of_is_said() -> None:
+    rows_file(Path("few.jsonl"), text=sentences(12), label=[0, 1] * 6)
+    task = ("finetune", "bert-small", "--task", "classification", "--data", "few.jsonl", *SHORT)
+    done = run(*task)
+    assert done.code == 0, done.err
+    assert "few.jsonl:text,label (columns guessed: `--columns` names others)" in done.out
+    assert "`accuracy` is of a held-out part of few.jsonl" in done.out
+    assert "examples to train on: with fewer than 30 little is learnt" in done.err
+    validated = run(*task, "--validation", "few.jsonl", "--columns", "label=label", "--force").out
+    assert "held-out part" not in validated
+    assert "guessed" not in validated
+
+
+def test_minutes_bound_the_comparison_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tcompress.training.mixing.FEWEST", 1)
+    clock = Mock(perf_counter=count(0, 100).__next__)
+    monkeypatch.setattr("tcompress.training.mixing.time", clock)
+    for minutes, compared in (([], 3), (["--minutes", "1"], 2)):
+        options = (*SHORT, *minutes, "-o", f"out-{compared}")
+        done = run("finetune", "bert-small", "--data", "texts.txt", *options)
+        assert done.code == 0, done.err
+        assert f"between the first and the best ones: {compared} of 3 batches" in done.err
 
 
 def test_json() -> None:
@@ -222,10 +248,12 @@ def test_ctrl_c_keeps_the_training(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "stopping after this step" in err
-    assert err.endswith(
+    assert err.endswith(("kB)\n", "MB)\n"))
+    assert (
         f"error: interrupted; `{output}` was not written, but the training so far is kept\n\n"
-        "hint: run the same command again: it goes on where it stopped\n"
-    )
+        "hint: run the same command again: it goes on where it stopped; or delete what is kept for "
+        f"that: `{output.parent}/.out.partial` ("
+    ) in err
     assert not output.exists()
     (checkpoint,) = kept.glob("step-*")
     assert json.loads((checkpoint / "run.json").read_text())["step"] == int(checkpoint.name[5:])

@@ -10,7 +10,7 @@ import tcompress
 from tcompress.attention import replacements
 from tcompress.cli.flags import offers
 from tcompress.evaluation.measuring import TASKS
-from tcompress.fields import typed_fields, words_of
+from tcompress.fields import read_factors, typed_fields, words_of
 from tcompress.options import Convert, Evaluate, complete, recipe_names
 from tcompress.options.method_options import REPLACEMENTS
 from tests.support.cli import commands, run, worked
@@ -63,6 +63,22 @@ def test_no_command_shows_the_help() -> None:
     done = run()
     assert done.code == 2
     assert "Usage: tcompress [OPTIONS] COMMAND" in done.out
+
+
+@pytest.mark.parametrize("name", ["", "methods"])
+def test_help_is_a_word_too(name: str) -> None:
+    assert run("help", *name.split()).out == worked(*name.split(), "--help").out
+
+
+def test_switches_take_nothing_in_the_help() -> None:
+    for name, _ in commands():
+        shown = worked(*name.split(), "--help").out
+        assert "<" not in shown, name
+
+
+def test_a_factor_may_end_as_it_is_said() -> None:
+    assert read_factors(["3x"]) == 3
+    assert read_factors(["2x,4"]) == [2, 4]
 
 
 def test_module_runs_as_a_program() -> None:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields",
+    "options", "fields", "project",
 }  # fmt: skip
 APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
@@ -26,14 +26,15 @@ ALLOWED: dict[str, set[str]] = {
     "progress": set(),
     "linalg": {"errors"},
     "fields": set(),
+    "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
-    "models": {"errors", "files"},
+    "models": {"errors", "files", "project"},
     "roles": {"errors"},
-    "options": {"errors", "files", "models", "fields", "structures"},
+    "options": {"errors", "files", "models", "fields", "structures", "project"},
     "planning": {"errors", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
-    "artifact": {"errors", "files", "structures", "models", "options", "planning"},
+    "artifact": {"errors", "files", "structures", "models", "options", "planning", "project"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",

@@ -73,7 +73,7 @@ def test_options(options: dict[str, Any], made: dict[str, Any]) -> None:
     chosen = conversion(options)
     method = None if chosen.method is None else chosen.method.name
     assert {name: getattr(chosen, name) for name in made} == made
-    assert method == ("lprod" if "target" in made else None)
+    assert method == ("svd" if "target" in made else None)
 
 
 def test_options_take_the_place_of_a_recipe_s() -> None:
@@ -91,7 +91,7 @@ def test_options_take_the_place_of_a_recipe_s() -> None:
 
 def test_in_python(bert: str) -> None:
     assert tcompress.plan(bert, keep_layers=[1, 3]).method == "depth"
-    assert tcompress.plan(bert, keep_layers=[1, 3], target=0.9).method == "lprod + depth"
+    assert tcompress.plan(bert, keep_layers=[1, 3], target=0.9).method == "svd + depth"
     assert tcompress.plan(bert, method="none", drop_layers=1).method == "depth"
     with pytest.raises(RecipeError, match="`p` needs a method"):
         tcompress.plan(bert, method="none", drop_layers=1, p=4)

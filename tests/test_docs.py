@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 import tcompress
 from tcompress.cli.main import program
 from tcompress.options import method_names, recipe_names, replacement_names
+from tcompress.project import REPOSITORY
 from tests.support.cli import commands
 
 ROOT = Path(__file__).parents[1]
@@ -144,3 +146,16 @@ def test_programs_of_benchmarks_exist() -> None:
     for path in PAGES:
         for name in re.findall(r"python (benchmarks/\w+\.py)", path.read_text("utf-8")):
             assert (ROOT / name).is_file(), f"{path.name}: {name}"
+
+
+def test_the_repository_is_named_in_one_file_and_no_package_index_anywhere() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert declared["project"]["urls"]["Repository"] == REPOSITORY
+    code = {path.name: path.read_text("utf-8") for path in (ROOT / "tcompress").rglob("*.py")}
+    assert [name for name, text in code.items() if REPOSITORY in text] == ["project.py"]
+    # `names.py` keeps what configs of earlier versions hold.
+    strayed = ("pypi.org", "pip install tcompress", "--upgrade tcompress", "install 'tcompress[")
+    assert {name for name, text in code.items() if any(word in text for word in strayed)} <= {
+        "names.py",
+        "project.py",
+    }

@@ -374,7 +374,7 @@ RANKED = {"method": {"name": "svd", "rank": 4}}
     ("given", "table", "wanted"),
     [
         ({"embeddings": "svd"}, None, ("svd", None, 0.25, None)),
-        ({"embeddings": "svd", "target": 0.4}, None, ("svd", None, 0.4, "lprod")),
+        ({"embeddings": "svd", "target": 0.4}, None, ("svd", None, 0.4, "svd")),
         ({"embeddings": "tt", "embedding_target": 0.3, "method": "svd", "target": 0.5}, None,
          ("tt", None, 0.3, "svd")),
         # A target takes the place of the rank of a recipe, and `none` that of its embeddings.

@@ -214,8 +214,9 @@ def test_table() -> None:
     done = run("evaluate", "./bert", "./bert-small", *STS, "--no-save")
     assert done.code == 0
     assert done.lines[0] == (
-        "sts on pairs.jsonl:sentence1,sentence2,score: 30 examples, at most 64 tokens, "
-        "float32 on cpu; in brackets 95 % intervals of 50 bootstrap resamples"
+        "sts on pairs.jsonl:sentence1,sentence2,score: 30 examples (columns guessed: `--columns` "
+        "names others), at most 64 tokens, float32 on cpu; in brackets 95 % intervals of 50 "
+        "bootstrap resamples"
     )
     assert done.lines[1].split() == [
         "model", "metric", "value", "difference", "ratio", "examples/s",
@@ -248,6 +249,17 @@ def test_json() -> None:
     assert (document["protocol"]["bootstrap"], document["protocol"]["examples"]) == (50, 30)
     assert [model["protocol"] for model in document["models"]] == [{}, {}]
     json.dumps(document, allow_nan=False)
+
+
+def test_few_examples_are_warned_of() -> None:
+    named = ("--columns", "text=sentence1,pair=sentence2,score=score")
+    done = run("evaluate", "bert", *STS, *named, "--limit", "4", "--no-save")
+    assert done.code == 0, done.err
+    data = "pairs.jsonl:sentence1,sentence2,score"
+    assert f"{data}: 4 examples, at most" in done.lines[0]
+    assert done.lines[-1] == (
+        f"warning: {data} has 4 examples: with fewer than 30 neither numbers nor intervals say much"
+    )
 
 
 def test_threshold() -> None:

@@ -19,6 +19,8 @@ from transformers import BertModel, BertPreTrainedModel, Trainer, TrainingArgume
 
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
+from tcompress.models.names import METHODS
+from tcompress.project import INSTALL
 from tests.support.conversions import (
     OPTIONS,
     Made,
@@ -88,19 +90,22 @@ def test_without_tcompress_the_first_line_says_what_to_do(models: Models, tmp_pa
         # The first line of Transformers: other libraries may have warned of something before.
         said = next(line for line in ran.stderr.splitlines() if "quantization" in line)
         assert (
-            "Unknown quantization type, got tcompress (`pip install tcompress`, then `import "
+            f"Unknown quantization type, got tcompress (`{INSTALL}`, then `import "
             "tcompress` before `from_pretrained`; or write a dense copy: `tcompress export MODEL "
             "--to dense`) - supported types"
         ) in said
 
 
-def test_a_model_with_the_bare_name_of_the_method_loads(models: Models, tmp_path: Path) -> None:
-    """As they were written before the name said what to do."""
+@pytest.mark.parametrize("name", METHODS[:-1])
+def test_a_model_with_an_earlier_name_of_the_method_loads(
+    models: Models, tmp_path: Path, name: str
+) -> None:
+    """As they were written before the name said what to do, or named a package index."""
     made = models("bert", "dct")
     folder = Path(shutil.copytree(made.folder, tmp_path / "older"))
     (folder / "tcompress.json").unlink()
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = "tcompress"
+    config["quantization_config"]["quant_method"] = name
     (folder / "config.json").write_text(json.dumps(config))
     assert len(Artifact.open(folder).layers) == len(made.plan.layers)
     found = type(made.load()).from_pretrained(folder)

@@ -48,6 +48,15 @@ def test_a_dense_model_with_records(tmp_path: Path) -> None:
     assert "trained 400 steps, 2 min" in " ".join(shown(render([report])).split())
 
 
+def test_healing_that_found_nothing_better_is_called_so(tmp_path: Path) -> None:
+    folder = converted("bert", tmp_path).folder
+    for facts in ({"best_step": 0}, {"share": 0.0}):
+        record(folder, training=[training(**facts)])
+        assert healed_text(report_of(folder)) == "no (400 steps tried, none better)"
+    record(folder, training=[training(), training(best_step=0)])
+    assert healed_text(report_of(folder)) == "yes, 400 steps, 2 min"
+
+
 def test_bytes_of_layers(tmp_path: Path) -> None:
     layer = report_of(converted("bert", tmp_path, dtype="bfloat16").folder).layers[0]
     assert (layer.bytes.dense, layer.bytes.now) == (2 * 32 * 32, 2 * 32 * 32 // 4)

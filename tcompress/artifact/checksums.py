@@ -12,6 +12,7 @@ from typing import Any
 
 from tcompress.errors import ArtifactError, parse_json, read_settings
 from tcompress.models.names import FORMAT_VERSION, MANIFEST
+from tcompress.project import UPDATE
 
 AGAIN = "copy the folder again, or convert the model again"
 ZEROS = "0" * 64  # stand in a manifest for its own digest
@@ -56,7 +57,7 @@ def check_format_version(version: Any) -> None:
         raise ArtifactError(
             f"the model has format version `{version}`, this tcompress reads up to "
             f"{FORMAT_VERSION}",
-            "upgrade: `pip install --upgrade tcompress`",
+            f"upgrade: `{UPDATE}`",
         )
 
 

@@ -28,6 +28,7 @@ from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CALLED, MANIFEST
 from tcompress.models.store import DTYPES
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
+from tcompress.project import INSTALL
 from tcompress.structures.modules.experts import child_of
 
 WEIGHTS = "model.safetensors"
@@ -35,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 
 # For those who look into `config.json` since Transformers told them to delete the section.
 NOTE = (
-    "converted by tcompress: `pip install tcompress`, then `import tcompress` before loading; "
+    f"converted by tcompress: `{INSTALL}`, then `import tcompress` before loading; "
     "without this section nothing can load the model"
 )
 

@@ -20,6 +20,7 @@ from tcompress.models.card import head_of, render_head
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
+from tcompress.project import INSTALL, REPOSITORY
 
 Key = Callable[[Any], object]
 
@@ -182,6 +183,11 @@ class TrainingFacts(_Section):
     share: float = 1.0  # of the way from the first weights to those of `best_step`
     sources: list[SourceAgreement] = Field(default_factory=list)
 
+    @property
+    def keeps_start(self) -> bool:
+        """Whether nothing was better than the start, so that the weights are as they were."""
+        return self.steps > 0 and (self.best_step == 0 or self.share == 0)
+
 
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement.
@@ -285,7 +291,10 @@ def model_card(manifest: Manifest, folder: Path) -> str:
     else:
         title, body = f"{shown}, trained with tcompress", _trained(manifest)
     if plan.changes_model:
-        loading = "Without `import tcompress`, loading stops with an error. "
+        loading = (
+            f"Install tcompress with `{INSTALL}`; without `import tcompress`, "
+            "loading stops with an error. "
+        )
     written = render_head(head, tags, base_model=base)
     found = card(title, body, written, plain=not plan.changes_model)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
@@ -329,7 +338,7 @@ def _conversion(manifest: Manifest) -> str:
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
-    return f"""{verb} by [tcompress](https://pypi.org/project/tcompress/) \
+    return f"""{verb} by [tcompress]({REPOSITORY}) \
 {manifest.tool_version}: {"; ".join(done)}.
 
 | | dense | compressed |
@@ -371,6 +380,8 @@ def _sentence(facts: TrainingFacts) -> str:
     by = f", taught by {teacher}" if teacher else ""
     start = next((point.validation for point in facts.curve if point.validation is not None), None)
     before = "" if start is None else f", {start:.4g} at the start"
+    if facts.keeps_start:
+        return f"Not {what.lower()}: {facts.steps:,} steps on {facts.data} tried, none better{by}."
     return (
         f"{what} for {facts.steps:,} steps on {facts.data} ({facts.samples:,} examples seen){by}; "
         f"{facts.validation} on held-out data {facts.best:.4g}{before}."

@@ -31,6 +31,18 @@ def partial_folder(output: Path) -> Path:
     return output.parent / f".{output.name}.partial"
 
 
+def unfinished(output: Path) -> dict[Path, int]:
+    """Lists working folders beside an output that nobody works in, with their bytes."""
+    found = {}
+    for folder in sorted(Path(os.path.abspath(output)).parent.glob(".*.partial")):
+        with suppress(OSError, Timeout):  # no run's, or one is at work there
+            if (folder / "identity").is_file() and (folder / _LOCK).is_file():
+                with FileLock(folder / _LOCK).acquire(timeout=0):
+                    sizes = (p.stat().st_size for p in folder.rglob("*") if p.is_file())
+                    found[folder] = sum(sizes)
+    return found
+
+
 def check_place(output: Path) -> None:
     """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import Look, first_look
+from tcompress.errors import listed
 from tcompress.fields import FIT, METHOD_OPTIONS
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tcompress.conversion.converter import Converted
     from tcompress.models import SourceModel
     from tcompress.options.steps import Architecture
+    from tcompress.planning.entries import Plan
 
 EXAMPLES = (
     "tcompress convert bert-base --method lprod --p 4",
@@ -41,6 +43,7 @@ class Job:
     access: Access
     manner: Manner
     architecture: Architecture | None = None
+    notes: tuple[str, ...] = ()  # what is taken unasked, said before it begins
 
     def look_at_model(self, look: Look) -> None:
         """Refuses a model that can only be meant as a path, and leads nowhere."""
@@ -52,7 +55,9 @@ class Job:
             look.models(self.architecture.tokenizer, weights=False)
 
     def open(self) -> SourceModel:
-        """Opens the dense model."""
+        """Opens the dense model, once it is said what nobody asked for."""
+        for note in self.notes:
+            terminal.say(note, quiet=self.manner.quiet)
         if self.architecture is None:
             seed = self.convert.seed if self.convert.init == "random" else None
             shared = (self.access, self.manner, seed, self.convert.adapter)
@@ -87,6 +92,7 @@ def show_plan(job: Job) -> None:
         terminal.print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
     terminal.results().print(render_plan(plan, costs, source.store.total_bytes))
+    _tell_unread(job, plan)
     if job.convert.init == "random":
         terminal.tell(
             f"Weights will be drawn at random, with seed {job.convert.seed}; none are read."
@@ -104,10 +110,18 @@ def perform(job: Job) -> None:
     from tcompress.conversion.converter import convert
 
     what = f"`{job.output}` was not written"
-    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+    quiet = job.manner.quiet
+    with terminal.resumable(lambda: what, quiet=quiet, output=job.output) as heard:
         progress = heard["progress"]
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
     _show_result(done, job)
+
+
+def _tell_unread(job: Job, plan: Plan) -> None:
+    """Says that data was given for nothing, where nothing is fitted to it."""
+    source = job.convert.calibration.source
+    if source not in (("builtin",), ("none",)) and not plan.reads_data:
+        terminal.tell(f"Nothing is fitted, so {listed(source)} is not read.")
 
 
 def _show_result(done: Converted, job: Job) -> None:
@@ -123,6 +137,7 @@ def _show_result(done: Converted, job: Job) -> None:
         return
     # Before and after; `tcompress report` has the layers.
     terminal.results().print(render([report.model_copy(update={"layers": (), "left": ()})]))
+    _tell_unread(job, done.manifest.plan)
     resumed = ", continuing an interrupted run" if done.resumed else ""
     terminal.tell(f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
     following = f"tcompress finetune {terminal.typed(name)}"
@@ -148,12 +163,15 @@ def convert(
     """Does what `tcompress convert` says."""
     from tcompress.options import find_recipe, parse_recipe
     from tcompress.options.choose import conversion
+    from tcompress.options.taken import unasked
 
     recipe = parse_recipe(*find_recipe(call.recipe)) if call.recipe is not None else None
-    settings = conversion(said.values(), recipe, structure=call.structure, typed=said)
+    values = said.values()
+    settings = conversion(values, recipe, structure=call.structure, typed=said)
+    notes = () if recipe is not None else tuple(unasked(settings, values, said))
     folder = written.output or (recipe and recipe.output)
     output = Path(folder or default_output(one.model, settings))
-    job = Job(one.model, settings, output, written.force, access, manner)
+    job = Job(one.model, settings, output, written.force, access, manner, notes=notes)
     if len(settings.speedups) > 1:
         _convert_family(job, planned.dry_run)
         return

@@ -11,7 +11,7 @@ from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import InputError
 from tcompress.options.commands import Hub, Manner, Measured
-from tcompress.options.steps import Evaluate
+from tcompress.options.steps import FEW, Evaluate
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,29 +64,53 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
         found = {"threshold": threshold, "missed": list(missed)}
         terminal.print_json({**document(scores), **found})
     else:
-        terminal.tell(_headline(scores))
+        terminal.tell(_headline(scores, wanted))
         terminal.results().print(score_table(scores))
+        _tell_few(scores)
     for name, label in missed.items():
         terminal.say(f"{name}: misses the threshold {bound} on `{label}`")
     if missed:
         raise typer.Exit(terminal.THRESHOLD)
 
 
-def _headline(scores: Sequence[ModelScores]) -> str:
-    """Says in a line what was measured."""
+def _tell_few(scores: Sequence[ModelScores]) -> None:
+    """Warns of sets whose numbers, and intervals, say little."""
+    for own in (item.protocol for item in scores[0].sets):
+        if own["examples"] < FEW:
+            terminal.tell(
+                f"warning: {own['data']} has {_examples(own['examples'])}: with fewer than {FEW} "
+                "neither numbers nor intervals say much"
+            )
+
+
+def _examples(number: int) -> str:
+    return f"{number:,} example" + "s" * (number != 1)
+
+
+def _headline(scores: Sequence[ModelScores], wanted: Evaluate) -> str:
+    """Says in a line what was measured, and that its columns were guessed."""
     protocols = [item.protocol for item in scores[0].sets]
     facts = protocols[0]
     sets = [
-        f"{own['data']}: {own['examples']:,} examples"
+        f"{own['data']}: {_examples(own['examples'])}"
         + (" without labels, so that only agreement is measured" if "labels" in own else "")
         for own in protocols
     ]
+    if not wanted.columns and any(_names_columns(own["data"], wanted.data) for own in protocols):
+        sets[-1] += " (columns guessed: `--columns` names others)"
     length = f", at most {facts['max_length']} tokens" if facts["max_length"] else ""
     dtypes = sorted({item.sets[0].protocol["dtype"] for item in scores})
     text = f"{facts['task']} on {'; '.join(sets)}{length}, {'/'.join(dtypes)} on {facts['device']}"
     if facts["bootstrap"]:
         text += f"; in brackets 95 % intervals of {facts['bootstrap']:,} bootstrap resamples"
     return text
+
+
+def _names_columns(name: str, asked: Sequence[str]) -> bool:
+    """Whether a name of data ends with columns, beyond what was asked for."""
+    if ".txt:" in name:  # which has one column
+        return False
+    return ":" in name and not any(data.endswith(name.rpartition("/")[2]) for data in asked)
 
 
 def score_table(scores: Sequence[ModelScores]) -> Table:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,8 @@ def finetune(
     from tcompress.training.finetuning import finetune as train_model
 
     quiet = manner.quiet or not _is_main_process()
-    with _one_voice(), terminal.resumable(lambda: terminal.unwritten(folder), quiet=quiet) as heard:
+    what = partial(terminal.unwritten, folder)
+    with _one_voice(), terminal.resumable(what, quiet=quiet, output=folder) as heard:
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         heard["say"] = terminal.say  # what the user should know is no progress
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
@@ -142,6 +144,23 @@ def _show_sources(facts: TrainingFacts) -> None:
         terminal.tell(f"Step {facts.best_step:,} is farther from the teacher on {listed(harmed)}.")
 
 
+def _tell_data(facts: TrainingFacts) -> None:
+    """Says what was read, what was guessed about it, and what numbers are of."""
+    said = facts.settings.get("data", {})
+    guessed = facts.task is not None and ":" in facts.data and "columns" not in said
+    columns = " (columns guessed: `--columns` names others)" if guessed else ""
+    taught = f", taught by {facts.teacher}" if facts.teacher else ""
+    minutes = facts.seconds / 60
+    terminal.tell(
+        f"{facts.samples:,} examples of {facts.data}{columns} in {minutes:.1f} minutes{taught}"
+    )
+    if facts.task is not None and "validation" not in said:
+        terminal.tell(
+            f"`{facts.validation}` is of a held-out part of {facts.data}, which the dense model "
+            "may have learnt: `--validation FILE` measures on other data."
+        )
+
+
 def _show_result(done: Finetuned, *, as_json: bool) -> None:
     """Prints what training did, and what to do next."""
     facts, name = done.facts, terminal.relative(done.folder)
@@ -165,17 +184,14 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
             f"{point.seconds / 60:.1f}",
         )
     terminal.results().print(rows)
-    taught = f", taught by {facts.teacher}" if facts.teacher else ""
-    terminal.tell(
-        f"{facts.samples:,} examples of {facts.data} in {facts.seconds / 60:.1f} minutes{taught}"
-    )
+    _tell_data(facts)
     if facts.sources:
         _show_sources(facts)
     step = facts.best_step if facts.share else 0
     part = f"weights {100 * facts.share:.0f} % of the way to"
     way = part if 0 < facts.share < 1 else "the weights of"
     terminal.tell(f"Wrote `{name}`, with {way} step {step:,}.")
-    if facts.steps and not step:
+    if facts.keeps_start:
         terminal.tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
     terminal.tell(f"Next: `tcompress evaluate {terminal.typed(name)} --task {measured} --data ...`")

@@ -58,6 +58,9 @@ class _Command(TyperCommand):
         folded = [item for item in self.params if item.name in self.folded]
         for item in folded:
             item.hidden = True  # type: ignore[attr-defined]
+        for item in self.params:
+            if item.param_type_name == "argument":  # its name says what it takes
+                item.display_type_rich = lambda ctx: None  # type: ignore[attr-defined]
         super().format_help(ctx, formatter)
         for item in folded:
             item.hidden = False  # type: ignore[attr-defined]
@@ -65,7 +68,7 @@ class _Command(TyperCommand):
     def get_help_option(self, ctx: Any) -> Any:
         found: Any = super().get_help_option(ctx)
         if found is not None:
-            found.rich_help_panel = COMMON
+            found.rich_help_panel, found.metavar = COMMON, ""
         return found
 
 
@@ -181,7 +184,9 @@ def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
     flag, switch = item.flag, members(item.annotation) == [bool]
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}
-    if not switch:
+    if switch:
+        shown["metavar"] = ""  # newer parsers write `<bool>` otherwise
+    else:
         metavar = flag.metavar or _metavar(item, brief=brief)
         shown |= {"metavar": metavar, "autocompletion": offers(item)}
     kind: Any = bool if switch else list[str] if _several(item) else str

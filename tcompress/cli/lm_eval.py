@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from tcompress.cli.first_look import first_look
 from tcompress.errors import InputError
 from tcompress.options.commands import Passed
+from tcompress.project import install_with
 
 EXAMPLES = (
     "tcompress lm-eval run --model hf --model_args pretrained=./small ...",
@@ -24,7 +25,7 @@ def lm_eval(call: Passed) -> None:
     """Does what `tcompress lm-eval` says."""
     if find_spec("lm_eval") is None:
         text = "lm-evaluation-harness is not installed"
-        raise InputError(text, "run `pip install 'tcompress[eval]'`")
+        raise InputError(text, f"run `{install_with('eval')}`")
     # Those of the harness's arguments that name a model.
     models = re.findall(r"(?:^|,)pretrained=([^,]+)", "\n".join(call.arguments), re.MULTILINE)
     with first_look() as look:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -93,7 +93,10 @@ def _options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
@@ -102,10 +105,15 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command, by default what was typed, and ends the program with its exit code."""
-    typed = list(sys.argv[1:] if arguments is None else arguments)
+    typed = _asking_for_help(list(sys.argv[1:] if arguments is None else arguments))
     with outliving_readers(), _stoppable() as heard:
         code = _run(typed)
     sys.exit(TERMINATED if code == INTERRUPTED and heard else code)
+
+
+def _asking_for_help(typed: list[str]) -> list[str]:
+    """Takes `help`, and `help convert`, for what other programs mean by it."""
+    return [*typed[1:], "--help"] if typed[:1] == ["help"] else typed
 
 
 @contextmanager
@@ -133,7 +141,10 @@ def _run(typed: list[str]) -> int:
         # A shell that asks what may follow says what is typed so far.
         so_far = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
         asked = so_far.split()[1:] if _COMPLETION in os.environ else typed
-        whole = typer.main.get_command(program(asked))
+        whole: Any = typer.main.get_command(program(asked))
+        for item in whole.params:
+            if getattr(item, "is_flag", False):
+                item.metavar = ""  # as in `cli/flags.py`, also of what the parser adds
         # Scripts that read the document are not told what files were taken for.
         with listening(Silent()) if as_json else nullcontext():
             code = whole.main(args=typed, prog_name="tcompress", standalone_mode=False)

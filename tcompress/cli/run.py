@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,8 @@ def _run_all(said: Recipe, job: Job) -> None:
     from tcompress.reporting.console import render
 
     quiet = job.manner.quiet
-    with terminal.resumable(lambda: terminal.unwritten(job.output), quiet=quiet) as options:
+    what = partial(terminal.unwritten, job.output)
+    with terminal.resumable(what, quiet=quiet, output=job.output) as options:
         options |= {"force": job.force, "again": job.force, "token": job.access.token}
         done = run_recipe(said, source, job.output, **options)
     if job.manner.as_json:

@@ -186,14 +186,33 @@ class Interrupted(TCompressError):
 
 
 @contextmanager
-def resumable(what: Callable[[], str], *, quiet: bool) -> Iterator[dict[str, Any]]:
-    """Shows work: gives what hears of it, and says after an interruption what became of it."""
+def resumable(
+    what: Callable[[], str], *, quiet: bool, output: Path | None = None
+) -> Iterator[dict[str, Any]]:
+    """Shows work: gives what hears of it, and says after an interruption what became of it.
+
+    With an `output` it names the hidden folders beside it in which work was left.
+    """
     try:
         with shown_progress(quiet=quiet) as progress:
             yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
+        if left := _left_beside(output):
+            hint += f"; or delete what is kept for that: {left}"
         raise Interrupted(f"interrupted; {what()}", hint) from error
+    if left := _left_beside(output):
+        text = f"Runs that were stopped left work in {left}: go on with the same command, or delete"
+        say(f"{text} it.", quiet=quiet)
+
+
+def _left_beside(output: Path | None) -> str:
+    """Names folders of work that was left, with their sizes."""
+    from tcompress.artifact.workplace import unfinished
+    from tcompress.reporting.formatting import bytes_text
+
+    found = {} if output is None else unfinished(output.expanduser())
+    return ", ".join(f"`{relative(path)}` ({bytes_text(size)})" for path, size in found.items())
 
 
 def unwritten(output: Path) -> str:
@@ -253,7 +272,7 @@ def report_failure(error: BaseException, *, as_json: bool) -> int:
 
 def _usage_words(error: Any) -> tuple[str, str | None]:
     """Rewords what the parser says about the command line."""
-    from tcompress.options.words import quoted, suggestion
+    from tcompress.options.words import meant, quoted, suggestion
 
     context: Any = getattr(error, "ctx", None)
     path = context.command_path if context else "tcompress"
@@ -262,6 +281,8 @@ def _usage_words(error: Any) -> tuple[str, str | None]:
     if type(error).__name__ == "NoSuchOption":
         known = [name for item in context.command.get_params(context) for name in item.opts]
         name = error.option_name
+        if other := meant(name, known):
+            return f"unknown option `{name}`", f"here it is `{other}`; {hint}"
         return f"unknown option `{name}`", suggestion(name, known, hint)
     if found := re.match(r"No such command '(.*?)'", text):
         known = context.command.commands

@@ -18,6 +18,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from tcompress.errors import SourceError, first_line, folder_content, listed, read_settings
 from tcompress.files import write_text
+from tcompress.project import INSTALL
 
 CARD = "README.md"
 MODULES = "modules.json"  # of sentence-transformers
@@ -130,11 +131,17 @@ def _explained(error: Exception, repo: str, revision: str | None, near: str | No
 
 METHOD = "tcompress"  # our name among the quantisation methods of Transformers
 # Value of `quant_method` in `config.json`: where nobody imported us, Transformers prints it.
-CALLED = (
-    f"{METHOD} (`pip install tcompress`, then `import tcompress` before `from_pretrained`; or "
+_CURE = (
+    "then `import tcompress` before `from_pretrained`; or "
     "write a dense copy: `tcompress export MODEL --to dense`)"
 )
-METHODS = (METHOD, CALLED)  # all that were ever written; each is registered as it stands
+CALLED = f"{METHOD} (`{INSTALL}`, {_CURE}"
+_CALLED_BEFORE = f"{METHOD} (`pip install tcompress`, {_CURE}"
+METHODS = (
+    METHOD,
+    _CALLED_BEFORE,
+    CALLED,
+)  # all that were ever written; each is registered as it stands
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"

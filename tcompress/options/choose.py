@@ -27,6 +27,22 @@ NO_METHOD = "none"
 EMBEDDING_TARGET = 0.25
 """Kept fraction of the word embedding where none is given, nor one for the layers."""
 
+_EIGHT_BITS = (
+    "tcompress stores weights in 16 or 32 bits (`--dtype bfloat16`); fewer bits are for the engine "
+    "that runs the model, see docs/measurements.md#int8"
+)
+_LEAVE_OUT = (
+    "`width` leaves out neurons and parts of heads, `--drop-layers N` whole blocks; single weights "
+    "are not set to zero"
+)
+_DISTIL = "convert with any method, then `tcompress finetune` imitates the dense model"
+_ELSEWHERE = {
+    **dict.fromkeys(("int8", "int4", "8bit", "4bit", "fp8", "quant", "gptq", "awq"), _EIGHT_BITS),
+    **dict.fromkeys(("prun", "sparse", "sparsity"), _LEAVE_OUT),
+    "distil": _DISTIL,
+}
+"""Parts of names of what other programs call methods, with where it is found here."""
+
 Said = dict[str, Any]
 """Nested plain data, as a recipe would hold it."""
 
@@ -68,8 +84,7 @@ def conversion(
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
     cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings"))
-    searched = any(data.get(name) is not None for name in (*TIMES, "max_loss"))
-    usual = "width" if data.get("plain") else AUTO if searched else "lprod"
+    usual = _usual(data, said.get("method") or {}, scratch=scratch)
     data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)
     for name in _LISTS:
         data[name] = [*base.get(name, ()), *said.get(name, ())]
@@ -77,6 +92,17 @@ def conversion(
     if recipe is None:
         _check_size(result, typed)
     return result
+
+
+def _usual(data: Said, chosen: Said, *, scratch: bool) -> str:
+    """Names the method that goes with a goal; options that are `chosen` may name it too."""
+    if data.get("plain"):
+        return "width"
+    if any(data.get(name) is not None for name in (*TIMES, "max_loss")):
+        return AUTO
+    svd = _options_of("svd", "--method").model_fields.keys()
+    sized = bool(chosen) or any(data.get(name) is not None for name in BUDGETS)
+    return "svd" if sized and not scratch and chosen.keys() <= svd else "lprod"
 
 
 def _options_of(name: str, option: str) -> type[Spec]:
@@ -88,7 +114,8 @@ def _options_of(name: str, option: str) -> type[Spec]:
         known = (*both, NO_METHOD)
     if name not in known:
         where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
-        hint = suggestion(name, known, "see `tcompress methods`")
+        elsewhere = next((_ELSEWHERE[word] for word in _ELSEWHERE if word in name.lower()), None)
+        hint = elsewhere or suggestion(name, known, "see `tcompress methods`")
         raise RecipeError(f"unknown method `{name}`{where} {quoted(known)}", hint)
     return next(spec for spec in METHODS if name in spec.names())
 

@@ -16,10 +16,11 @@ from tcompress.options.document import Document, Problem, RecipeDumper, Unreadab
 from tcompress.options.read import as_plain, dotted, schema_of
 from tcompress.options.schema import RECIPE_VERSION, Recipe
 from tcompress.options.words import did_you_mean, explain, found, quoted
+from tcompress.project import UPDATE
 
 COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 _START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
-_UPDATE = "update tcompress: `pip install --upgrade tcompress`"
+_UPDATE = f"update tcompress: `{UPDATE}`"
 
 
 def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:

@@ -174,6 +174,9 @@ class Finetune(Section):
         return weights
 
 
+FEW = 30
+"""Fewer examples than this say little, whether they are learnt or measured on."""
+
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTask = Literal[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from pydantic_core import ErrorDetails
@@ -15,6 +15,21 @@ Fragment = dict[str, Any]
 """A part of a JSON schema."""
 
 _LONGEST = 40
+# What other programs, or other commands, call an option: those that are meant, the likeliest first.
+_MEANT = {
+    "--samples": ("--limit", "--calib-samples"),
+    "--max-samples": ("--limit", "--samples", "--calib-samples"),
+    "--limit": ("--samples", "--calib-samples"),
+    "--calib-samples": ("--samples", "--limit"),
+    "--data": ("--calib",),
+    "--dataset": ("--data", "--calib"),
+    "--calib": ("--data",),
+    "--train-data": ("--data", "--calib"),
+    "--out": ("--output",),
+    "--output-dir": ("--output",),
+    "--ratio": ("--target",),
+    "--quantize": ("--dtype",),
+}
 
 
 def quoted(names: Iterable[object]) -> str:
@@ -28,6 +43,11 @@ def nearest(word: object, known: Iterable[object]) -> str | None:
     begun = sorted((name for name in words if len(name) > 4 and typed.startswith(name)), key=len)
     close = begun[-1:] or difflib.get_close_matches(typed, words, 1)
     return words[close[0]] if close and words[close[0]] != word else None
+
+
+def meant(option: str, known: Collection[str]) -> str | None:
+    """Returns the option of a command that another program calls otherwise, if one is known."""
+    return next((name for name in _MEANT.get(option, ()) if name in known), None)
 
 
 def suggestion(word: object, known: Iterable[object], otherwise: str) -> str:

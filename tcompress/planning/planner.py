@@ -531,6 +531,9 @@ def _numbered(name: str) -> bool:
     return any(step.isdecimal() for step in name.split("."))
 
 
+_VAGUE = ("dense", "linear", "proj")  # names of modules that say nothing without the one above
+
+
 def _label(name: str, above: Collection[str]) -> str:
     """What people call a parameter: its module in a block, else the largest module around it."""
     steps = name.rpartition(".")[0].split(".") if name.endswith(".weight") else name.split(".")
@@ -539,4 +542,5 @@ def _label(name: str, above: Collection[str]) -> str:
             if ".".join(steps[:depth]) not in above:
                 steps = steps[:depth]
                 break
-    return next((step for step in reversed(steps) if step and not step.isdecimal()), name)
+    named = [step for step in steps if step and not step.isdecimal()] or [name]
+    return ".".join(named[-2:]) if named[-1] in _VAGUE else named[-1]

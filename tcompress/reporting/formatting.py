@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from tcompress.structures.base import Layout
     from tcompress.structures.modules.linear import PartLayout
 
-_ERRORS = {
-    "held_out": "of what layers put out for data that the fit did not see",
-    "calibration": "of what layers put out for the data that they were fitted to",
-    "weight": "of the weights themselves, whatever data does with them",
-}
+_ERRORS = ("held_out", "calibration", "weight")
+_ERRORS_PAGE = "docs/evaluation.md#errors-of-layers"
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
 
@@ -56,13 +53,10 @@ def error_name(kind: str) -> str:
 
 
 def errors_note(kinds: Iterable[str]) -> str:
-    """Says what errors are a fraction of, what the ends of the scale are, and what they tell."""
-    known = [(error_name(kind), _ERRORS[kind]) for kind in kinds if kind in _ERRORS]
-    named = "; ".join(f"{name}: squared, as a fraction {whole}" for name, whole in known)
-    return named and (
-        f"{named}. 0 is exact, 1 as bad as zeros. The smaller of two conversions is the "
-        "better one, if both are of one kind; what a task loses, `tcompress evaluate` measures."
-    )
+    """Says what the ends of the scale of errors are, and where all else about it stands."""
+    known = [error_name(kind) for kind in kinds if kind in _ERRORS]
+    named = "errors" if len(known) > 1 else "".join(known)
+    return named and f"{named}: 0 is exact, 1 as bad as zeros; see {_ERRORS_PAGE}"
 
 
 def error_text(value: float) -> str:
@@ -94,23 +88,22 @@ def coverage_text(coverage: Coverage) -> str:
     """Says in a line how much of a whole model is rewritten, and what the rest of it is."""
     whole = max(1, coverage.total)
     share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
-    named = {
+    gone = {
         "dropped with blocks": coverage.dropped,
         "replaced by another attention": coverage.replaced,
-        "embeddings": coverage.embeddings,
-        "norms and biases": coverage.norms,
     }
-    parts = [f"{name} {count_text(number)}" for name, number in named.items() if number]
+    stayed = {"embeddings": coverage.embeddings, "norms and biases": coverage.norms}
     sizes: dict[str, int] = {}
     for item in coverage.left:
         sizes[item.name] = sizes.get(item.name, 0) + item.parameters
-    dense = [f"{name} {count_text(size)}" for name, size in list(sizes.items())[:_MOST_DENSE]]
-    if rest := sum(list(sizes.values())[_MOST_DENSE:]):
-        dense.append(f"others {count_text(rest)}")
-    parts += [f"left dense: {', '.join(dense)}"] if dense else []
-    more = f"; {', '.join(parts)}" if parts else ""
-    rewritten = count_text(coverage.rewritten)
-    return f"rewritten: {rewritten} of {count_text(whole)} parameters ({share}){more}"
+    stayed |= {f"`{name}`": size for name, size in list(sizes.items())[:_MOST_DENSE]}
+    stayed["others"] = sum(list(sizes.values())[_MOST_DENSE:])
+    rewritten = count_text(coverage.rewritten) if coverage.rewritten else "none"
+    parts = [f"rewritten: {rewritten} of {count_text(whole)} parameters ({share})"]
+    for title, counts in (("", gone), ("unchanged: ", stayed)):
+        named = [f"{name} {count_text(number)}" for name, number in counts.items() if number]
+        parts += [title + ", ".join(named)] if named else []
+    return "; ".join(parts)
 
 
 def time_text(seconds: float) -> str:

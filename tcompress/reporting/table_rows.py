@@ -128,8 +128,11 @@ def healed_text(report: ModelReport) -> str:
     healed = report.is_smaller and report.init == "pretrained"
     if not report.training:
         return "no" if healed or report.init == "random" else ""
-    steps = sum(run.steps for run in report.training)
-    minutes = fmt.time_text(sum(run.seconds for run in report.training))
+    useful = [run for run in report.training if not run.keeps_start]
+    steps = sum(run.steps for run in useful or report.training)
+    minutes = fmt.time_text(sum(run.seconds for run in useful or report.training))
+    if not useful:
+        return f"no ({steps:,} steps tried, none better)"
     return f"{'yes, ' if healed else ''}{steps:,} steps, {minutes}"
 
 
@@ -190,7 +193,7 @@ def sets_note(reports: Sequence[ModelReport]) -> str:
 _SHARED = {
     "uniform": "alike for all layers",
     "loss": "by predicted loss",
-    "later": "shared out when converting: what is shown stands in",
+    "later": "by loss, measured when converting; the plan is provisional",
 }
 
 

@@ -25,7 +25,7 @@ from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
-from tcompress.training.mixing import SHARES, best_mix
+from tcompress.training.mixing import SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
 from tcompress.training.setup import (
@@ -162,12 +162,15 @@ class Loop:
         setup, state = self.setup, self.state
         if not self._mixing or not state.best_step:
             return
-        self.progress.stage("looking for the best mixture", 1, "")
-        start = self.checkpoints.best(0)
-        mix = best_mix(self.losses, start, sampler_of(setup.source, setup.options.seed))
+        name = "comparing weights between the first and the best ones"
+        self.progress.stage(name, batches_of(setup.data.held), "batches")
+        sampler = sampler_of(setup.source, setup.options.seed)
+        how: dict[str, Any] = {"heard": self.progress.advance}
+        if setup.options.minutes is not None and self.accelerator.num_processes == 1:
+            how["seconds"] = 60 * setup.options.minutes - self._seconds()
+        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
-        self.progress.advance(1, f"{mix.share:.0%} of the way")
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options

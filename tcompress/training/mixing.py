@@ -7,9 +7,10 @@ them are compared by how far outputs are from the teacher's, on samples held out
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 from statistics import fmean, stdev
 
 import torch
@@ -18,14 +19,18 @@ from torch import Tensor, nn
 from tcompress.artifact.manifest import SourceAgreement
 from tcompress.conversion.comparison import OutputComparison
 from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.training.batches import in_order
+from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
+from tcompress.training.objectives import Batch
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the start to the end."""
 
 JUDGED = 16
 """Samples that are compared at once; the more such batches, the smaller is a difference seen."""
+
+FEWEST = 8
+"""Such batches of each source, however little time there is: fewer tell nothing."""
 
 SURE = 1.96
 """Standard errors that a source has to be worse by to count as harmed."""
@@ -42,24 +47,36 @@ class Mix:
     sources: tuple[SourceAgreement, ...]
 
 
-def best_mix(losses: Losses, start: Mapping[str, Tensor], sampler: OutputSampler) -> Mix:
-    """Gives the model the best weights between these and its own."""
+def best_mix(
+    losses: Losses,
+    start: Mapping[str, Tensor],
+    sampler: OutputSampler,
+    *,
+    seconds: float = inf,
+    heard: Callable[[], None] = lambda: None,
+) -> Mix:
+    """Gives the model the best weights between these and its own.
+
+    After so many `seconds` a few batches of every source are enough; `heard` is told of each batch.
+    """
     setup = losses.setup
     line = _Line(setup.trained, start)
     found: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
     compared = {share: OutputComparison(sampler) for share in SHARES}
     setup.model.eval()
     with torch.no_grad():
-        for source, held in setup.data.held.items():
-            held.epoch = 0
-            for batch in losses.loaded(held, in_order(held, JUDGED)):
-                inputs = dict(sampler.with_variants(batch))
-                taught = losses.taught(inputs).output
-                for share in SHARES:
-                    line.go(share)
-                    own = setup.observer.run(inputs).output
-                    change = compared[share].add(source, taught, own, inputs)
-                    found[share].setdefault(source, []).append(change)
+        begun = time.perf_counter()
+        for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
+            if number >= FEWEST * len(setup.data.held) and time.perf_counter() - begun > seconds:
+                break
+            inputs = dict(sampler.with_variants(batch))
+            taught = losses.taught(inputs).output
+            for share in SHARES:
+                line.go(share)
+                own = setup.observer.run(inputs).output
+                change = compared[share].add(source, taught, own, inputs)
+                found[share].setdefault(source, []).append(change)
+            heard()
     share = chosen(found)
     line.go(share)
     agreements = {own: compared[own].agreement for own in (0.0, share, 1.0)}
@@ -76,6 +93,27 @@ def best_mix(losses: Losses, start: Mapping[str, Tensor], sampler: OutputSampler
             for source in setup.data.held
         ),
     )
+
+
+def _by_turns(losses: Losses, held: Mapping[str, Encoded]) -> Iterator[tuple[str, Batch]]:
+    """Takes a batch of every source in turn, as long as there are any."""
+    for part in held.values():
+        part.epoch = 0
+    left = {
+        source: iter(losses.loaded(part, in_order(part, JUDGED))) for source, part in held.items()
+    }
+    while left:
+        for source, batches in [*left.items()]:
+            batch = next(batches, None)
+            if batch is None:
+                del left[source]
+            else:
+                yield source, batch
+
+
+def batches_of(held: Mapping[str, Encoded]) -> int:
+    """How many batches are compared, where there is time for all."""
+    return sum(-(-len(part) // JUDGED) for part in held.values())
 
 
 def chosen(changes: Mapping[float, Changes]) -> float:

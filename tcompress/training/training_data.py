@@ -42,6 +42,7 @@ from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head, load_model
 from tcompress.models import SourceModel
 from tcompress.options import TrainingData
+from tcompress.options.steps import FEW
 from tcompress.progress import Progress, Silent
 from tcompress.training.batches import Encoded, Row
 from tcompress.training.tasks import Task, masked
@@ -99,7 +100,13 @@ def load_data(
     sources = {} if task is not None else reader.sources(kept, beside)
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
-    return Data(train, validation, found.name, digest, found.classes, pad, sources)
+    notes = [_few(found.name, len(train))] if len(train) < FEW else []
+    return Data(train, validation, found.name, digest, found.classes, pad, sources, notes)
+
+
+def _few(name: str, count: int) -> str:
+    examples = f"{count} example" + "s" * (count != 1)
+    return f"warning: {name} has {examples} to train on: with fewer than {FEW} little is learnt"
 
 
 def check_training_data(

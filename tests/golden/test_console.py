@@ -65,9 +65,7 @@ def test_models_side_by_side(reports: dict[str, ModelReport], golden: Golden) ->
 def test_models_one_below_the_other_in_a_narrow_terminal(reports: dict[str, ModelReport]) -> None:
     lines = shown(render([reports["dense"], reports["small"]]), width=60).splitlines()
     assert lines[0].split() == ["gpt2"]
-    tables = lines[
-        : lines.index(next(line for line in lines if line.startswith("held-out error:")))
-    ]
+    tables = lines[: lines.index(next(line for line in lines if line.startswith("errors:")))]
     assert [line.split() for line in tables].index(["gpt2-small"]) == len(tables) // 2 - 1
 
 

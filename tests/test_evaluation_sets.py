@@ -141,7 +141,8 @@ def test_table() -> None:
     group = ["bert", "pearson", "bert-small", "pearson", "agreement"]
     start = rows.index("model")
     wanted = ["model", "one/pairs", *group, "two/pairs", *group]
-    assert rows[start:] == [*wanted, "mean", "bert", "bert-small", "agreement"]
+    table = [*wanted, "mean", "bert", "bert-small", "agreement"]
+    assert rows[start:] == [*table, "warning:"]  # of few examples
     assert "bert-small on two/pairs.jsonl: 40 of 40 inputs in " in done.err
 
 
@@ -178,7 +179,8 @@ def test_pairs_without_scores() -> None:
     assert agreement.interval.low < agreement.value < agreement.interval.high
     done = run("evaluate", "bert", "bert-small", *STS, "--data", "bare.jsonl")
     assert "25 examples without labels, so that only agreement is measured" in done.lines[0]
-    first, second = (line.split() for line in done.lines[-2:])
+    first, second, warning = (line.split() for line in done.lines[-3:])
+    assert warning[0] == "warning:"  # of few examples
     assert (first[0], len(first)) == ("bert", 2)  # and how fast it was
     assert second[:2] == ["bert-small", "agreement"]
 

@@ -88,7 +88,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
     write_manifest(folder, measured)
-    done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3)
+    done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3, learning_rate=1e-2)
     verify_files(done.folder)
     assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
     companions = (
@@ -118,7 +118,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     assert "Not healed: fine-tune before use." in (folder / "README.md").read_text()
     card = (done.folder / "README.md").read_text()
-    assert "Not healed" not in card
+    assert "Not healed: fine-tune before use." not in card
     assert "Healed for 4 steps on texts.txt:text (32 examples seen), taught by bert; " in card
     assert f"validation loss on held-out data {facts.best:.4g}, " in card
     assert str(tmp_path) not in card

@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from tcompress.conversion.converter import Converted, convert
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.steps import Architecture
 from tcompress.own_models.architecture import open_architecture
-from tests.support.tiny import TINY
+from tests.support.tiny import TINY, named
 
 BERT: dict[str, Any] = {
     "model_type": "bert", "class": "BertForSequenceClassification", "vocab_size": 100,
@@ -23,7 +21,7 @@ LPROD = {"name": "lprod", "p": 4}
 def config_folder(family: str, folder: Path) -> Path:
     """Writes the configuration of a tiny model, and nothing else."""
     tiny = TINY[family]
-    config = getattr(transformers, tiny.config)(**tiny.options)
+    config = named(tiny.config)(**tiny.options)
     config.architectures = [tiny.model]
     config.save_pretrained(folder)
     return folder

@@ -175,14 +175,16 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool
     """
     from transformers import AutoTokenizer
 
-    reason = "no vocabulary file"
+    reason = missing = "no vocabulary file"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
     except Exception as error:
-        # Without its files a tokenizer fails in whatever line first misses them.
-        reason = first_line(error).rstrip(":")
+        # Without its files a tokenizer fails in whatever line first misses them. A line that ends
+        # with a colon begins a list of what else might be there.
+        line = first_line(error).rstrip()
+        reason = missing if line.endswith(":") else line
     else:
         # Most tokenizers can also be built from nothing, and then know no words.
         own = getattr(tokenizer, "vocab_files_names", {}).values()

@@ -109,7 +109,7 @@ def test_a_folder_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
     assert (
         load_batches(bert, Calibration(samples=500, source=str(folder), split="test")).samples == 4
     )
-    with pytest.raises(DataError, match=r"no such split .*'train', 'test'"):
+    with pytest.raises(DataError, match=r"has no split `dev`; it has `test`, `train`"):
         load_batches(bert, Calibration(samples=500, source=str(folder), split="dev"))
 
 
@@ -611,11 +611,3 @@ def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:60])
     with pytest.raises(DataError, match=rf"{damaged.name}`, a picture of `pictures` cannot be dec"):
         load_batches(vit, Calibration(samples=500, source=str(folder)))
-
-
-@pytest.mark.parametrize("name", ["[0-9]*?", "a b%20#{x};`y`"])
-def test_paths_hold_any_character(name: str, bert: SourceModel, tmp_path: Path) -> None:
-    """What shells, patterns or addresses read in another way."""
-    (tmp_path / name).mkdir()
-    file = text_file(tmp_path / name / "texts.txt", sentences(3))
-    assert load_batches(bert, Calibration(samples=500, source=file)).batches

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tcompress.data.chats import as_plain_text
 from tcompress.data.column_names import COLUMN_NAMES, ROLES
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
@@ -48,6 +49,7 @@ class Needs:
     volume: bool = False  # whether an example has a volume
     unlabelled: bool = False  # whether data without targets will do
     several: bool = False  # whether an example may have several classes
+    chats: bool = False  # whether a text may be a chat, which each model writes by its template
     instead: str = "give other data"  # what else may be done where targets are missing
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
@@ -63,6 +65,7 @@ class Examples:
     # One or two texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
     images: tuple[bytes, ...] = ()  # contents of picture files
+    chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
     # Class ids, or scores; None if nothing is to be predicted.
     targets: Targets | None = None
     labels: Classes = NO_CLASSES  # what the ids mean
@@ -285,6 +288,8 @@ def _unfit(
         )
         return "" if several and _lists_labels(table, column) else f"`{column}` holds {text}"
     if role == "text" and kind == "chat":
+        if needs is not None and needs.chats:
+            return ""
         return f"`{column}` holds chats, which this task does not read; write them as text"
     if not numbers:
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
@@ -315,8 +320,8 @@ def check_columns(
             text = f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}"
             raise DataError(text, "write, for example, `text=review,label=stars`")
         check_column(table, kinds, column)
-        why = _unfit(table, kinds, role, column, needs) if role in ("label", "score") else ""
-        if not _fits(role, kinds[column]) and (why or kinds[column] not in LISTS):
+        why = _unfit(table, kinds, role, column, needs)
+        if why and not _fits(role, kinds[column]):
             text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
             raise DataError(f"{text}; {why}" if why else text, "name another column")
 
@@ -346,9 +351,12 @@ def _guess(
         if _fits(role, kind) or (role == "label" and _is_of_lists(table, column, kind, needs))
     }
     guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
+    if role == "text" and needs.chats:
+        guesses = [column for column, kind in free.items() if kind == "chat"] or guesses
     if not guesses and role in ("image", "text"):
         guesses = [column for column, kind in free.items() if kind == role]
-        guesses = text_columns(table, guesses) if role == "text" else guesses
+        alone = role == "text" and "chat" not in free.values()  # else it may be a number of chats
+        guesses = text_columns(table, guesses) if alone else guesses[: role != "text"]
     return next(iter(guesses), None)
 
 
@@ -391,10 +399,11 @@ def _read(
     split: str,
 ) -> Examples:
     texts = [
-        [str(content(cell) or "") for cell in data[chosen[role]]]
+        [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
         for role in ("text", "pair")
         if role in chosen
     ]
+    is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"
     images: list[bytes] = []
     for cell in data[chosen["image"]] if "image" in chosen else ():
         if not isinstance(picture := content(cell), bytes):
@@ -412,6 +421,7 @@ def _read(
         fingerprint=_fingerprint(chain(map(str.encode, chain(*texts)), images), targets),
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
+        chats=tuple(data[chosen["text"]]) if is_chat else (),
         targets=targets,
         labels=classes,
         volumes=volumes,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tcompress.data.chats import as_plain_text, is_chat
+from tcompress.data.chats import as_plain_text, is_chat, joined_chats
 from tcompress.data.folders import IMAGES
 from tcompress.data.plain_files import ending
 from tcompress.data.readers import BUILDERS, read_local, without_rows
@@ -65,6 +65,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
         for column, feature in rows.features.items():
             if isinstance(feature, datasets.Image):
                 rows = rows.cast_column(column, datasets.Image(decode=False))
+        rows = joined_chats(rows)
         yield Table(rows, path.resolve().name if local else name, is_plain)
 
 
@@ -161,6 +162,7 @@ Kind = Literal["text", "image"]
 
 _MAGIC = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PROBED_ROWS = 200
+_PROBED_CHATS = 20
 
 
 def columns_of(
@@ -213,13 +215,22 @@ def kinds_of(table: Table) -> dict[str, str]:
             return "image"
         if dtype in ("binary", "large_binary", "binary_view"):  # of a picture's file, perhaps
             return "bytes"
-        if is_chat(feature):
-            return "chat"
         if isinstance(feature, datasets.Value):
             return "text" if dtype in ("string", "large_string", "string_view") else str(dtype)
         return type(feature).__name__.lower()
 
-    return {name: kind(feature) for name, feature in table.rows.features.items()}
+    kinds = {name: kind(feature) for name, feature in table.rows.features.items()}
+    maybe = [name for name, kind in kinds.items() if kind in ("text", "list", "dict", "json")]
+    if maybe:
+        first = table.rows.select_columns(maybe)[:_PROBED_CHATS]
+        kinds |= {name: "chat" for name in maybe if _holds_chats(first[name])}
+    return kinds
+
+
+def _holds_chats(cells: Sequence[Any]) -> bool:
+    """Whether cells that are not empty are chats."""
+    filled = [cell for cell in cells if cell]
+    return bool(filled) and all(map(is_chat, filled))
 
 
 def text_columns(table: Table, names: Sequence[str]) -> list[str]:

@@ -22,6 +22,7 @@ from tcompress.conversion.converter import convert
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
 from tcompress.data.encoding import image_reader
+from tcompress.data.examples import Needs, load_examples
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
@@ -611,3 +612,26 @@ def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
     damaged.write_bytes(damaged.read_bytes()[:60])
     with pytest.raises(DataError, match=rf"{damaged.name}`, a picture of `pictures` cannot be dec"):
         load_batches(vit, Calibration(samples=500, source=str(folder)))
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("content", [b"", b"no picture", None])
+def test_a_damaged_picture_without_a_name_is_known_by_its_row(
+    plain: bool, content: bytes | None, vit: SourceModel, tmp_path: Path
+) -> None:
+    """As parquet has them: bytes, or an object of bytes and path."""
+    good = sorted(image_folder(tmp_path / "pictures").rglob("*.png"))[0].read_bytes()
+    cells: list[Any] = [good, good[::-1] if content is None else content, good]
+    named = cells if plain else [{"bytes": cell, "path": None} for cell in cells]
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame({"image": named, "label": [0, 1, 0]}).to_parquet(path)
+    needs = Needs(image=True, target="class")
+    if content == b"":
+        with pytest.raises(DataError, match=r"`image` of `rows.parquet` has no picture in row 2"):
+            load_examples(str(path), "train", needs)
+        return
+    examples = load_examples(str(path), "train", needs)
+    with pytest.raises(DataError, match=r"row 2, a picture of `here` cannot be decoded \(of no kn"):
+        decode(examples.images[1], 3, "`here`")
+    with pytest.raises(DataError, match=r"row 2, a picture of `rows.parquet` cannot be decoded"):
+        load_batches(vit, Calibration(samples=500, source=str(path)))

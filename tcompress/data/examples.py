@@ -132,7 +132,8 @@ def load_examples(
         if needs.texts[0] == 2:
             data = _pairs(table, data, chosen)
         # Classes are those of the whole data, whichever of it is drawn.
-        return _read(table, data, chosen, Classes() if labels is None else labels.classes, split)
+        classes = NO_CLASSES if labels is None else labels.classes
+        return _read(table, data, chosen, places.tolist(), classes, split)
 
 
 def _is_joined(table: Table, name: str) -> bool:
@@ -355,8 +356,8 @@ def _guess(
         guesses = [column for column, kind in free.items() if kind == "chat"] or guesses
     if not guesses and role in ("image", "text"):
         guesses = [column for column, kind in free.items() if kind == role]
-        alone = role == "text" and "chat" not in free.values()  # else it may be a number of chats
-        guesses = text_columns(table, guesses) if alone else guesses[: role != "text"]
+        if role == "text":  # a single one beside chats is their id
+            guesses = [] if "chat" in free.values() else text_columns(table, guesses)
     return next(iter(guesses), None)
 
 
@@ -395,9 +396,11 @@ def _read(
     table: Table,
     data: Mapping[str, list[Any]],
     chosen: Mapping[str, str],
+    rows: Sequence[int],
     classes: Classes,
     split: str,
 ) -> Examples:
+    """Reads cells of so numbered rows."""
     texts = [
         [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
         for role in ("text", "pair")
@@ -405,9 +408,10 @@ def _read(
     ]
     is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"
     images: list[bytes] = []
-    for cell in data[chosen["image"]] if "image" in chosen else ():
-        if not isinstance(picture := content(cell), bytes):
-            raise _incomplete(table, chosen["image"], "a row without a picture", "remove that row")
+    for row, cell in zip(rows, data[chosen["image"]] if "image" in chosen else (), strict=False):
+        if not isinstance(picture := content(cell, row + 1), bytes):
+            what = f"no picture in row {row + 1}"
+            raise _incomplete(table, chosen["image"], what, "remove that row")
         images.append(picture)
     volumes = None
     if "volume" in chosen:

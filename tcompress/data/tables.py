@@ -255,7 +255,9 @@ def draw_cells(
     parts = [table.rows.select_columns([name]) for name in columns]
     order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
     places = (divmod(int(index), len(columns)) for index in order)
-    return _distinct((content(write(parts[at][row][columns[at]])) for row, at in places), count)
+    return _distinct(
+        (content(write(parts[at][row][columns[at]]), row + 1) for row, at in places), count
+    )
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
@@ -285,7 +287,7 @@ def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
 
 
 class Picture(bytes):
-    """Content of a picture's file, which knows what the file is called."""
+    """Content of a picture's file, which knows what the file is called, or which row has it."""
 
     file: str = ""
 
@@ -296,8 +298,11 @@ class Picture(bytes):
         return made
 
 
-def content(cell: Any) -> str | bytes | None:
-    """Give a cell's text or the bytes of its picture; None if it is empty."""
+def content(cell: Any, row: int | None = None) -> str | bytes | None:
+    """Give a cell's text or the bytes of its picture; None if it is empty.
+
+    A picture whose file has no name is known by its `row`, from 1.
+    """
     if isinstance(cell, dict):
         path, cell = cell.get("path"), cell.get("bytes")
         if cell is None and path:
@@ -307,9 +312,11 @@ def content(cell: Any) -> str | bytes | None:
                 text = f"the picture `{path}` cannot be read ({error.strerror})"
                 raise DataError(text, "check that the file is where the data set says") from error
         if cell and path:
-            return Picture.of(cell, str(path))
+            return Picture.of(cell, f"`{path}`")
     if isinstance(cell, str):
         return cell if cell.strip() else None  # blanks within a text belong to it
+    if isinstance(cell, bytes) and cell and row is not None:
+        return Picture.of(cell, f"row {row}")
     return cell or None
 
 

@@ -161,7 +161,7 @@ def test_a_table_is_the_same_in_every_form(
         ("p.json", '{"a": [{"x": 1}], "b": [{"x": 1}]}', "lists of rows under the keys `a`, `b`"),
         ("p.json", '{"data": []}', "`p.json` holds no rows"),
         ("p.csv", "text,label\na,0.5\nb,1\n", "`label` has no whole number in row 1 (`0.5`)"),
-        ("p.csv", "# remark\ntext,label\na,1\nb,0\n", "line 2: 2 comma-separated cells, line 1"),
+        ("p.csv", "A remark\ntext,label\na,1\nb,0\n", "line 2: 2 comma-separated cells, line 1"),
         ("p.csv", "text,label\na,1\nb,\n", "has rows without a label"),
         ("p.jsonl", '{"text": "a", "label": ["x", "y"]}\n', "`label` holds lists, and an example"),
     ],

@@ -11,7 +11,10 @@ from typing import Any
 from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+IMAGES = {
+    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
+    ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+}  # fmt: skip
 METADATA = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
 _IGNORED = {
     "README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 _DECIMAL = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?")
@@ -13,8 +14,8 @@ _WHOLE = re.compile(r"[+-]?\d+[.,]0*")  # with a decimal sign: `1` may be the na
 
 def number(cell: Any) -> float | None:
     """Read one cell as a number; None if it holds another thing."""
-    if isinstance(cell, bool | int | float):
-        return float(cell)
+    if isinstance(cell, bool | int | float | Decimal):
+        return float(cell) if cell == cell else None
     if isinstance(cell, str) and _DECIMAL.fullmatch(cell.strip()):
         return float(cell.strip().replace(",", "."))
     return None

@@ -211,6 +211,10 @@ def test_commas_in_numbers() -> None:
     assert decimals(["4,5", "3", None, "2,125"]) == [4.5, 3.0, None, 2.125]
     assert decimals(["1,000", "2,000", 3]) is None  # thousands, perhaps
     assert decimals(["4,5", "4.5"]) is None
+    assert decimals(["1,234.5", "1,234", "7", ""]) == [1234.5, 1234.0, 7.0, None]
+    assert decimals(["1.234,5", "1.234", "-7"]) == [1234.5, 1234.0, -7.0]
+    assert decimals(["1,234.5", "1.234,5"]) is None
+    assert decimals(["1 234,5", "1\u202f234", "\u22127"]) == [1234.5, 1234.0, -7.0]
 
 
 def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from tcompress.data.chats import as_plain_text
 from tcompress.data.column_names import COLUMN_NAMES, ROLES, plain_name
+from tcompress.data.folders import names_picture
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
 from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
@@ -38,6 +40,7 @@ from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
 Target = Literal["class", "score"]
+_MOST_COLUMNS = 12  # that a message names
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,8 @@ def _without(
     missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
 ) -> DataError:
     """Says which columns are missing, why those of such a name do not do, and which others may."""
-    has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+    has = ", ".join(f"`{column}` ({kind})" for column, kind in [*kinds.items()][:_MOST_COLUMNS])
+    has += f" and {len(kinds) - _MOST_COLUMNS} more" if len(kinds) > _MOST_COLUMNS else ""
     text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
     offers: dict[str, str] = {}
     mend = ""
@@ -272,6 +276,8 @@ def _without(
         if role == "label" and needs.several and len(marks) > 1:  # one for each class
             fits = ["+".join(marks)]
         offers |= {role: fits[0]} if fits else {}
+    if missing == ["label"] and [*kinds.values()] == ["image"]:
+        text += "; the names of folders are classes where there are several, all at one depth"
     other = needs.instead if missing in (["label"], ["score"]) else "give other data"
     if len(offers) < len(missing):
         other = "" if other == "give other data" else f", or {other}"
@@ -299,6 +305,8 @@ def _unfit(
             return ""
         return f"`{column}` holds chats, which this task does not read; write them as text"
     if not numbers:
+        if role == "image" and kind == "text":
+            return f"`{column}` names {_named_pictures(table, column)}"
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
     cells = table.rows[column]
     for row, cell in enumerate(cells):
@@ -309,6 +317,16 @@ def _unfit(
     if has_doubtful_commas(cells):
         return f"commas in numbers of `{column}` may be of decimals or of thousands"
     return ""
+
+
+def _named_pictures(table: Table, column: str) -> str:
+    """What a column of text holds that should hold pictures."""
+    first = next((cell for cell in table.rows[:50][column] if cell), "")
+    if re.match(r"https?://", first):
+        return f"addresses such as `{first[:60]}`, from which nothing is fetched"
+    if names_picture(first):
+        return f"files such as `{first[:60]}`, which are not beside `{table.label}`"
+    return "no pictures"
 
 
 def _likely(table: Table, columns: Sequence[str]) -> list[str]:

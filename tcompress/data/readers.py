@@ -22,9 +22,11 @@ from tcompress.data.folders import (
     METADATA,
     files_by_split,
     files_of,
+    read_documents,
     read_pictures,
     with_listed_pictures,
     with_named_pictures,
+    with_written_pictures,
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
 from tcompress.data.plain_files import ending, in_utf8, unpacked
@@ -89,7 +91,7 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
         name = kind or str(linked(path, cache))
         rows = datasets.load_dataset(name, split=split, cache_dir=str(cache), **where)
         return rows, kind is not None
-    chosen = files_of(path, split)
+    chosen = files_of(path, split, of_classes=images >= tables)
     if images >= tables:
         lists = [file for file in chosen if file.name in METADATA]
         if not lists:
@@ -104,13 +106,15 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
     others = [file for file in chosen if BUILDERS.get(ending(file)) not in (kind, None)]
     if others:
         tell(f"{path.name}: {listed(file.name for file in others)}: of another kind, not read")
+    if kind == "text" and (rows := read_documents(path, split)) is not None:
+        return rows, False
     parts = [_with_pictures(file, split, cache) for file in tabular]
     return _joined(parts, tabular), kind == "text"
 
 
 def _with_pictures(path: Path, split: str, cache: Path) -> Any:
-    """Read one file; columns of paths are the pictures there."""
-    return with_named_pictures(read_file(path, split, cache), path)
+    """Read one file; columns that name pictures, or have them written out, are these."""
+    return with_written_pictures(with_named_pictures(read_file(path, split, cache), path))
 
 
 def linked(path: Path, cache: Path) -> Path:

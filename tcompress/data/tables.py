@@ -320,6 +320,8 @@ def content(cell: Any, row: int | None = None) -> str | bytes | None:
             except OSError as error:
                 text = f"the picture `{path}` cannot be read ({error.strerror})"
                 raise DataError(text, "check that the file is where the data set says") from error
+        if path and not cell:
+            raise DataError(f"the picture `{path}` is empty", "remove it")
         if cell and path:
             return Picture.of(cell, f"`{path}`")
     if isinstance(cell, str):

@@ -11,7 +11,7 @@ from tcompress.conversion.converter import convert as run_conversion
 from tcompress.errors import RecipeError
 from tcompress.evaluation.measuring import evaluate as run_evaluation
 from tcompress.evaluation.scores import Baseline, ModelScores
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.inspection import inspect_model as inspect
 from tcompress.latency.benchmark import Bench as Times
 from tcompress.latency.benchmark import bench as run_bench

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcompress import exports as exporting
+from tcompress.exports import dense as exporting
 from tcompress.conversion.blocks import SplitSums
 from tcompress.conversion.converter import Converted, convert
 from tcompress.conversion.output_sampler import OutputSampler

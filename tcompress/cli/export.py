@@ -21,7 +21,7 @@ def export(call: Exported, written: Written, manner: Manner) -> None:
     with first_look() as look:
         look.check(check_output, folder.expanduser().absolute(), force=written.force)
         look.check(check_converted, model.expanduser())
-    from tcompress.exports import export_dense
+    from tcompress.exports.dense import export_dense
     from tcompress.models.names import stands_alone
 
     with shown_progress(quiet=manner.quiet) as progress:

@@ -1,0 +1,4 @@
+"""Files of other runtimes, opened and run like a function of named inputs.
+
+Nothing here knows how a file was made. Open `onnx_session.py` first.
+"""

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.data.inputs import inputs_of
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError, TCompressError, first_line
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
 
 OPSET = 20
-"""Layer norms, GELU and reductions by axis are single operators from here on."""
-LARGEST_FILE = 2 * 10**9
-"""Bytes of weights above which they lie outside of the file: protobuf ends at 2 GiB."""
-TRACED = (2, 12)  # batch and length that the graph is traced with; both stay free
-
-Axes = dict[int, str]
-"""Names of the axes of an input whose size is free."""
+"""The version of ONNX's operators: layer norm and GELU are one operator each from here on."""
+LARGEST_FILE = 1_900_000_000
+"""Bytes of weights above which they lie beside the file: protobuf ends at 2 GiB."""
+TRACED = (2, 12)
+"""Batch and length that a graph is traced with; both stay free."""
+_BATCH, _LENGTH = "batch_size", "sequence_length"
 
 
 class Part(nn.Module):
@@ -45,46 +45,79 @@ class Part(nn.Module):
         return tuple(computed[name] for name in self.outputs)
 
 
+class EmbeddingPart(Part):
+    """A sentence encoder whose last output is the embedding, as sentence-transformers has it."""
+
+    def __init__(self, model: nn.Module, outputs: tuple[str, ...], encoder: SentenceEncoder):
+        super().__init__(model, outputs)
+        self.encoder = encoder
+
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute the hidden states, and pool them."""
+        hidden = self.model(**inputs, return_dict=True)["last_hidden_state"]
+        return hidden, self.encoder.vectors(hidden, inputs["attention_mask"])
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """What becomes one ONNX file."""
 
     name: str  # of the file, without suffix
-    part: nn.Module = field(repr=False)
+    part: Part = field(repr=False)
     inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
     random: RandomInputs = field(repr=False)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, in order."""
+        return self.part.outputs
 
     def sample(self, batch: int, length: int, seed: int = 0) -> dict[str, Tensor]:
         """Draw inputs; every second text is padded at its end."""
-        device = torch.device("cpu")
-        drawn = self.random.batch(batch, length, seed, device, torch.float32)
-        if "attention_mask" in drawn:
-            drawn["attention_mask"][1::2, length - length // 4 :] = 0
-        if "token_type_ids" in self.inputs:
-            drawn["token_type_ids"] = torch.zeros_like(drawn["input_ids"])
-            drawn["token_type_ids"][:, length // 2 :] = 1
-        return {name: drawn[name] for name in self.inputs}
+        return drawn(self.random, self.inputs, batch, length, seed)
 
-    def axes(self, name: str) -> Axes:
+    def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
         texts = name.endswith(("_ids", "_mask"))
-        return {0: "batch", 1: "length"} if texts else {0: "batch"}
+        return {0: _BATCH, 1: _LENGTH} if texts else {0: _BATCH}
 
 
-def graphs_of(source: SourceModel, model: nn.Module) -> tuple[Graph, ...]:
-    """Say which files a model takes; an `InputError` names a family that has no form here."""
+def drawn(
+    random: RandomInputs, names: tuple[str, ...], batch: int, length: int, seed: int
+) -> dict[str, Tensor]:
+    """Draw named inputs; every second text is padded at its end."""
+    values = random.batch(batch, length, seed, torch.device("cpu"), torch.float32)
+    if "attention_mask" in names:
+        mask = torch.ones_like(values["input_ids"])
+        mask[1::2, length - length // 4 :] = 0
+        values["attention_mask"] = mask
+    if "token_type_ids" in names:
+        kinds = torch.zeros_like(values["input_ids"])
+        kinds[:, length // 2 :] = 1
+        values["token_type_ids"] = kinds
+    return {name: values[name] for name in names}
+
+
+def graphs_of(
+    source: SourceModel, model: nn.Module, encoder: SentenceEncoder | None = None
+) -> tuple[Graph, ...]:
+    """Say which files a model takes; an `InputError` names a family that has no form here.
+
+    With an `encoder`, sentence embeddings are an output too.
+    """
     kinds, random = inputs_of(source), RandomInputs.of(source, source)
     names = ["input_ids", "attention_mask"] if kinds.text else []
     names = [name for name in names if name in kinds.names]
     if "token_type_ids" in kinds.names and getattr(source.config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     names += random.shapes
-    graph = Graph("model", nn.Identity(), tuple(names), (), random)
     with torch.no_grad():
-        computed = model(**graph.sample(*TRACED), return_dict=True)
+        computed = model(**drawn(random, tuple(names), *TRACED, seed=0), return_dict=True)
     outputs = _outputs(computed)
-    return (Graph("model", Part(model, outputs).eval(), tuple(names), outputs, random),)
+    part = Part(model, outputs)
+    if encoder is not None:
+        part = EmbeddingPart(model, ("last_hidden_state", "sentence_embedding"), encoder)
+    return (Graph("model", part.eval(), tuple(names), random),)
 
 
 _LEFT_OUT = ("loss", "past_key_values", "hidden_states", "attentions", "cross_attentions")
@@ -100,17 +133,16 @@ def _outputs(computed: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def write_graph(graph: Graph, path: Path) -> None:
-    """Export a part of a model to a file.
+    """Export a part of a model to a file; its weights lie beside it above 2 GB.
 
     Raises:
         InputError: The exporter cannot express what the model computes.
     """
     inputs = graph.sample(*TRACED)
-    dims = {name: torch.export.Dim(name) for name in ("batch", "length")}
+    dims = {name: torch.export.Dim(name) for name in (_BATCH, _LENGTH)}
     free = {
         name: {axis: dims[label] for axis, label in graph.axes(name).items()} for name in inputs
     }
-    nbytes = sum(tensor.nbytes for tensor in graph.part.state_dict().values())
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -123,18 +155,41 @@ def write_graph(graph: Graph, path: Path) -> None:
                 opset_version=OPSET,
                 dynamo=True,
                 verbose=False,
-                report=False,
             )
         except (TCompressError, MemoryError):
             raise
         except Exception as error:  # the exporter raises errors of many unrelated classes
-            raise InputError(
-                f"PyTorch cannot export `{graph.name}` ({type(error).__name__}: "
-                f"{first_line(error)})",
-                "run it with PyTorch",
-            ) from error
-        assert program is not None
-        program.save(path, external_data=nbytes > LARGEST_FILE)
+            raise _unexportable(graph, error) from error
+    assert program is not None
+    _forget_origin(program.model)
+    nbytes = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    program.save(path, external_data=nbytes > LARGEST_FILE)
+
+
+def _unexportable(graph: Graph, error: BaseException) -> InputError:
+    cause = error
+    while cause.__cause__ is not None:  # the exporter wraps what was wrong in its own advice
+        cause = cause.__cause__
+    kind = type(graph.part.model).__name__
+    return InputError(
+        f"PyTorch cannot export a `{kind}` to ONNX ({type(cause).__name__}: {first_line(cause)})",
+        "run it with PyTorch",
+    )
+
+
+def _forget_origin(model: Any) -> None:
+    """Drop the stack traces of every node, which name folders of this machine."""
+    graphs = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        graph.metadata_props.clear()
+        for node in graph:
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    model.metadata_props.clear()
 
 
 @contextmanager

@@ -101,10 +101,34 @@ class Timed(Section):
 class Exported(Section):
     """What `export` writes."""
 
-    model: str = option(..., "folder of a converted model", positional=True, **FOLDER)
-    to: Literal["dense"] = option(
-        "dense", "`dense`: a plain model that computes the same, with dense weights"
+    model: str = option(
+        ..., "folder, short name or hub id; for `dense` one that was converted", positional=True, **MODEL
     )
+    to: Literal["dense", "onnx"] = option(
+        "dense",
+        "`dense`: a plain model that computes the same, with dense weights; `onnx`: files for ONNX "
+        "Runtime, sentence-transformers and transformers.js beside the model",
+    )
+
+
+class OnnxFiles(Section):
+    """Which ONNX files `export` writes."""
+
+    panel = "ONNX files"
+
+    int8: bool = option(False, "write a file with weights of eight bits too, safe on every CPU")
+    bits: Literal[8, 4] | None = option(
+        None, "write a file with weights of so many bits too; 8 is `--int8`"
+    )
+    sentence_embedding: bool | None = option(
+        None, "pool and normalise inside the graph, to a second output; default for sentence encoders"
+    )
+
+    @property
+    def bits_of_files(self) -> tuple[int, ...]:
+        """Bits of the weights of each file, float32 first."""
+        chosen = {8} if self.int8 else set()
+        return (32, *sorted(chosen | ({self.bits} if self.bits else set()), reverse=True))
 
 
 class Reported(Section):

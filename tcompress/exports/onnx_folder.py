@@ -25,7 +25,8 @@ from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError
-from tcompress.exports.onnx_graph import LARGEST_FILE, Graph, graphs_of, write_graph
+from tcompress.exports.onnx_graph import LARGEST_FILE, write_graph
+from tcompress.exports.onnx_parts import Part, parts_of
 from tcompress.exports.onnx_proof import Proof, runtime_versions
 from tcompress.exports.onnx_quantize import quantize_int4, quantize_int8
 from tcompress.hf.opening import load_model
@@ -134,29 +135,37 @@ def _linked(path: Any, target: Any) -> Any:
 def _write_files(
     source: SourceModel, folder: Path, settings: OnnxFiles, progress: Progress
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
-    model = load_model(source, dtype=torch.float32, attn_implementation="eager")
+    model = _opened(source)
     notes: list[str] = []
     encoder = _encoder(source, settings, notes)
     target = folder / FOLDER
     target.mkdir()
     found: list[ExportedFile] = []
-    graphs = graphs_of(source, model, encoder)
-    progress.stage("exporting", len(graphs) * len(settings.bits_of_files), "files")
-    for graph in graphs:
-        found += _write_graph(graph, target, settings, progress)
+    parts = parts_of(source, model, encoder)
+    progress.stage("exporting", len(parts) * len(settings.bits_of_files), "files")
+    for part in parts:
+        found += _write_part(part, target, settings, progress)
     return tuple(found), tuple(notes)
 
 
-def _write_graph(
-    graph: Graph, folder: Path, settings: OnnxFiles, progress: Progress
+def _opened(source: SourceModel) -> Any:
+    """Load a model with the ways of attention and experts that are plain products."""
+    ways = {"attn_implementation": "eager"}
+    if source.model_class._can_set_experts_implementation():
+        ways["experts_implementation"] = "batched_mm"
+    return load_model(source, dtype=torch.float32, **ways)
+
+
+def _write_part(
+    part: Part, folder: Path, settings: OnnxFiles, progress: Progress
 ) -> list[ExportedFile]:
-    path = folder / f"{graph.name}.onnx"
-    proof = Proof.of(graph)
-    write_graph(graph, path)
+    path = folder / f"{part.file}.onnx"
+    proof = Proof.of(part)
+    write_graph(part, path)
     external = _bytes_of(path) > LARGEST_FILE
     found = []
     for bits in settings.bits_of_files:
-        file, left = folder / f"{graph.name}{SUFFIXES[bits]}.onnx", ()
+        file, left = folder / f"{part.file}{SUFFIXES[bits]}.onnx", ()
         if bits == 8:
             left = quantize_int8(path, file, external)
         elif bits == 4:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tcompress.artifact.manifest import ExportedFile, environment
 from tcompress.errors import WriteError
-from tcompress.exports.onnx_graph import Graph
+from tcompress.exports.onnx_parts import CausalPart, Part, Size
 from tcompress.latency.paired_timing import device_name
 from tcompress.latency.passes import Pass, turns
 from tcompress.runtimes.onnx_session import OnnxModel
@@ -36,17 +36,20 @@ Answers = list[tuple[dict[str, Tensor], Arrays]]
 class Proof:
     """What a part of a model computes in PyTorch, to compare files with."""
 
-    graph: Graph
+    part: Part
     answers: Answers
 
     @classmethod
-    def of(cls, graph: Graph, batches: Sequence[dict[str, Tensor]] = ()) -> Proof:
+    def of(cls, part: Part, batches: Sequence[dict[str, Tensor]] = ()) -> Proof:
         """Run a part at three shapes of random inputs, and on `batches` of real ones."""
-        longest = min(graph.random.longest or 128, 128)
-        shapes = ((1, min(5, longest)), (3, min(21, longest)), (2, longest))
-        inputs = [graph.sample(*shape, seed=index) for index, shape in enumerate(shapes, start=1)]
+        longest = min(part.draw.longest or 128, 128)
+        # The last one decodes a token, where there is a cache.
+        sizes = Size(1, min(5, longest)), Size(3, min(21, longest), 0), Size(2, longest)
+        if isinstance(part, CausalPart):
+            sizes = *sizes[:2], Size(2, 1, longest - 1)
+        inputs = [part.sample(size, seed=index) for index, size in enumerate(sizes, start=1)]
         inputs += batches
-        return cls(graph, [(item, _answer(graph, item)) for item in inputs])
+        return cls(part, [(item, _answer(part, item)) for item in inputs])
 
     def difference(self, file: OnnxModel) -> float:
         """Largest absolute difference of an output from PyTorch's, without padding.
@@ -64,6 +67,13 @@ class Proof:
         return largest
 
     @property
+    def timed(self) -> Size:
+        """Sizes of the pass that is timed."""
+        batch, length = TIMED
+        length = min(length, self.part.draw.longest or length)
+        return Size(batch if self.part.has_length else 4, length)
+
+    @property
     def largest(self) -> float:
         """Largest absolute value of an output."""
         values = (np.abs(v).max(initial=0.0) for _, answer in self.answers for v in answer.values())
@@ -74,7 +84,7 @@ class Proof:
 
         An output with one vector for each token is taken token by token, without padding.
         """
-        name, cosines = self.graph.outputs[-1], []
+        name, cosines = self.part.outputs[-1], []
         for inputs, answer in self.answers:
             one, two = _inside(answer[name], inputs), _inside(_run(file, inputs)[name], inputs)
             one, two = (item.reshape(-1, item.shape[-1]).astype(np.float64) for item in (one, two))
@@ -84,10 +94,8 @@ class Proof:
 
     def seconds(self, file: OnnxModel) -> tuple[float, float]:
         """Median times of a pass, of the file and of PyTorch, in turn."""
-        batch, length = TIMED
-        length = min(length, self.graph.random.longest or length)
-        inputs = self.graph.sample(batch if "input_ids" in self.graph.inputs else 4, length)
-        passes = (Pass(lambda _: file.run(inputs)), Pass(lambda _: _answer(self.graph, inputs)))
+        inputs = self.part.sample(self.timed)
+        passes = (Pass(lambda _: file.run(inputs)), Pass(lambda _: _answer(self.part, inputs)))
         for item in passes:
             item()
         times = zip(*islice(turns(passes), REPEATS), strict=True)
@@ -117,8 +125,8 @@ class Proof:
             left=list(left),
             protocol={
                 "compared": f"outputs of {len(self.answers)} batches with PyTorch in float32",
-                "batch": TIMED[0],
-                "length": TIMED[1],
+                "batch": self.timed.batch,
+                "length": self.timed.length,
                 "threads": torch.get_num_threads(),
                 "device_name": device_name(torch.device("cpu")),
                 "instructions": instructions(),
@@ -128,10 +136,10 @@ class Proof:
         )
 
 
-def _answer(graph: Graph, inputs: dict[str, Tensor]) -> Arrays:
+def _answer(part: Part, inputs: dict[str, Tensor]) -> Arrays:
     with torch.inference_mode():
-        values = graph.part(inputs)
-    return {name: value.numpy() for name, value in zip(graph.outputs, values, strict=True)}
+        values = part(inputs)
+    return {name: value.numpy() for name, value in zip(part.outputs, values, strict=True)}
 
 
 def _run(file: OnnxModel, inputs: Mapping[str, Tensor]) -> Arrays:
@@ -145,10 +153,10 @@ def _run(file: OnnxModel, inputs: Mapping[str, Tensor]) -> Arrays:
 
 def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
     """Leave out what belongs to padding, of outputs for each token."""
-    mask = inputs.get("attention_mask")
-    if mask is None or value.shape[:2] != tuple(mask.shape) or value.ndim < 3:
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None or mask is None or value.ndim < 3 or value.shape[:2] != tuple(ids.shape):
         return value
-    return value[mask.numpy().astype(bool)]
+    return value[mask[:, -ids.shape[1] :].numpy().astype(bool)]  # it may be of a cache too
 
 
 def runtime_versions() -> dict[str, str]:

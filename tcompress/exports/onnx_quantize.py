@@ -52,13 +52,13 @@ def quantize_int8(
     graph = Graph.open(source)
     graph.split_gemm()
     graph.share_products()
-    if table_bits == 8:
-        graph.shrink_tables()
+    graph.shrink_tables(all_=table_bits == 8)
     graph.quantize_stacks()
     graph.store_others(keeps_tables=table_bits == 4)
     model = graph.stored()
     if table_bits == 4:
-        model = _blocks(model, "Gather")
+        tables = [node for node in graph.tables() if node.name not in graph.narrow()]
+        model = _blocks(model, tables)
     _save(model, target, external)
     products = [node.name for node in Graph(model).products(2)]
     if products:
@@ -89,18 +89,21 @@ def quantize_int4(source: Path, target: Path, *, external: bool = False) -> tupl
     tied = graph.part_tables()
     graph.quantize_stacks()
     graph.store_others(keeps_tables=True)
-    kept = [node.name for node in graph.tables() if node.input[0] in tied]
-    skipped = [*graph.narrow(), *kept]
-    graph = Graph(_blocks(graph.stored(), "MatMul", "Gather", skipped=skipped))
+    tables = [node for node in graph.tables() if node.input[0] not in tied]
+    narrow = graph.narrow()
+    chosen = [node for node in (*graph.products(2), *tables) if node.name not in narrow]
+    graph = Graph(_blocks(graph.stored(), chosen))
     graph.join_tables(tied)
     _save(graph.stored(), target, external)
     return _left(target)
 
 
-def _blocks(model: Any, *kinds: str, skipped: list[str] | None = None) -> Any:
-    """Quantise constants of nodes of some kinds to four bits."""
+def _blocks(model: Any, nodes: list[Any]) -> Any:
+    """Quantise the constants of products and of tables to four bits."""
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
+    chosen = {node.name for node in nodes}
+    kinds = {node.op_type for node in nodes}
     with _quiet():
         quantizer = MatMulNBitsQuantizer(
             model,
@@ -108,8 +111,8 @@ def _blocks(model: Any, *kinds: str, skipped: list[str] | None = None) -> Any:
             block_size=BLOCK,
             is_symmetric=True,
             accuracy_level=4,  # inputs have eight bits in a product
-            op_types_to_quantize=kinds,
-            nodes_to_exclude=skipped or [],
+            op_types_to_quantize=tuple(kinds),
+            nodes_to_exclude=[node.name for node in model.graph.node if node.name not in chosen],
         )
         quantizer.process()
     return quantizer.model.model
@@ -147,11 +150,7 @@ class Graph:
         from onnx import numpy_helper
 
         tensor = self.tensors.get(name)
-        if tensor is None or tensor.data_type != 1 or len(tensor.dims) < 2:
-            return None
-        if np.prod(tensor.dims) < FEWEST:
-            return None
-        return np.asarray(numpy_helper.to_array(tensor))
+        return np.asarray(numpy_helper.to_array(tensor)) if _is_large(tensor) else None
 
     def add(self, name: str, value: Array) -> str:
         """Put a tensor into the model; gives its name."""
@@ -227,6 +226,7 @@ class Graph:
             turn = turned.get(node.input[1])
             if turn is None:
                 continue
+            self.nodes = [item for item in self.nodes if item is not turn]
             parts = self._table(turn.input[0], LARGEST_STEP)
             names = [f"{part}_turned" for part in parts]
             self._integer_product(node, names[0], names[1])
@@ -245,6 +245,7 @@ class Graph:
             table = None if turn is None else self.weight(turn.input[0])
             if turn is not None and table is not None and table.shape[1] % BLOCK == 0:
                 name = turn.input[0]
+                self.nodes = [item for item in self.nodes if item is not turn]
                 found[name] = node.input[1] = self.add(f"{name}_turned", table.T)
         return found
 
@@ -288,11 +289,16 @@ class Graph:
                 self.add(part, value)
         return parts
 
-    def shrink_tables(self) -> None:
-        """Store tables that rows are read from in eight bits, with a scale for each row."""
+    def shrink_tables(self, *, all_: bool) -> None:
+        """Store tables that rows are read from in eight bits, with a scale for each row.
+
+        Without `all_`, only those that a product reads in eight bits anyway.
+        """
         from onnx import TensorProto, helper
 
         for node in self.tables():
+            if not all_ and f"{node.input[0]}_int8" not in self.tensors:
+                continue
             steps, scales = self._table(node.input[0])
             ids, (out,) = node.input[1], node.output
             names = [f"{out}_{end}" for end in ("int8", "steps", "scales")]
@@ -350,7 +356,7 @@ class Graph:
         read = {name for node in self.nodes for name in node.input}
         for name in [name for name in self.tensors if name in read - spared]:
             weight = self.weight(name)
-            if weight is None or name.endswith("_scales"):
+            if weight is None:
                 continue
             # A scale for each index of the longest axis.
             others = tuple({*range(weight.ndim)} - {int(np.argmax(weight.shape))})
@@ -380,21 +386,19 @@ def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[A
     return steps.astype(np.int8), scales.astype(np.float32)
 
 
+def _is_large(tensor: Any) -> bool:
+    """Whether a tensor is in float32, of some size, of more than one axis, and no scales."""
+    if tensor is None or tensor.data_type != 1 or len(tensor.dims) < 2:
+        return False
+    return bool(np.prod(tensor.dims) >= FEWEST) and not tensor.name.endswith("_scales")
+
+
 def _left(path: Path) -> tuple[str, ...]:
-    """Name the larger tensors in float32 of a file, but for scales."""
+    """Name the larger tensors in float32 of a file."""
     import onnx
 
     tensors = onnx.load(path, load_external_data=False).graph.initializer
-    return tuple(
-        sorted(
-            item.name
-            for item in tensors
-            if item.data_type == 1
-            and len(item.dims) > 1
-            and np.prod(item.dims) >= FEWEST
-            and not item.name.endswith(("_scales", "_scale"))
-        )
-    )
+    return tuple(sorted(item.name for item in tensors if _is_large(item)))
 
 
 def _save(model: Any, target: Path, external: bool) -> None:

@@ -49,12 +49,16 @@ ALLOWED: dict[str, set[str]] = {
         "artifact", "conversion",
     },
     "runtimes": {"errors", "project"},
-    "exports": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "latency", "runtimes"},
+    "exports": FOUNDATION - {"linalg"} | {
+        "planning", "data", "artifact", "hf", "latency", "runtimes",
+    },
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"latency", "reporting", "training"},
     "pipeline": PRODUCT,
     "sweeps": PRODUCT | {"pipeline"},
-    "cli": PRODUCT | {"own_models", "exports", "inspection", "demo", "pipeline", "sweeps"},
+    "cli": PRODUCT | {
+        "own_models", "exports", "runtimes", "inspection", "demo", "pipeline", "sweeps",
+    },
     "__main__": {"cli"},
     "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},

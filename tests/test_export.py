@@ -12,10 +12,10 @@ import torch
 import transformers
 import yaml
 
-from tcompress.exports import dense as exports
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
+from tcompress.exports import dense as exports
 from tcompress.exports.dense import dense_weight, export_dense
 from tcompress.models.card import head_of, render_head
 from tcompress.options import Convert
@@ -208,7 +208,9 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
     path.write_text(json.dumps(config | {"architectures": [architecture]}))
 
-    monkeypatch.setattr("tcompress.exports.dense.SourceModel.open", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(
+        "tcompress.exports.dense.SourceModel.open", Mock(side_effect=AssertionError)
+    )
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()
 
 

@@ -327,9 +327,7 @@ def _modes(options: Mapping[str, Any], source: SourceModel) -> tuple[str, ...]:
 _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Dropout")
 
 
-def _layers(
-    modules: list[tuple[str, Path]], source: SourceModel, *, last: bool
-) -> Layers:
+def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool) -> Layers:
     """Reads the modules after pooling, as far as they are known."""
     unknown = [kind for kind, _ in modules if kind not in (*_WITHOUT_WEIGHTS, *_READERS)]
     if unknown and last:

@@ -53,7 +53,8 @@ def write_graph(part: Part, path: Path) -> None:
     assert program is not None
     _tidy(program.model)
     _share_tables(program.model)
-    nbytes = sum(value.const_value.nbytes for value in program.model.graph.initializers.values())
+    weights = (value.const_value for value in program.model.graph.initializers.values())
+    nbytes = sum(weight.nbytes for weight in weights if weight is not None)
     program.save(path, external_data=nbytes > LARGEST_FILE)
 
 

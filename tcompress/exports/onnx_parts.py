@@ -7,7 +7,7 @@ sentence-transformers look for.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,10 +43,15 @@ class Part(nn.Module):
     """Name of its file, without suffix."""
 
     def __init__(
-        self, model: nn.Module, inputs: tuple[str, ...], outputs: tuple[str, ...], draw: RandomInputs
+        self,
+        model: nn.Module,
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        draw: RandomInputs,
     ) -> None:
         super().__init__()
-        self.model, self.inputs, self.outputs, self.draw = model, inputs, outputs, draw
+        self.model: Any = model  # classes of Transformers have methods that modules have not
+        self.inputs, self.outputs, self.draw = inputs, outputs, draw
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Compute the outputs, in order."""
@@ -69,6 +74,15 @@ class Part(nn.Module):
             kinds[:, size.length // 2 :] = 1
             drawn["token_type_ids"] = kinds
         return {name: drawn[name] for name in self.inputs}
+
+    def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Make inputs of a batch of data for the whole model; None if it cannot be."""
+        given = dict(batch)
+        if "token_type_ids" in self.inputs and "input_ids" in given:
+            given.setdefault("token_type_ids", torch.zeros_like(given["input_ids"]))
+        if any(name not in given for name in self.inputs):
+            return None
+        return {name: given[name] for name in self.inputs}
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
@@ -130,6 +144,13 @@ class CausalPart(Part):
             shape = (size.batch, heads, size.past, width)
             drawn[name] = torch.randn(shape, generator=generator)
         return {name: drawn[name] for name in self.inputs}
+
+    def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Add an empty cache to texts."""
+        ids = batch["input_ids"]
+        empty = self.sample(Size(len(ids), ids.shape[1]))
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        return empty | {"input_ids": ids, "attention_mask": mask}
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
@@ -251,9 +272,8 @@ def _with_cache(part: Part, computed: Any, names: frozenset[str]) -> Part:
 
 
 def _with_decoder(part: Part) -> tuple[Part, ...]:
-    inputs = {name: value for name, value in part.sample(Size(2, 8)).items()}
     encoder = EncoderPart(part.model, part.inputs, ("last_hidden_state",), part.draw)
     with torch.no_grad():
-        (states,) = encoder(inputs)
+        (states,) = encoder(part.sample(Size(2, 8)))
     part.outputs = ("logits",)
     return encoder, DecoderPart(part, states.shape[-1])

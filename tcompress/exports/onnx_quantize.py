@@ -149,7 +149,7 @@ class Graph:
         """Read a float32 tensor of some size and more than one axis; None for what is none."""
         from onnx import numpy_helper
 
-        tensor = self.tensors.get(name)
+        tensor: Any = self.tensors.get(name)
         return np.asarray(numpy_helper.to_array(tensor)) if _is_large(tensor) else None
 
     def add(self, name: str, value: Array) -> str:
@@ -181,9 +181,9 @@ class Graph:
 
     def narrow(self) -> list[str]:
         """Name nodes whose constants have rows too short for blocks of four bits."""
-        rows = {node.name: self.weight(node.input[1]).shape[0] for node in self.products(2)}
-        rows |= {node.name: self.weight(node.input[0]).shape[1] for node in self.tables()}
-        return [name for name, count in rows.items() if count < BLOCK]
+        lengths = {node.name: self.tensors[node.input[1]].dims[0] for node in self.products(2)}
+        lengths |= {node.name: self.tensors[node.input[0]].dims[1] for node in self.tables()}
+        return [name for name, length in lengths.items() if length < BLOCK]
 
     def replace(self, node: Any, *nodes: Any) -> None:
         """Put nodes in the place of one."""
@@ -213,9 +213,7 @@ class Graph:
     def turned(self) -> dict[str, Any]:
         """Find the nodes that turn a table round for an output head, by what they compute."""
         nodes = self.of_kind("Transpose")
-        return {
-            node.output[0]: node for node in nodes if self.weight(node.input[0]) is not None
-        }
+        return {node.output[0]: node for node in nodes if self.weight(node.input[0]) is not None}
 
     def share_products(self) -> None:
         """Quantise products with a table that is read by rows too; both read the same bytes."""

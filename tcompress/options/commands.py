@@ -102,7 +102,10 @@ class Exported(Section):
     """What `export` writes."""
 
     model: str = option(
-        ..., "folder, short name or hub id; for `dense` one that was converted", positional=True, **MODEL
+        ...,
+        "folder, short name or hub id; for `dense` the folder of a converted model",
+        positional=True,
+        **MODEL,
     )
     to: Literal["dense", "onnx"] = option(
         "dense",
@@ -116,12 +119,20 @@ class OnnxFiles(Section):
 
     panel = "ONNX files"
 
-    int8: bool = option(False, "write a file with weights of eight bits too, safe on every CPU")
-    bits: Literal[8, 4] | None = option(
-        None, "write a file with weights of so many bits too; 8 is `--int8`"
+    int8: bool = option(
+        False, "add a file with weights of 8 bits, which computes the same on every CPU"
     )
+    bits: Literal[8, 4] | None = option(
+        None, "add a file with weights of so many bits; 8 is `--int8`, 4 are in blocks of 32"
+    )
+    embedding_bits: Literal[8, 4] = option(8, "bits of embeddings in the file with 8")
     sentence_embedding: bool | None = option(
-        None, "pool and normalise inside the graph, to a second output; default for sentence encoders"
+        None,
+        "give embeddings, pooled and normalised in the graph, as a second output "
+        "`sentence_embedding`; default for sentence encoders",
+    )
+    dense: bool = option(
+        False, "multiply structured weights out, so that the files are as large as before"
     )
 
     @property

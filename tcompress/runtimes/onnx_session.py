@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcompress.errors import InputError, first_line
-from tcompress.project import install_with
+from tcompress.runtimes.installed import require_onnx
 
 Arrays = dict[str, NDArray[Any]]
-
-_NEEDED = ("onnx", "onnxscript", "onnxruntime")
-
-
-def require_onnx(*modules: str) -> None:
-    """Refuse to go on without what the extra `onnx` installs; nothing is imported."""
-    absent = [name for name in modules or _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        names = ", ".join(f"`{name}`" for name in absent)
-        hint = f"install the extra `onnx`: `{install_with('onnx')}`"
-        raise InputError(f"ONNX files need {names}, not installed here", hint)
 
 
 @dataclass(frozen=True, eq=False)

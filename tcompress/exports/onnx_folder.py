@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.data.sentences import SentenceEncoder
-from tcompress.errors import DataError
+from tcompress.errors import DataError, read_settings
 from tcompress.exports.dense import export_dense
 from tcompress.exports.onnx_graph import LARGEST_FILE, write_graph
 from tcompress.exports.onnx_parts import Part, parts_of
@@ -34,7 +35,14 @@ from tcompress.exports.onnx_quantize import quantize_int4, quantize_int8
 from tcompress.files import write_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
-from tcompress.models.names import CARD, MANIFEST, carry_files, sentence_root
+from tcompress.models.names import (
+    CARD,
+    MANIFEST,
+    carry_files,
+    forget_code,
+    sentence_root,
+    without_code,
+)
 from tcompress.options.commands import OnnxFiles
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
@@ -137,6 +145,8 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None) -> None:
     for name in (CARD, MANIFEST):
         if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, folder / name)
+    if not source.trust_remote_code:
+        forget_code(folder)
 
 
 def _linked(path: Any, target: Any) -> Any:
@@ -160,7 +170,7 @@ def _write_files(
     batches = samples_of(source)
     files: list[ExportedFile] = []
     with torch.random.fork_rng(devices=[]):
-        parts = parts_of(source, _opened(source), encoder)
+        parts = parts_of(source, opened(source), encoder)
     progress.stage("exporting", len(parts) * len(settings.bits_of_files), "files")
     for part in parts:
         proof = Proof.of(part.eval(), batches)
@@ -168,7 +178,7 @@ def _write_files(
     return tuple(files), notes
 
 
-def _opened(source: SourceModel) -> Any:
+def opened(source: SourceModel) -> Any:
     """Load a model with the ways of attention and experts that are plain products."""
     ways: dict[str, Any] = {"attn_implementation": "eager"}
     if source.model_class._can_set_experts_implementation():
@@ -243,7 +253,9 @@ def _record(source: SourceModel, folder: Path, files: Sequence[ExportedFile]) ->
         seconds=0.0,
         environment=environment(),
     )
-    config = (source.folder / _CONFIG).read_text(encoding="utf-8")
+    settings = read_settings(source.folder / _CONFIG)
+    settings = settings if source.trust_remote_code else without_code(settings)
+    config = json.dumps(settings, indent=2) + "\n"
     sealed = seal(folder, None, {_CONFIG: config.encode()})
     write_manifest(folder, manifest.model_copy(update={"exports": list(files), **sealed}))
     write_text(folder / _CONFIG, config)

@@ -141,6 +141,21 @@ class Speed(_Section):
         return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
+class ExportedFile(_Section):
+    """A file for another runtime, beside the model in PyTorch in float32."""
+
+    file: str  # inside the model's folder
+    bits: int  # of most weights: 32, 8 or 4
+    bytes: int
+    difference: float  # largest absolute difference of an output
+    agreement: float  # mean cosine of outputs; 1 is the same
+    milliseconds: float  # median of a pass
+    baseline_milliseconds: float  # of PyTorch, in turn
+    ratio: float  # time of PyTorch over that of the file; above 1 the file is faster
+    left: list[str] = []  # larger tensors in float32, where others have fewer bits
+    protocol: dict[str, Any]  # batch, length, threads, processor, versions
+
+
 class CurvePoint(_Section):
     """State of a training run after a step: `loss` is the mean since the point before."""
 
@@ -212,6 +227,7 @@ class Manifest(_Section):
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
+    exports: list[ExportedFile] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
 
     @property

@@ -191,6 +191,10 @@ ALIASES: dict[str, str] = {
 }
 """Short names for well-known models."""
 
+NO_ONNX = (
+    "an ONNX file is what a model is exported to, and is not read back: give the folder that has "
+    "`config.json` and `model.safetensors`"
+)
 NO_GGUF = (
     "a GGUF file holds weights that are quantised for another program: give the model that it was "
     "made from, a hub id or a folder written by `save_pretrained`"
@@ -260,8 +264,8 @@ def is_path(name: str) -> bool:
 
 def _no_folder(name: str, path: Path) -> SourceError:
     hint = "give a folder written by `save_pretrained`, or a hub id"
-    if path.suffix.lower() == ".gguf":
-        hint = NO_GGUF
+    if path.suffix.lower() in (".gguf", ".onnx"):
+        hint = NO_GGUF if path.suffix.lower() == ".gguf" else NO_ONNX
     elif (path.parent / "config.json").is_file():
         hint = f"give the folder `{path.parent}`"
     text = f"`{name}` is a file, but a model is a folder with `config.json` and weights"
@@ -298,6 +302,9 @@ def _hint_without_config(folder: Path) -> str:
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
     if any(folder.glob("*.gguf")):
         return NO_GGUF
+    if any(folder.glob("*.onnx")):
+        around = folder.absolute().parent
+        return f"give the folder `{around}`" if (around / "config.json").is_file() else NO_ONNX
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
     if inner:
         return f"did you mean `{inner[0]}`"

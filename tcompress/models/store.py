@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from tcompress.errors import SourceError, after_colon, first_line, folder_content, listed, read_json
+from tcompress.models.names import NO_ONNX
 
 if TYPE_CHECKING:
     import torch
@@ -332,6 +333,8 @@ def _no_weights(folder: Path) -> SourceError:
     hint = "save the model with `save_pretrained`, which writes `model.safetensors`"
     if any(folder.glob("*-of-*")):
         hint = "the index of the shards is missing: download it too"
+    elif any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
+        hint = NO_ONNX
     return SourceError(
         f"`{folder}` holds no weights: expected one of {listed(_LAYOUTS)}, "
         f"found {folder_content(folder)}",

@@ -251,7 +251,7 @@ class _Run:
         # Numbers that were measured before belong to other weights.
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
-        manifest = manifest.model_copy(update=changes)
+        manifest = manifest.model_copy(update={**changes, "exports": []})
         write_text(folder / CARD, model_card(manifest, self.source.folder))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.

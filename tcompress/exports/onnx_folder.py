@@ -101,7 +101,7 @@ def export_onnx(
     with place.working(lambda error: False):
         place.need(3 * source.store.total_bytes)
         _carry(source, place.model, whole=inside)
-        files, notes = _write_files(source, place.model, settings, progress)
+        files, notes = write_onnx_files(source, place.model, settings, progress)
         _record(source, place.model, files)
         place.publish(force=force)
     return ExportedOnnx(output, files, notes)
@@ -132,9 +132,11 @@ def _linked(path: Any, target: Any) -> Any:
     return target
 
 
-def _write_files(
-    source: SourceModel, folder: Path, settings: OnnxFiles, progress: Progress
+def write_onnx_files(
+    source: SourceModel, folder: Path, settings: OnnxFiles, progress: Progress | None = None
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
+    """Write a model's ONNX files into `onnx/` of a folder; give their measurements, and notes."""
+    progress = progress or Silent()
     model = _opened(source)
     notes: list[str] = []
     encoder = _encoder(source, settings, notes)
@@ -181,9 +183,7 @@ def _bytes_of(path: Path) -> int:
     return sum(item.stat().st_size for item in path.parent.glob(f"{path.name}*"))
 
 
-def _encoder(
-    source: SourceModel, settings: OnnxFiles, notes: list[str]
-) -> SentenceEncoder | None:
+def _encoder(source: SourceModel, settings: OnnxFiles, notes: list[str]) -> SentenceEncoder | None:
     """Read how a sentence encoder pools, where embeddings are to be an output."""
     if settings.sentence_embedding is False:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +16,7 @@ from torch import Tensor
 from tcompress.artifact.manifest import ExportedFile, environment
 from tcompress.errors import WriteError
 from tcompress.exports.onnx_parts import CausalPart, Part, Size
-from tcompress.latency.paired_timing import device_name
+from tcompress.latency.paired_timing import device_name, instructions
 from tcompress.latency.passes import Pass, turns
 from tcompress.runtimes.onnx_session import OnnxModel
 
@@ -148,7 +147,9 @@ def _run(file: OnnxModel, inputs: Mapping[str, Tensor]) -> Arrays:
     except Exception as error:  # ONNX Runtime raises errors of its own for every kind of problem
         shapes = ", ".join(f"`{name}` {tuple(item.shape)}" for name, item in inputs.items())
         text = f"`{file.path.name}` cannot be run with {shapes} ({error})"
-        raise WriteError(text, "please report it with the command; nothing was published") from error
+        raise WriteError(
+            text, "please report it with the command; nothing was published"
+        ) from error
 
 
 def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
@@ -164,16 +165,3 @@ def runtime_versions() -> dict[str, str]:
     from importlib.metadata import version
 
     return {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")}
-
-
-def instructions() -> str:
-    """Name the widest set of instructions for products of bytes that this processor has."""
-    from pathlib import Path
-
-    table = Path("/proc/cpuinfo")
-    text = table.read_text(encoding="utf-8") if table.is_file() else ""
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    for flag in ("amx_int8", "avx512_vnni", "avx_vnni", "avx512bw", "avx2"):
-        if flag in flags:
-            return flag
-    return platform.machine()

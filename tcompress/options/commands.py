@@ -102,7 +102,10 @@ class Exported(Section):
     """What `export` writes."""
 
     model: str = option(
-        ..., "folder, short name or hub id; for `dense` one that was converted", positional=True, **MODEL
+        ...,
+        "folder, short name or hub id; for `dense` one that was converted",
+        positional=True,
+        **MODEL,
     )
     to: Literal["dense", "onnx"] = option(
         "dense",
@@ -121,7 +124,8 @@ class OnnxFiles(Section):
         None, "write a file with weights of so many bits too; 8 is `--int8`"
     )
     sentence_embedding: bool | None = option(
-        None, "pool and normalise inside the graph, to a second output; default for sentence encoders"
+        None,
+        "pool and normalise inside the graph, to a second output; default for sentence encoders",
     )
 
     @property

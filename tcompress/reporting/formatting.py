@@ -192,8 +192,8 @@ def machine_text(speed: Speed) -> str:
     if threads and device == "cpu":
         words.append(f"{threads} thread" + ("s" if threads != 1 else ""))
     words += [found["dtype"]] if found.get("dtype") else []
-    words += [found["instructions"]] if found.get("instructions") else []
     words += ["weights kept"] if "kept_weights_bytes" in found else []
+    words += [found["instructions"]] if found.get("instructions") else []
     return ", ".join(map(str, words))
 
 

@@ -209,11 +209,11 @@ def evaluate(
         run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save, files)
         if known is not None:
             return [run.of(name, sources[name], known, runtime) for name, runtime in runs]
-        reference = (first, wanted.runtime[0])
         base = run.of(first, sources[first], runtime=wanted.runtime[0])
+        reference = runs.index((first, wanted.runtime[0]))
         return [
-            base if key == reference else run.of(key[0], sources[key[0]], base.baseline, key[1])
-            for key in runs
+            base if index == reference else run.of(name, sources[name], base.baseline, runtime)
+            for index, (name, runtime) in enumerate(runs)
         ]
 
 

@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversion": APPLICATION - {"conversion"} | {"latency"},
     "training": APPLICATION,
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
-    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
+    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "structures", "attention", "models", "roles", "options", "planning",
         "artifact", "conversion",

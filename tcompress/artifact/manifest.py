@@ -110,7 +110,7 @@ class Speed(_Section):
 
     batch: int  # sequences or pictures
     length: int  # tokens in a sequence, or in a prompt
-    mode: str  # `eager` or `compiled`
+    mode: str  # `eager` or `compiled` in PyTorch; `onnx`, `onnx-int8`, `onnx-q4` in ONNX Runtime
     phase: str = "forward"  # `prefill` and `decode` fill a cache
     cache: str | None = None  # `dynamic` or `static`
     milliseconds: float  # median
@@ -121,6 +121,8 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float  # time of the baseline over that of the model; above 1 the model is faster
+    # Of the baseline in the runtime of the model, where that is not PyTorch.
+    same_runtime_milliseconds: float | None = None
     spread: float | None = None  # distance of the quartiles of its times, relative to the median
     baseline_spread: float | None = None
     weight_bytes: int | None = None  # of all weights in memory, cached ones included

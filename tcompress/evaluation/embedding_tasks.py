@@ -54,7 +54,8 @@ class _PairTask(Task):
 
     def has_head(self, model: PreTrainedModel) -> bool:
         """Tells whether a model scores pairs with a head; fails if that has too many labels."""
-        if not self.most_labels or not type(model).__name__.endswith("ForSequenceClassification"):
+        kind = self.source.model_class.__name__
+        if not self.most_labels or not kind.endswith("ForSequenceClassification"):
             return False
         if model.config.num_labels > self.most_labels:
             raise DataError(

@@ -237,7 +237,8 @@ def plain(item: Typed, texts: Sequence[str]) -> Any:
 
 def _number(text: str, parts: Sequence[Any]) -> Any:
     """Reads a number where one is allowed, by the rules of recipes; a percentage is a fraction."""
-    if int in parts or float in parts:
+    numbers = [get_args(part)[0] for part in parts if get_origin(part) is Literal]
+    if int in parts or float in parts or any(isinstance(number, int) for number in numbers):
         if _WHOLE.fullmatch(text):
             return int(text)
         if _DECIMAL.fullmatch(text) and math.isfinite(float(text)) and not text.isdecimal():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isnan
 from pathlib import Path
@@ -41,8 +41,9 @@ from tcompress.models.names import CARD, carry_files, forget_code, shorten_texts
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import roles_of, tied_to
+from tcompress.planning.storage import Widths
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
 from tcompress.structures.modules.shared import FactorsModule
 
@@ -86,6 +87,7 @@ class Outputs:
         forms: Sequence[FormPlan] = (),
         *,
         plain: bool = False,
+        storage: Storage | None = None,
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype, attention=attention)
@@ -130,6 +132,12 @@ class Outputs:
             shapes = dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
             for name, shape in shapes.items():
                 self._add(name, shape, self._key(other.like, "weight"), partial(self._start, other))
+        tables = [entry for entry in layers if entry.kind == "embedding"]
+        widths = Widths.of(source, storage, tables)
+        self.tensors = [
+            replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
+            for item in self.tensors
+        ]
         return self
 
     def _add(
@@ -324,6 +332,8 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
             facts["stored_as"] = source.model_class.__name__
         if source.keymap.missing:
             facts["absent"] = sorted(source.keymap.missing)
+        if plan.storage is not None:
+            facts["storage"] = plan.storage.model_dump(mode="json", exclude_none=True)
         section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
         raw["quantization_config"] = section
     return json.dumps(raw, indent=2) + "\n"
@@ -382,9 +392,12 @@ def check_written(
             Artifact.open(folder)
     written = Reopened(folder, source.model_class, source.keymap.missing)
     store = written.store
-    wanted = {item.key: (tuple(item.shape), item.dtype) for item in outputs.tensors}
-    found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
-    wrong = {key for key, _ in wanted.items() ^ found.items()}
+    wanted = {item.key: (tuple(item.shape), item.dtype, item.rounding) for item in outputs.tensors}
+    found = {
+        key: (tuple(store.shape(key)), store.dtype(key), store.rounding(key))
+        for key in store.keys()  # noqa: SIM118
+    }
+    wrong = {key for key in wanted.keys() | found if wanted.get(key) != found.get(key)}
     if wrong:
         raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
     blocks = _compared_blocks(plan, source)
@@ -392,7 +405,7 @@ def check_written(
     for item in outputs.tensors:
         if item.key.startswith(prefixes) or item.key in outputs.positions:
             value = outputs.given(item)
-            if value is not None and not _same(store.tensor(item.key), value):
+            if value is not None and not _same(store.tensor(item.key), item.read_back(value)):
                 raise differs(item.key, "its values are others")
     entries = (*plan.embeddings[:1], *(entry for entry in plan.layers if entry.block in blocks))
     for cluster in {id(c): c for c in outputs.made.values()}.values():

@@ -17,6 +17,7 @@ from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import structure_of, tied_to
+from tcompress.planning.storage import Widths
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -137,30 +138,39 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
-    keys = copied_keys(source, plan)
-    total = sum(prod(store.shape(key)) * _itemsize(store.dtype(key), dtype) for key in keys)
-    for path in keymap.apart(rewritten_names(source, plan.entries)).values():
-        own = store.dtype(keymap.sources(path).keys[0])
-        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, dtype)
+    widths = Widths.of(source, plan.storage, plan.embeddings)
+
+    def size(key: str, shape: Sequence[int], like: str) -> int:
+        kept = _cast(store.dtype(like), dtype)
+        rounding = widths.rounding(key, shape, kept)
+        return prod(shape) * kept.itemsize if rounding is None else rounding.nbytes(shape)
+
+    total = sum(size(key, store.shape(key), key) for key in copied_keys(source, plan))
+    for name, path in keymap.apart(rewritten_names(source, plan.entries)).items():
+        shape = keymap.model.get_parameter_or_buffer(path).shape
+        total += size(name, shape, keymap.sources(path).keys[0])
     for entry in plan.entries:
-        kept = entry.parameters - entry.biases_saved
-        total += kept * weight_bytes(source, entry, dtype)
+        like = weight_keys(source, entry)[0]
+        for name, shape in entry.tensor_shapes.items():
+            total += size(f"{entry.name}.{name}", shape, like)
+        total -= entry.biases_saved * weight_bytes(source, entry, dtype)
     for other in plan.attention:
         path = keymap.runtime_name(other.like) or other.like
-        own = store.dtype(keymap.sources(f"{path}.weight").keys[0])
-        total += other.parameters * _itemsize(own, dtype)
+        like = keymap.sources(f"{path}.weight").keys[0]
+        total += sum(size(name, shape, like) for name, shape in other.tensor_shapes.items())
     return total
 
 
 def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
     """Bytes of one number of a rewritten weight."""
-    return _itemsize(source.store.dtype(weight_keys(source, entry)[0]), dtype)
+    return _cast(source.store.dtype(weight_keys(source, entry)[0]), dtype).itemsize
 
 
-def _itemsize(own: torch.dtype, asked: str | None) -> int:
+def _cast(own: torch.dtype, asked: str | None) -> torch.dtype:
     if asked is None or not own.is_floating_point:
-        return own.itemsize
-    return getattr(torch, asked).itemsize
+        return own
+    found: torch.dtype = getattr(torch, asked)
+    return found
 
 
 STAND_IN = 0.5

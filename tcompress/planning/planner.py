@@ -31,6 +31,7 @@ from tcompress.planning.sites import (
     structure_of,
     with_guard,
 )
+from tcompress.planning.storage import planned_storage
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
@@ -403,6 +404,7 @@ def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
         attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
         forms=plan_forms(recipe, source, roles),
+        storage=planned_storage(recipe),
         left=(*attention.left, *planner.left, *refused),
         source=source.id,
         family=roles.family,

@@ -255,10 +255,12 @@ class BudgetProblem:
     def _limits(self) -> tuple[int, int]:
         """What a plan may measure, and what of it is for the layers that are sized."""
         if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(item.dense * item.unit for item in self.layers))
+            whole = int(self._budget.limit * sum(item.dense for item in self.layers))
             return whole, whole
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        taken = sum(planned.get(item.key, item.dense) * item.unit for item in self.layers)
+        taken = round(
+            sum(planned.get(item.key, item.dense) * item.unit for item in self.layers)
+        )
         limit = int(self._budget.limit)
         return limit, taken + limit - self._measured(self.plan)
 

@@ -56,7 +56,7 @@ from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.channels import couplings, whole_heads
-from tcompress.planning.costs import Choice, plan_terms, weight_bytes
+from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
 from tcompress.planning.planner import follows_rules, grouped, regrouped, site_of
@@ -492,7 +492,7 @@ class Decision:
             left_out=sum(constant for _, constant in aims) * rows,
         )
         if budget is not None and budget.unit == "bytes":
-            found.unit = weight_bytes(self.source, entry, self.recipe.dtype)
+            found.unit = parameter_bytes(self.source, entry, self.plan, self.recipe.dtype)
         fine = budget is not None and budget.limits_each
         sharing = next(len(group) for group in block.groups if layer in group)
 

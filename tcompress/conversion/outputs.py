@@ -45,7 +45,7 @@ from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan,
 from tcompress.planning.sites import roles_of, tied_to
 from tcompress.planning.storage import Widths
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
-from tcompress.structures.modules.shared import FactorsModule
+from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of an input transform and those that share it."""
@@ -76,6 +76,7 @@ class Outputs:
     _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
     """Makes what is not fitted, by name."""
     _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
+    _rounded: dict[str, Stored] | None = None  # tensors of fewer bits, by name
 
     @classmethod
     def of(
@@ -188,6 +189,13 @@ class Outputs:
             return bias
         tensors = result.layers[entry.key].tensors
         return next(value for name, value in tensors.items() if stored_name(entry, name) == leaf)
+
+    def as_read(self, key: str, value: Tensor) -> Tensor:
+        """Gives a tensor as it is read again: rounded, where that is how it is stored."""
+        if self._rounded is None:
+            self._rounded = {item.key: item for item in self.tensors if item.rounding is not None}
+        item = self._rounded.get(key)
+        return value if item is None else item.read_back(value)
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""
@@ -447,7 +455,7 @@ def _check_cluster(
     factors: SharedFactors,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
+    for entry, wanted in zip(cluster, _fitted(outputs, cluster, result, factors), strict=True):
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
@@ -462,7 +470,7 @@ def _check_cluster(
 
 
 def _fitted(
-    cluster: Cluster, result: BlockResult, factors: SharedFactors
+    outputs: Outputs, cluster: Cluster, result: BlockResult, factors: SharedFactors
 ) -> Iterator[StructuredLinear]:
     """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
     made: dict[str, StructuredLinear] = {}
@@ -471,7 +479,11 @@ def _fitted(
         borrowed: dict[str, FactorsModule] = {}
         for name, owner in entry.bank_of.items():
             borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
-            exact = {key: item.double() for key, item in factors[owner, name].items()}
+            prefix = f"{owner}.{factors_module(name)}"
+            exact = {
+                key: outputs.as_read(f"{prefix}.{key}", item).double()
+                for key, item in factors[owner, name].items()
+            }
             borrowed[name].load_state_dict(exact, assign=True)
         layer = StructuredLinear(
             entry.parts,
@@ -484,7 +496,8 @@ def _fitted(
         )
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
-                parameter.copy_(tensors[name])
+                key = f"{entry.name}.{stored_name(entry, name)}"
+                parameter.copy_(outputs.as_read(key, tensors[name]))
         made[entry.name] = layer
         yield layer
 

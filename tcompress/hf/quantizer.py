@@ -22,7 +22,13 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, verify_shapes
+from tcompress.artifact.format import (
+    AGAIN,
+    Rebuilt,
+    parse_plan,
+    section_digest,
+    verify_shapes,
+)
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.build import install_attention, install_forms, install_layers
@@ -175,6 +181,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        self._forget_storage(model.config)
         for part in model.modules():
             vars(part).pop("_init_weights", None)
         names = [
@@ -188,6 +195,20 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+
+    @staticmethod
+    def _forget_storage(config: Any) -> None:
+        """Takes fewer bits out of the config: the model has all of them, and is saved with them."""
+        section = getattr(config, "quantization_config", None)
+        if not isinstance(section, TCompressConfig) or not hasattr(section, "storage"):
+            return
+        facts = vars(section)
+        if not any(facts.get("plan", {}).values()):
+            del config.quantization_config
+            return
+        del facts["storage"]
+        facts["digest"] = section_digest(facts)
 
 
 def _fuses(item: Any, names: Collection[str]) -> bool:

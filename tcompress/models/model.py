@@ -155,6 +155,7 @@ class SourceModel:
             copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
+        raw = raw if converted else _without_rounding(raw)
         ours = _method(raw) in METHODS
         if not (converted and ours):
             _refuse_quantised(raw, folder)
@@ -162,6 +163,8 @@ class SourceModel:
             copies.append(with_settings(folder, mended))
             folder = copies[-1].folder
         found = cls.described(folder, {}, trust_remote_code, token)
+        if not converted:
+            found = replace(found, settings=_without_rounding(found.settings))
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
             snapshot = (sentence_root(origin) or origin).name
@@ -317,6 +320,21 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _method(raw: dict[str, Any]) -> Any:
     section = raw.get("quantization_config")
     return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take our section out of settings where tensors are in fewer bits, and nothing else is new.
+
+    Readers of weights undo that by themselves, so that such a model is as good as any.
+    """
+    section = raw.get("quantization_config")
+    if _method(raw) not in METHODS or not isinstance(section, dict):
+        return raw
+    plan = section.get("plan")
+    whole = isinstance(plan, dict) and not any(plan.values())
+    if not (whole and "storage" in section):
+        return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:

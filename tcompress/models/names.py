@@ -143,6 +143,7 @@ METHODS = (
     CALLED,
 )  # all that were ever written; each is registered as it stands
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
+# 4: also fewer channels. 5: also tensors in fewer bits.
 FORMAT_VERSION = 5
 MANIFEST = "tcompress.json"
 

@@ -166,6 +166,14 @@ def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> in
     return _cast(source.store.dtype(weight_keys(source, entry)[0]), dtype).itemsize
 
 
+def parameter_bytes(source: SourceModel, entry: LayerPlan, plan: Plan, dtype: str | None) -> float:
+    """Bytes of one number of a rewritten weight, with its share of a scale where it is rounded."""
+    rounding = plan.storage and plan.storage.weights
+    if rounding is None:
+        return weight_bytes(source, entry, dtype)
+    return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)
+
+
 def _cast(own: torch.dtype, asked: str | None) -> torch.dtype:
     if asked is None or not own.is_floating_point:
         return own
@@ -258,7 +266,7 @@ def _largest(
         over = size_of(plan, source, recipe) - limit
         counts_bytes = budget.unit == "bytes"
         pairs = [
-            (entry, weight_bytes(source, entry, recipe.dtype) if counts_bytes else 1)
+            (entry, parameter_bytes(source, entry, plan, recipe.dtype) if counts_bytes else 1.0)
             for entry in plan.layers
         ]
         own = sum(entry.parameters * unit for entry, unit in pairs)

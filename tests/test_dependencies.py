@@ -34,7 +34,9 @@ ALLOWED: dict[str, set[str]] = {
     "options": {"errors", "files", "models", "fields", "structures", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
-    "artifact": {"errors", "files", "linalg", "structures", "models", "options", "planning", "project"},
+    "artifact": {
+        "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
+    },
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",

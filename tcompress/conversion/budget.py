@@ -258,9 +258,7 @@ class BudgetProblem:
             whole = int(self._budget.limit * sum(item.dense for item in self.layers))
             return whole, whole
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        taken = round(
-            sum(planned.get(item.key, item.dense) * item.unit for item in self.layers)
-        )
+        taken = round(sum(planned.get(item.key, item.dense) * item.unit for item in self.layers))
         limit = int(self._budget.limit)
         return limit, taken + limit - self._measured(self.plan)
 

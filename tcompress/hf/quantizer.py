@@ -34,7 +34,7 @@ from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.build import install_attention, install_forms, install_layers
 from tcompress.linalg.rounding import read_header, unpack
 from tcompress.models.keymap import KeyMap
-from tcompress.models.names import CALLED, METHOD, METHODS
+from tcompress.models.names import CALLED, METHOD, METHODS, is_only_rounded
 from tcompress.models.store import SafetensorsShard
 from tcompress.structures.modules.linear import StructuredLinear
 
@@ -196,19 +196,17 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
                 delattr(model, name)
         return model
 
-
     @staticmethod
     def _forget_storage(config: Any) -> None:
         """Takes fewer bits out of the config: the model has all of them, and is saved with them."""
         section = getattr(config, "quantization_config", None)
         if not isinstance(section, TCompressConfig) or not hasattr(section, "storage"):
             return
-        facts = vars(section)
-        if not any(facts.get("plan", {}).values()):
+        if is_only_rounded(section.to_dict()):
             del config.quantization_config
             return
-        del facts["storage"]
-        facts["digest"] = section_digest(facts)
+        del section.storage
+        section.digest = section_digest(vars(section))
 
 
 def _fuses(item: Any, names: Collection[str]) -> bool:

@@ -1,9 +1,9 @@
 """Rounding of weights to a few bits: whole codes on a symmetric grid, and how both are packed.
 
-A tensor is a matrix of rows here; a row, or a group of so many numbers in it, has one scale, and a
-number is its code times that scale. Zero is on every grid, so that there are no zero points. Packed,
-a tensor is one run of bytes that says by itself what it holds: a header, the scales, the codes.
-torch is imported where it is used, since sizes alone need none of it.
+A tensor is a matrix of rows here; a row, or a group of numbers in it, has one scale, and a number
+is its code times that scale. Zero is on every grid, so that there are no zero points. Packed, a
+tensor is one run of bytes that says by itself what it holds: a header, the scales, the codes. torch
+is imported where it is used, since sizes alone need none of it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,14 @@ class Rounding:
         rows, columns = matrix_shape(shape)
         scales = rows * _ceil(columns, self.group or columns) * 2
         return 4 * _header_words(len(shape)) + scales + _code_bytes(prod(shape), self.bits)
+
+
+def widths_text(weights: Rounding | None, embeddings: Rounding | None) -> str:
+    """Say to what a model is rounded, such as `8 bits, word embedding 4 bits in groups of 32`."""
+    if embeddings is None or embeddings == weights:
+        return str(weights)
+    table = f"word embedding {embeddings}"
+    return table if weights is None else f"{weights}, {table}"
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -118,7 +126,8 @@ def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
             codes = torch.where(better, code, codes)
             scales = torch.where(better, scale, scales)
             least = torch.where(better, error, least)
-    assert codes is not None and scales is not None
+    assert codes is not None
+    assert scales is not None
     whole = codes.reshape(rows, -1)[:, :columns].to(torch.int8)
     return whole, scales.reshape(rows, groups).bfloat16()
 
@@ -194,8 +203,8 @@ def read_header(packed: Any, size: int) -> Packed | None:
     import numpy as np
 
     start = np.asarray(packed[: min(size, _HEADER_BYTES) // 4 * 4])
-    found = Packed.read(start.view("<i4"))
-    return found if found is not None and found.nbytes == size else None
+    header = Packed.read(start.view("<i4").tolist())
+    return header if header is not None and header.nbytes == size else None
 
 
 def pack(tensor: Tensor, rounding: Rounding) -> Tensor:

@@ -40,6 +40,7 @@ from tcompress.models.names import (
     METHODS,
     MODULES,
     auxiliary_files,
+    is_only_rounded,
     local_folder,
     read_config,
     resolve,
@@ -327,12 +328,7 @@ def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
 
     Readers of weights undo that by themselves, so that such a model is as good as any.
     """
-    section = raw.get("quantization_config")
-    if _method(raw) not in METHODS or not isinstance(section, dict):
-        return raw
-    plan = section.get("plan")
-    whole = isinstance(plan, dict) and not any(plan.values())
-    if not (whole and "storage" in section):
+    if not is_only_rounded(raw.get("quantization_config")):
         return raw
     return {key: value for key, value in raw.items() if key != "quantization_config"}
 

@@ -282,6 +282,14 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
     return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
 
 
+def is_only_rounded(section: Any) -> bool:
+    """Tell whether a section of `config.json` is ours, and all of it is fewer bits."""
+    if not isinstance(section, dict) or section.get("quant_method") not in METHODS:
+        return False
+    plan = section.get("plan")
+    return "storage" in section and isinstance(plan, dict) and not any(plan.values())
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a model that is to be opened."""
     path = folder / "config.json"

@@ -168,7 +168,7 @@ def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> in
 
 def parameter_bytes(source: SourceModel, entry: LayerPlan, plan: Plan, dtype: str | None) -> float:
     """Bytes of one number of a rewritten weight, with its share of a scale where it is rounded."""
-    rounding = plan.storage and plan.storage.weights
+    rounding = None if plan.storage is None else plan.storage.weights
     if rounding is None:
         return weight_bytes(source, entry, dtype)
     return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
-from tcompress.linalg.rounding import Rounding
+from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
@@ -342,6 +342,9 @@ class Storage(Frozen):
     weights: Rounding | None = None  # of layers, factors and whatever else has two axes
     embeddings: Rounding | None = None  # of the word embedding, and of a head that is tied to it
 
+    def __str__(self) -> str:
+        return widths_text(self.weights, self.embeddings)
+
 
 class Plan(Frozen):
     """What a conversion will do."""
@@ -428,6 +431,12 @@ class Plan(Frozen):
     def compresses(self) -> bool:
         """Whether anything is done: a plain model has fewer blocks, or a smaller width."""
         return bool(self.entries or self.attention or self.depth or self.storage)
+
+    @property
+    def only_rounded(self) -> bool:
+        """Whether fewer bits are all that is done."""
+        done = self.entries or self.attention or self.depth or self.plain
+        return self.storage is not None and not done
 
     @property
     def kept(self) -> float:

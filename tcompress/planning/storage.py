@@ -57,8 +57,8 @@ class Widths:
         if storage is None:
             return cls()
         keymap = source.keymap
-        paths = roles_of(source).embeddings
-        paths = [*paths, *(name for path in paths for name in tied_to(source, path))]
+        tables = roles_of(source).embeddings
+        paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
         names = [f"{path}.weight" for path in paths if keymap.has(f"{path}.weight")]
         buffers = (name for name, _ in keymap.model.named_buffers() if keymap.has(name))
         return cls(

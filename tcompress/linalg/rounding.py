@@ -42,9 +42,9 @@ class Rounding:
         return f"{self.bits} bits" + (f" in groups of {self.group}" if self.group else "")
 
     @classmethod
-    def usual(cls, bits: int) -> Rounding:
-        """Return one scale per row for eight bits, and groups for fewer."""
-        return cls(bits, None if bits == 8 else GROUP)
+    def usual(cls, bits: int, group: int | None = None) -> Rounding:
+        """Return one scale per row for eight bits, and groups for fewer, by default of 32."""
+        return cls(bits, None if bits == 8 else group or GROUP)
 
     def nbytes(self, shape: Sequence[int]) -> int:
         """Count the bytes of a packed tensor, header and scales included."""

@@ -490,11 +490,12 @@ class Convert(Section):
         panel=OUTPUT,
         metavar="8|4",
     )
-    embedding_bits: Literal[8, 4, 3] | None = option(
+    embedding_bits: Literal[8, 4, 3, "none"] | None = option(
         None,
-        "the same of the word embedding and a head tied to it; default `bits`",
+        "the same of the word embedding and a head tied to it; default `bits`; under "
+        "`target_bytes`, where data tells losses, bits and low rank are chosen",
         panel=OUTPUT,
-        metavar="8|4|3",
+        metavar="8|4|3|none",
     )
     group_size: int | None = option(
         None,
@@ -659,7 +660,7 @@ class Convert(Section):
     @property
     def rounds(self) -> bool:
         """Whether anything is stored in fewer bits."""
-        return self.bits is not None or self.embedding_bits is not None
+        return self.bits is not None or self.embedding_bits not in (None, "none")
 
     @property
     def chooses_depth(self) -> bool:
@@ -691,6 +692,13 @@ class Convert(Section):
         words += ["embeddings"] if self.embeddings else []
         words += self.bit_words
         return " + ".join(words) or "dense"
+
+    @property
+    def chooses_table(self) -> bool:
+        """Whether a budget of bytes chooses what becomes of the word embedding too."""
+        free = self.embeddings is None and self.embedding_bits is None and self.init != "random"
+        sized = self.target_bytes is not None and self.allocation == "loss"
+        return free and sized and self.by_loss
 
     @property
     def bit_words(self) -> list[str]:

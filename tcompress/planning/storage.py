@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 
@@ -21,23 +22,19 @@ from tcompress.planning.sites import roles_of, tied_to
 SMALLEST = 2048
 """Numbers of the smallest tensor that is rounded: those below are not worth their scales."""
 
+STAND_IN = 4
+"""Bits of a word embedding until data tells what a budget of bytes makes of it."""
+
 
 def planned_storage(recipe: Convert) -> Storage | None:
     """Read the widths that a recipe asks for; None where nothing is rounded."""
-    weights, table = recipe.bits, recipe.embedding_bits or recipe.bits
-    if weights is None and table is None:
-        return None
-    return Storage(
-        weights=_rounding(weights, recipe.group_size),
-        embeddings=_rounding(table, recipe.group_size),
-    )
-
-
-def _rounding(bits: int | None, group: int | None) -> Rounding | None:
-    if bits is None:
-        return None
-    usual = Rounding.usual(bits)
-    return usual if group is None or bits == 8 else Rounding(bits, group)
+    weights = recipe.bits
+    table: Any = recipe.bits if recipe.embedding_bits is None else recipe.embedding_bits
+    if recipe.chooses_table:
+        table = STAND_IN
+    widths = (None if bits in (None, "none") else bits for bits in (weights, table))
+    pair = [bits and Rounding.usual(bits, recipe.group_size) for bits in widths]
+    return Storage(weights=pair[0], embeddings=pair[1]) if any(pair) else None
 
 
 @dataclass(frozen=True)

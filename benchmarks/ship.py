@@ -5,8 +5,8 @@
 
 MODEL is a sentence encoder. Each form (dense, svd and width at 25 %, slices with p = 4) is
 converted, stored in 8 and in 4 bits, healed for a few steps as float and as 4 bits, and exported.
-Numbers are Spearman of `--task sts`, the mean of the sets, and their share of the float form's. Half
-an hour of two cores; what OUT/results.json has is not done again.
+Numbers are Spearman of `--task sts`, the mean of the sets, and their share of the float form's.
+Half an hour of two cores; what OUT/results.json has is not done again.
 """
 
 from __future__ import annotations

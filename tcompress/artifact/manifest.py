@@ -354,6 +354,8 @@ def _conversion(manifest: Manifest) -> str:
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
+    if plan.storage is not None:
+        done.append(f"stored in {plan.storage}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -386,8 +388,11 @@ def _start(manifest: Manifest) -> str:
 def _trained(manifest: Manifest) -> str:
     if manifest.training:
         return "\n".join(map(_sentence, manifest.training))
-    random = manifest.source.init == "random"
-    return "Not trained: train before use." if random else "Not healed: fine-tune before use."
+    if manifest.source.init == "random":
+        return "Not trained: train before use."
+    if manifest.plan.only_rounded:
+        return "Rounded to nearest, and not healed: compare it with the dense model before use."
+    return "Not healed: fine-tune before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:

@@ -13,8 +13,9 @@ from tcompress.exports.onnx_folder import FOLDER, export_onnx
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
 from tcompress.options.commands import OnnxFiles
+from tcompress.runtimes.installed import require_onnx
 from tcompress.runtimes.onnx_module import OnnxModule
-from tcompress.runtimes.onnx_session import OnnxModel, require_onnx
+from tcompress.runtimes.onnx_session import OnnxModel
 
 _FILES: dict[RuntimeName, tuple[str, ...]] = {
     "onnx": ("model.onnx",),

@@ -40,6 +40,7 @@ from tcompress.models.names import (
     METHODS,
     MODULES,
     auxiliary_files,
+    is_only_rounded,
     local_folder,
     read_config,
     resolve,
@@ -155,6 +156,7 @@ class SourceModel:
             copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
+        raw = raw if converted else _without_rounding(raw)
         ours = _method(raw) in METHODS
         if not (converted and ours):
             _refuse_quantised(raw, folder)
@@ -162,6 +164,8 @@ class SourceModel:
             copies.append(with_settings(folder, mended))
             folder = copies[-1].folder
         found = cls.described(folder, {}, trust_remote_code, token)
+        if not converted:
+            found = replace(found, settings=_without_rounding(found.settings))
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
             snapshot = (sentence_root(origin) or origin).name
@@ -317,6 +321,16 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _method(raw: dict[str, Any]) -> Any:
     section = raw.get("quantization_config")
     return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take our section out of settings where tensors are in fewer bits, and nothing else is new.
+
+    Readers of weights undo that by themselves, so that such a model is as good as any.
+    """
+    if not is_only_rounded(raw.get("quantization_config")):
+        return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:

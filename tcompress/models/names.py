@@ -143,7 +143,8 @@ METHODS = (
     CALLED,
 )  # all that were ever written; each is registered as it stands
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
-FORMAT_VERSION = 4
+# 4: also fewer channels. 5: also tensors in fewer bits.
+FORMAT_VERSION = 5
 MANIFEST = "tcompress.json"
 
 ALIASES: dict[str, str] = {
@@ -283,6 +284,14 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
         content, near = "files that may not be listed", []
     hint = f"did you mean {listed(near)}" if near else "check the path"
     return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
+
+
+def is_only_rounded(section: Any) -> bool:
+    """Tell whether a section of `config.json` is ours, and all of it is fewer bits."""
+    if not isinstance(section, dict) or section.get("quant_method") not in METHODS:
+        return False
+    plan = section.get("plan")
+    return "storage" in section and isinstance(plan, dict) and not any(plan.values())
 
 
 def read_config(folder: Path) -> dict[str, Any]:

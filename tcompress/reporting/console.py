@@ -26,6 +26,7 @@ from tcompress.reporting.table_rows import (
     sets_note,
     size,
     start_text,
+    storage_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -109,6 +110,7 @@ def render_plan(
     rows = [] if plan.depth is None else depth_rows(plan.depth)
     rows += plain_rows(plan.plain)
     rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
+    rows += storage_rows(plan.storage)
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))

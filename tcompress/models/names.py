@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -218,7 +219,7 @@ def resolve(
 
 def find_locally(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
     """Give the folder as `resolve` does, None where the hub is to be asked; refuse other names."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     alone = not weights and path.name == "config.json" and path.is_file()
     folder = path.parent if alone else local_folder(name)
     if folder is not None:
@@ -236,12 +237,21 @@ def find_locally(name: str, revision: str | None = None, *, weights: bool = True
     return None
 
 
+def expanded(name: str) -> Path:
+    """Give the path that a name means: as it stands if that is there, else from a user's home."""
+    path = Path(name)
+    try:
+        return path if os.path.lexists(path) else path.expanduser()
+    except (RuntimeError, ValueError):  # of `~name` for nobody; no path at all
+        return path
+
+
 def local_folder(name: str) -> Path | None:
     """Give the local folder that `name` means, or None if it is not one."""
     if not name.strip():
         return None
     try:
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         return folder if folder.is_dir() else None
     except (OSError, ValueError):  # longer than names may be
         return None
@@ -253,7 +263,7 @@ def default_output_name(name: str, suffix: str) -> str:
     if name not in ALIASES:
         base = Path(name.replace("\\", "/")).name
         if base in ("", "..", "~"):
-            base = Path(name).expanduser().resolve().name or "model"
+            base = expanded(name).resolve().name or "model"
     return re.sub(r"[^\w.-]+", "-", f"{base}-{suffix}").strip("-")
 
 
@@ -275,7 +285,7 @@ def _no_folder(name: str, path: Path) -> SourceError:
 
 def missing_path(name: str, what: str) -> tuple[str, str]:
     """Write the message and the hint for a path that leads nowhere."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:
         content = folder_content(parent)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
+from tcompress.data.labels import is_independent
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
@@ -199,12 +200,9 @@ def set_up(
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
-    model = load_model(
-        source,
-        task.head if task else None,
-        dtype=torch.float32,
-        **head_options(task, data, source, teacher if "logits" in names else None),
-    )
+    head = head_options(task, data, source, teacher if "logits" in names else None)
+    task = task and task.suited_to(data.labels)
+    model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, range(len(roles.blocks)), projections)
@@ -231,6 +229,7 @@ def set_up(
     setting = Setting(
         temperature=options.temperature,
         per_token=_predicted(type(model)) != "classes",
+        independent=is_independent(model.config),
         heads=getattr(source.config.get_text_config(), "num_attention_heads", None) or 1,
         causal=any(
             getattr(module, "is_causal", False) is True for module in observer.modules[-1].modules()

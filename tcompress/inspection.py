@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.errors import read_settings
 from tcompress.models.adapters import check_adapter
-from tcompress.models.names import FORMAT_VERSION, METHODS, resolve
+from tcompress.models.names import FORMAT_VERSION, METHODS, encodes_sentences, resolve
 from tcompress.models.store import WeightStore
 from tcompress.reporting.formatting import describe_attention, describe_entry
 from tcompress.roles.stored import Shapes, parameters_among, stored_blocks, stored_parameters
@@ -120,6 +120,10 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         config = read_settings(folder / "config.json")
         manifest = read_sealed(folder)
         section = config.get("quantization_config")
+        named = str(next(iter(config.get("architectures") or ()), ""))
+        bare = named.endswith("Model") and not config.get("is_encoder_decoder")
+        if section is None and not bare and encodes_sentences(folder):
+            return None  # run without the head, or the decoder, that the config names
         if section is None:
             return _from_headers(name, config, WeightStore.open(folder))
         known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION

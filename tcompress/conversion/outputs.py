@@ -104,7 +104,7 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store, keymap = source.store, source.keymap
-        useless = {*keymap.stale, *keymap.unmatched, *unused}
+        useless = {*source.unread, *unused}
         done: set[int] = set()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
             copied = partial(copied_value, source, key)

@@ -76,7 +76,8 @@ class _Measurement:
                 self.task(source, examples, self.max_length, wanted)
                 for examples in self.sets.values()
             ]
-            model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
+            dtype = pick_dtype(wanted.dtype)
+            model = load_model(source, self.task.head, dtype=dtype, device=self.device)
             others: Sequence[Baseline | None] = against or [None] * len(tasks)
             sets = [
                 self._on(data, task, model, name, other)

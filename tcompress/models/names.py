@@ -395,6 +395,26 @@ def sentence_root(folder: Path) -> Path | None:
     return around if transformer_folder(around) == folder.absolute() else None
 
 
+def encodes_sentences(folder: Path) -> bool:
+    """Whether sentence-transformers embeds texts with the states of the model in a folder.
+
+    It may also hold models there that score pairs, or that predict tokens of sparse embeddings.
+    """
+    root = sentence_root(folder)
+    try:
+        modules = json.loads(((root or folder) / MODULES).read_text(encoding="utf-8"))
+        first = str(modules[0]["type"]).rpartition(".")[2]
+        texts = [json.loads(path.read_text(encoding="utf-8")) for path in _text_settings(folder)]
+        tasks = {settings.get("transformer_task") for settings in texts}
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return False  # what is wrong is said where it is read
+    return first == "Transformer" and tasks <= {None, "feature-extraction"}
+
+
+def _text_settings(folder: Path) -> list[Path]:
+    return sorted(folder.glob("sentence_*_config.json"))
+
+
 def _candidates(folder: Path, with_code: bool) -> set[Path]:
     patterns = (*_PATTERNS, "*.py") if with_code else _PATTERNS
     found = {

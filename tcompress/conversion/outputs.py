@@ -37,7 +37,15 @@ from tcompress.hf.build import first_table, stored_name
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU, FACTOR_PREFIX
-from tcompress.models.names import CARD, carry_files, forget_code, shorten_texts, stray_links
+from tcompress.models.names import (
+    CARD,
+    LOADED_WITH,
+    WEIGHTS,
+    carry_files,
+    forget_code,
+    shorten_texts,
+    stray_links,
+)
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
@@ -325,7 +333,7 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
         if source.keymap.missing:
             facts["absent"] = sorted(source.keymap.missing)
         section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
-        raw["quantization_config"] = section
+        raw |= {WEIGHTS: LOADED_WITH, "quantization_config": section}
     return json.dumps(raw, indent=2) + "\n"
 
 

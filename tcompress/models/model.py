@@ -39,6 +39,7 @@ from tcompress.models.names import (
     ALIASES,
     METHODS,
     MODULES,
+    WEIGHTS,
     auxiliary_files,
     encodes_sentences,
     local_folder,
@@ -271,7 +272,7 @@ class SourceModel:
             return self
         store = RandomStore(self.folder, self.model_class, self.config, seed)
         settings = {**self.settings, "architectures": [self.model_class.__name__]}
-        for key in ("torch_dtype", "quantization_config"):
+        for key in ("torch_dtype", "quantization_config", WEIGHTS):
             settings.pop(key, None)
         settings["dtype"] = "float32"
         return replace(self, store=store, settings=settings, notes=())
@@ -422,6 +423,7 @@ def _load_config(
 def _without_section(config: Any) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    vars(config).pop(WEIGHTS, None)
     return config
 
 

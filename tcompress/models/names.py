@@ -142,6 +142,10 @@ METHODS = (
     _CALLED_BEFORE,
     CALLED,
 )  # all that were ever written; each is registered as it stands
+# Key of `config.json` whose value Transformers (5.21 to 5.24) refuses, as the last line of a failed
+# `from_pretrained`, unless it names a file of weights. Our quantizer takes it out before that.
+WEIGHTS = "transformers_weights"
+LOADED_WITH = f"this model needs tcompress: `{INSTALL}`, then `import tcompress` before loading it"
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 FORMAT_VERSION = 4
 MANIFEST = "tcompress.json"
@@ -508,6 +512,15 @@ def forget_code(folder: Path) -> None:
             settings = json.loads(text) if '"auto_map"' in text else None
             if isinstance(settings, dict) and (left := without_code(settings)) != settings:
                 write_text(path, json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+
+
+def name_cure(folder: Path) -> None:
+    """Let a converted model that Transformers has saved say again what it needs to load."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if "quantization_config" in settings:
+        settings = {WEIGHTS: LOADED_WITH, **settings}
+        write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from tcompress.models.adapters import check_adapter
 from tcompress.models.names import (
     FORMAT_VERSION,
     METHODS,
+    encodes_sentences,
     is_only_rounded,
     read_config,
     resolve,
@@ -138,7 +139,12 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         config = read_settings(folder / "config.json")
         manifest = read_sealed(folder)
         section = config.get("quantization_config")
-        if section is None or is_only_rounded(section):
+        named = str(next(iter(config.get("architectures") or ()), ""))
+        bare = named.endswith("Model") and not config.get("is_encoder_decoder")
+        plain = section is None or is_only_rounded(section)
+        if plain and not bare and encodes_sentences(folder):
+            return None  # run without the head, or the decoder, that the config names
+        if plain:
             found = _from_headers(name, config, WeightStore.open(folder))
             return found and found.model_copy(update={"storage": _storage_of(section)})
         known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION

@@ -37,7 +37,15 @@ from tcompress.hf.build import first_table, stored_name
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU, FACTOR_PREFIX
-from tcompress.models.names import CARD, carry_files, forget_code, shorten_texts, stray_links
+from tcompress.models.names import (
+    CARD,
+    LOADED_WITH,
+    WEIGHTS,
+    carry_files,
+    forget_code,
+    shorten_texts,
+    stray_links,
+)
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
@@ -107,7 +115,7 @@ class Outputs:
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
         store, keymap = source.store, source.keymap
-        useless = {*keymap.stale, *keymap.unmatched, *unused}
+        useless = {*source.unread, *unused}
         done: set[int] = set()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
             copied = partial(copied_value, source, key)
@@ -343,7 +351,7 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
         if plan.storage is not None:
             facts["storage"] = plan.storage.model_dump(mode="json", exclude_none=True)
         section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
-        raw["quantization_config"] = section
+        raw |= {WEIGHTS: LOADED_WITH, "quantization_config": section}
     return json.dumps(raw, indent=2) + "\n"
 
 

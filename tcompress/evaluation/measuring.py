@@ -87,7 +87,8 @@ class _Measurement:
             ]
             model: Any
             if runtime == "torch":
-                model = load_model(source, dtype=pick_dtype(wanted.dtype), device=self.device)
+                dtype = pick_dtype(wanted.dtype)
+                model = load_model(source, self.task.head, dtype=dtype, device=self.device)
             else:
                 name, model = f"{name} ({runtime})", self.in_runtime(source, runtime)
             others: Sequence[Baseline | None] = against or [None] * len(tasks)

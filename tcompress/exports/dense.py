@@ -24,6 +24,7 @@ from tcompress.models import SourceModel
 from tcompress.models.card import head_of, render_head
 from tcompress.models.names import (
     CARD,
+    WEIGHTS,
     auxiliary_files,
     carry_files,
     forget_code,
@@ -201,7 +202,8 @@ def _write_rest(artifact: Artifact, folder: Path) -> None:
     names = auxiliary_files(artifact.folder, with_code=own)
     carry_files(artifact.folder, names, folder)
     write_text(folder / CARD, _card(artifact))
-    config = {key: value for key, value in artifact.config.items() if key != "quantization_config"}
+    ours = ("quantization_config", WEIGHTS)
+    config = {key: value for key, value in artifact.config.items() if key not in ours}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if not own:
         forget_code(folder)

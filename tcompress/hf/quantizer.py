@@ -34,7 +34,7 @@ from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.build import install_attention, install_forms, install_layers
 from tcompress.linalg.rounding import read_header, unpack
 from tcompress.models.keymap import KeyMap
-from tcompress.models.names import CALLED, METHOD, METHODS, is_only_rounded
+from tcompress.models.names import CALLED, METHOD, METHODS, WEIGHTS, is_only_rounded
 from tcompress.models.store import SafetensorsShard
 from tcompress.structures.modules.linear import StructuredLinear
 
@@ -128,6 +128,11 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
 
     # It trains, with `Trainer` too, and compiles like other models.
     is_trainable = is_qat_trainable = is_compileable = True
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Takes out what stops those who have not imported us, before files are looked for."""
+        vars(config).pop(WEIGHTS, None)
+        return super().update_attn_implementation(config)
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         files = [Path(file) for file in kwargs.get("checkpoint_files") or ()]

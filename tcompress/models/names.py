@@ -143,6 +143,10 @@ METHODS = (
     _CALLED_BEFORE,
     CALLED,
 )  # all that were ever written; each is registered as it stands
+# Key of `config.json` whose value Transformers (5.21 to 5.24) refuses, as the last line of a failed
+# `from_pretrained`, unless it names a file of weights. Our quantizer takes it out before that.
+WEIGHTS = "transformers_weights"
+LOADED_WITH = f"this model needs tcompress: `{INSTALL}`, then `import tcompress` before loading it"
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
 # 4: also fewer channels. 5: also tensors in fewer bits.
 FORMAT_VERSION = 5
@@ -421,6 +425,26 @@ def sentence_root(folder: Path) -> Path | None:
     return around if transformer_folder(around) == folder.absolute() else None
 
 
+def encodes_sentences(folder: Path) -> bool:
+    """Whether sentence-transformers embeds texts with the states of the model in a folder.
+
+    It may also hold models there that score pairs, or that predict tokens of sparse embeddings.
+    """
+    root = sentence_root(folder)
+    try:
+        modules = json.loads(((root or folder) / MODULES).read_text(encoding="utf-8"))
+        first = str(modules[0]["type"]).rpartition(".")[2]
+        texts = [json.loads(path.read_text(encoding="utf-8")) for path in _text_settings(folder)]
+        tasks = {settings.get("transformer_task") for settings in texts}
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return False  # what is wrong is said where it is read
+    return first == "Transformer" and tasks <= {None, "feature-extraction"}
+
+
+def _text_settings(folder: Path) -> list[Path]:
+    return sorted(folder.glob("sentence_*_config.json"))
+
+
 def _candidates(folder: Path, with_code: bool) -> set[Path]:
     patterns = (*_PATTERNS, "*.py") if with_code else _PATTERNS
     found = {
@@ -514,6 +538,15 @@ def forget_code(folder: Path) -> None:
             settings = json.loads(text) if '"auto_map"' in text else None
             if isinstance(settings, dict) and (left := without_code(settings)) != settings:
                 write_text(path, json.dumps(left, indent=2, ensure_ascii=False) + "\n")
+
+
+def name_cure(folder: Path) -> None:
+    """Let a converted model that Transformers has saved say again what it needs to load."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if "quantization_config" in settings:
+        settings = {WEIGHTS: LOADED_WITH, **settings}
+        write_text(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:

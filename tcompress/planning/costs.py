@@ -133,7 +133,7 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
             path = source.keymap.runtime_name(layer.name) or layer.name
             leaves = ("weight", "bias") if layer.bias else ("weight",)
             replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
-    replaced |= {*source.keymap.stale, *source.keymap.unmatched}  # no model reads them
+    replaced |= source.unread
     return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
 
 

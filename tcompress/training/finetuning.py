@@ -43,7 +43,7 @@ from tcompress.files import write_text
 from tcompress.hf.opening import KINDS, Reopened, differs, pick_device, unloadable
 from tcompress.linalg.rounding import pack, unpack
 from tcompress.models import SourceModel
-from tcompress.models.names import CARD, carry_files, forget_code, stray_links
+from tcompress.models.names import CARD, carry_files, forget_code, name_cure, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
@@ -232,6 +232,7 @@ class _Run:
         model: Any = self.setup.model.to(stored[0] if stored else torch.float32)  # type: ignore
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
+        name_cure(folder)
         carry_files(self.source.folder, self.source.auxiliary_files(), folder)
         if not self.source.trust_remote_code:
             forget_code(folder)

@@ -141,10 +141,9 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         named = str(next(iter(config.get("architectures") or ()), ""))
         bare = named.endswith("Model") and not config.get("is_encoder_decoder")
-        plain = section is None or is_only_rounded(section)
-        if plain and not bare and encodes_sentences(folder):
-            return None  # run without the head, or the decoder, that the config names
-        if plain:
+        if section is None or is_only_rounded(section):
+            if not bare and encodes_sentences(folder):
+                return None  # run without the head, or the decoder, that the config names
             found = _from_headers(name, config, WeightStore.open(folder))
             return found and found.model_copy(update={"storage": _storage_of(section)})
         known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION

@@ -40,7 +40,8 @@ def test_files_agree_with_pytorch(family: str, counts: dict[str, str], tmp_path:
             write_graph(part, tmp_path / "file.onnx")
             apart.append(proof.difference(OnnxModel.open(tmp_path / "file.onnx")))
     except InputError as error:
-        assert ALL[family].model in error.message
+        if ALL[family].model not in error.message:
+            raise
         counts[family] = f"refused: {error.message}"
     else:
         assert max(apart) < 1e-4

@@ -16,7 +16,7 @@ from tcompress.artifact.manifest import read_manifest, write_manifest
 from tcompress.artifact.reader import Artifact, check_files, is_converted, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.project import UPDATE
 from tcompress.reporting.model_report import report_of
 from tests.support.converted import converted, recipe

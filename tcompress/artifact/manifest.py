@@ -110,7 +110,7 @@ class Speed(_Section):
 
     batch: int  # sequences or pictures
     length: int  # tokens in a sequence, or in a prompt
-    mode: str  # `eager` or `compiled`
+    mode: str  # `eager` or `compiled` in PyTorch; `onnx`, `onnx-int8`, `onnx-q4` in ONNX Runtime
     phase: str = "forward"  # `prefill` and `decode` fill a cache
     cache: str | None = None  # `dynamic` or `static`
     milliseconds: float  # median
@@ -121,6 +121,8 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float  # time of the baseline over that of the model; above 1 the model is faster
+    # Of the baseline in the runtime of the model, where that is not PyTorch.
+    same_runtime_milliseconds: float | None = None
     spread: float | None = None  # distance of the quartiles of its times, relative to the median
     baseline_spread: float | None = None
     weight_bytes: int | None = None  # of all weights in memory, cached ones included
@@ -139,6 +141,21 @@ class Speed(_Section):
     def is_noisy(self) -> bool:
         """Whether the middle half of either's times differs by more than a fifth of the median."""
         return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
+
+
+class ExportedFile(_Section):
+    """A file for another runtime, beside the model in PyTorch in float32."""
+
+    file: str  # inside the model's folder
+    bits: int  # of most weights: 32, 8 or 4
+    bytes: int
+    difference: float  # largest absolute difference of an output
+    agreement: float  # mean cosine of outputs; 1 is the same
+    milliseconds: float  # median of a pass
+    baseline_milliseconds: float  # of PyTorch, in turn
+    ratio: float  # time of PyTorch over that of the file; above 1 the file is faster
+    left: list[str] = []  # larger tensors in float32, where others have fewer bits
+    protocol: dict[str, Any]  # batch, length, threads, processor, versions
 
 
 class CurvePoint(_Section):
@@ -212,6 +229,7 @@ class Manifest(_Section):
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
+    exports: list[ExportedFile] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
 
     @property
@@ -336,6 +354,8 @@ def _conversion(manifest: Manifest) -> str:
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
+    if plan.storage is not None:
+        done.append(f"stored in {plan.storage}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -368,8 +388,11 @@ def _start(manifest: Manifest) -> str:
 def _trained(manifest: Manifest) -> str:
     if manifest.training:
         return "\n".join(map(_sentence, manifest.training))
-    random = manifest.source.init == "random"
-    return "Not trained: train before use." if random else "Not healed: fine-tune before use."
+    if manifest.source.init == "random":
+        return "Not trained: train before use."
+    if manifest.plan.only_rounded:
+        return "Rounded to nearest, and not healed: compare it with the dense model before use."
+    return "Not healed: fine-tune before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
+from tcompress.data.inputs import inputs_of
 from tcompress.data.labels import is_independent
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
@@ -306,7 +307,7 @@ def _default_weights(
         reads_text = source.model_class.main_input_name == "input_ids"
         if own is not None and own == _predicted(teacher.model_class):
             names.append("logits")
-        elif options.task is None and reads_text and not source.config.is_encoder_decoder:
+        elif options.task is None and reads_text and not inputs_of(source).decoder:
             names.append("embedding")
     return dict.fromkeys(names, 1.0)
 

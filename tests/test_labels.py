@@ -333,6 +333,25 @@ def test_several_labels_are_learnt(head: str, tmp_path: Path) -> None:
     assert config.id2label == dict(enumerate("abc" if head == "none" else names))
 
 
+def test_one_label_an_example_beside_several(tmp_path: Path) -> None:
+    """Part of the data may happen to have one label in each row."""
+    folder = encoder(tmp_path / "encoder")
+    several = str(_several_file(tmp_path, "names"))
+    one = str(rows_file(tmp_path / "one.jsonl", text=sentences(3), labels=["a", "c", "b"]))
+
+    def labels(**data: Any) -> list[Any]:
+        options = settings(task="classification", teacher="none", data=data)
+        found = set_up(SourceModel.open(str(folder)), None, options, None).data
+        return [part.labels.tolist() for part in (found.train, found.validation)]  # type: ignore[union-attr]
+
+    marks = [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
+    assert labels(source=[several], validation=one) == [MARKS, marks]
+    both, _ = labels(source=[several, one], validation=one)
+    assert both == MARKS + marks
+    with pytest.raises(DataError, match=r"has several labels an example, `one.jsonl"):
+        labels(source=[one], validation=several)
+
+
 def test_one_label_of_a_head_for_several(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "model", 3, problem_type="multi_label_classification")
     path = rows_file(tmp_path / "rows.jsonl", text=sentences(12), label=[0, 2, 1] * 4)

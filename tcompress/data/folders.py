@@ -159,15 +159,24 @@ def with_listed_pictures(rows: Any, table: Path, pictures: Sequence[Path]) -> An
 
 def with_named_pictures(rows: Any, table: Path) -> Any:
     """Read columns of a table that hold paths of pictures, from its folder on, as pictures."""
-    import datasets
-
-    for name, feature in rows.features.items():
-        if not isinstance(feature, datasets.Value) or "string" not in feature.dtype:
-            continue
-        cells = [cell for cell in rows[:_MOST_PROBED][name] if cell]
-        if cells and all(map(names_picture, cells)) and (table.parent / cells[0]).is_file():
+    for name, cells in _texts(rows).items():
+        if all(map(names_picture, cells)) and (table.parent / cells[0]).is_file():
             rows, _ = _as_pictures(rows, name, table)
     return rows
+
+
+def _texts(rows: Any) -> dict[str, list[str]]:
+    """Give the first cells of columns of text, without empty ones."""
+    names = [
+        name
+        for name, feature in rows.features.items()
+        if "string" in str(getattr(feature, "dtype", ""))
+    ]
+    if not names:
+        return {}
+    first = rows.select_columns(names)[:_MOST_PROBED]
+    cells = {name: [cell for cell in first[name] if cell] for name in names}
+    return {name: found for name, found in cells.items() if found}
 
 
 def names_picture(cell: Any) -> bool:
@@ -177,13 +186,8 @@ def names_picture(cell: Any) -> bool:
 
 def with_written_pictures(rows: Any) -> Any:
     """Read columns of pictures that are written in base 64, alone or as addresses of such data."""
-    import datasets
-
-    for name, feature in rows.features.items():
-        if not isinstance(feature, datasets.Value) or "string" not in feature.dtype:
-            continue
-        cells = [cell for cell in rows[:_MOST_PROBED][name] if cell]
-        if cells and all(map(_WRITTEN.match, cells)):
+    for name, cells in _texts(rows).items():
+        if all(map(_WRITTEN.match, cells)):
             contents = [cell and base64.b64decode(cell.partition("base64,")[2] or cell)
                         for cell in rows[name]]  # fmt: skip
             order = rows.column_names

@@ -368,9 +368,11 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     if first.windows is not None:
         text = f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on"
         raise DataError(text, "give one file with all series")
+    if any(part.labels.several for part in parts):
+        parts = [_as_several(part) for part in parts]
+        first = parts[0]
     for part in parts[1:]:
-        same = part.classes == first.classes and part.labels.several == first.labels.several
-        if not same or len(part.texts) != len(first.texts):
+        if part.classes != first.classes or len(part.texts) != len(first.texts):
             raise DataError(
                 f"`{first.name}` and `{part.name}` do not go together: they have "
                 f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
@@ -404,8 +406,21 @@ def _targets_of(examples: Examples) -> torch.Tensor:
     return marks
 
 
+def _as_several(examples: Examples) -> Examples:
+    """Takes one label of each example as one of several."""
+    if examples.labels.several or examples.targets is None:
+        return examples
+    targets: Any = [(target,) for target in examples.targets]
+    return replace(examples, targets=targets, labels=replace(examples.labels, several=True))
+
+
 def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
+    if train.labels.several:
+        held = _as_several(held)
+    elif held.labels.several:
+        text = f"`{held.name}` has several labels an example, `{train.name}` one"
+        raise DataError(text, "give data sets of the same kind")
     if held.classes == train.classes or held.targets is None:
         return held
     unknown = [held.classes[index] for index in held.labels.used]

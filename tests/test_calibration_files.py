@@ -557,6 +557,20 @@ def test_chats_are_written_by_the_template(
     assert data.tokens == same.tokens
 
 
+@pytest.mark.parametrize("words", [True, False])
+def test_texts_in_lists_are_samples(words: bool, bert: SourceModel, tmp_path: Path) -> None:
+    """As sets of sentences are, and sentences as lists of words."""
+    texts = sentences(8)
+    cells = [text.split() for text in texts] if words else [texts[:4], texts[4:]]
+    file = tmp_path / "sets.jsonl"
+    pd.DataFrame({"set": cells}).to_json(file, orient="records", lines=True)
+    data = load_batches(bert, Calibration(source=str(file), samples=50, max_length=64))
+    lines = text_file(tmp_path / "plain.txt", texts)
+    same = load_batches(bert, Calibration(source=lines, samples=50, max_length=64))
+    assert (data.name, data.samples) == ("sets.jsonl:set", 8)
+    assert data.tokens == same.tokens
+
+
 RAMP = np.arange(0, 256, 17, dtype=np.uint8).reshape(4, 4)
 _RGBA = np.dstack([RAMP, RAMP, RAMP, np.full_like(RAMP, 255)])
 _INK = np.dstack([np.zeros_like(RAMP)] * 3 + [255 - RAMP])  # black, as thick as it is dark

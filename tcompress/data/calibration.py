@@ -48,6 +48,7 @@ from tcompress.data.tables import (
     draw_texts,
     hash_of,
     opened,
+    with_listed_texts,
 )
 from tcompress.errors import DataError, listed
 from tcompress.models import SourceModel
@@ -310,7 +311,8 @@ class _Sources:
         wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
         texts: list[str] = []
         frames: list[Tensor] = []
-        with opened(source, options.split) as table:
+        with opened(source, options.split) as stored:
+            table = with_listed_texts(stored) if wanted == {"text"} else stored
             known = {*table.rows.column_names}
             self._columns |= known
             asked = [name for name in options.columns if name in known or len(self._named) == 1]

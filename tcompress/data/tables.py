@@ -20,6 +20,7 @@ from tcompress.data.plain_files import ending
 from tcompress.data.readers import BUILDERS, read_local, without_rows
 from tcompress.errors import DataError, after_colon, first_line, listed
 from tcompress.models.names import cached_where_unreachable, expanded, is_path, missing_path
+from tcompress.progress import tell
 
 
 @dataclass(frozen=True)
@@ -395,6 +396,24 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
             made = [_text(cell) for cell in rows[name]]
             rows = rows.remove_columns([name]).add_column(name, made)
     return replace(table, rows=rows)
+
+
+def with_listed_texts(table: Table) -> Table:
+    """Makes rows of the texts in lists, where no column holds texts; of lists of words one text."""
+    kinds, rows = kinds_of(table), table.rows
+    names = [name for name in rows.column_names if _holds_lists(rows, name)]
+    if not names or {*kinds.values()} & {"text", "chat"}:
+        return table
+    texts: list[str] = []
+    for name in names:
+        cells = [cell for cell in rows[name] if cell]
+        words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
+        texts += (
+            [" ".join(cell) for cell in cells] if words else [text for c in cells for text in c]
+        )
+    name = "+".join(names)
+    tell(f"{table.label}: {len(texts):,} texts in the lists of {listed(names)}")
+    return replace(table, rows=type(rows).from_dict({name: texts}))
 
 
 def with_pairs(table: Table) -> Table:

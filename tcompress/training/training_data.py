@@ -208,6 +208,7 @@ class _Reader:
         columns_given = tuple(given[role] for role in ("text", "pair", "image") if role in given)
         with tables.opened(name, split) as content:
             table = tables.with_derived(content, given.values())
+            table = tables.with_listed_texts(table) if kind == "text" else table
             kinds = tables.kinds_of(table)
             check_columns(table, {n: "text" if k == "chat" else k for n, k in kinds.items()}, given)
             chosen = tables.columns_of(table, columns_given, {kind}, {kind}, self.model)[kind]

@@ -7,10 +7,8 @@ import pytest
 
 from tcompress.artifact.reader import open_checked
 from tcompress.errors import InputError
-from tcompress.exports.onnx_folder import opened
+from tcompress.exports.onnx_folder import proofs_of
 from tcompress.exports.onnx_graph import write_graph
-from tcompress.exports.onnx_parts import parts_of
-from tcompress.exports.onnx_proof import Proof
 from tcompress.runtimes.onnx_session import OnnxModel
 from tests.support.tiny import EXPERTS, TINY, TinyModel
 
@@ -48,11 +46,10 @@ def test_files_agree_with_pytorch(family: str, counts: dict[str, str], tmp_path:
 
 def _apart(folder: Path) -> list[float] | str:
     """Differences of each file of a model from PyTorch, or why there is none."""
-    source, apart = open_checked(str(folder)), []
+    apart = []
     try:
-        for part in parts_of(source, opened(source)):
-            proof = Proof.of(part.eval())
-            write_graph(part, folder / "file.onnx")
+        for proof in proofs_of(open_checked(str(folder))):
+            write_graph(proof.part, folder / "file.onnx")
             apart.append(proof.difference(OnnxModel.open(folder / "file.onnx")))
     except InputError as error:
         return error.message

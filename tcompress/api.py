@@ -14,6 +14,7 @@ from tcompress.evaluation.scores import Baseline, ModelScores
 from tcompress.exports.dense import export_dense
 from tcompress.exports.onnx_folder import ExportedOnnx
 from tcompress.exports.onnx_folder import export_onnx as run_onnx_export
+from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.inspection import inspect_model as inspect
 from tcompress.latency.benchmark import Bench as Times
 from tcompress.latency.benchmark import bench as run_bench
@@ -278,14 +279,16 @@ def bench(
         InputError: A model or an option cannot be used; the message says what to do.
     """
     _refuse_beside(settings, **options)
-    return run_bench(
-        [str(name) for name in models],
-        None if against is None else str(against),
-        settings or read(Bench, options),
-        save=save,
-        progress=progress,
-        trust_remote_code=trust_remote_code,
-    )
+    with RuntimeFiles.opened() as files:
+        return run_bench(
+            [str(name) for name in models],
+            None if against is None else str(against),
+            settings or read(Bench, options),
+            save=save,
+            in_runtime=files,
+            progress=progress,
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def export_onnx(

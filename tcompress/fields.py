@@ -22,6 +22,8 @@ FIT, METHOD_OPTIONS = "Fit", "Options of methods"
 """Headings in the help; that of flags that belong to some methods is short of room."""
 
 DType = Literal["float32", "float16", "bfloat16"]
+RuntimeName = Literal["torch", "onnx", "onnx-int8", "onnx-q4"]
+"""What runs a forward pass: PyTorch, or ONNX Runtime with weights of 32, 8 or 4 bits."""
 Place = tuple[str, ...]
 """Where a field sits: names of fields from the top."""
 

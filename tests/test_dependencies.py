@@ -29,12 +29,14 @@ ALLOWED: dict[str, set[str]] = {
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
-    "models": {"errors", "files", "project"},
+    "models": {"errors", "files", "project", "linalg"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures", "project"},
-    "planning": {"errors", "structures", "attention", "models", "roles", "options"},
+    "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
-    "artifact": {"errors", "files", "structures", "models", "options", "planning", "project"},
+    "artifact": {
+        "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
+    },
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
@@ -43,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "conversion": APPLICATION - {"conversion"} | {"latency"},
     "training": APPLICATION,
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
-    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
+    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "structures", "attention", "models", "roles", "options", "planning",
         "artifact", "conversion",

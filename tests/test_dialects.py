@@ -136,7 +136,7 @@ def _write(path: Path, content: str | bytes) -> str:
 def test_a_table_is_the_same_in_every_form(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tcompress.data.tables._JSON_PART", 100)
+    monkeypatch.setattr("tcompress.data.readers._JSON_PART", 100)
     name, content = FORMS[form]
     path = _write(tmp_path / name, content)
     columns = COLUMNS if form.startswith("no header") else None

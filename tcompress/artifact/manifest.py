@@ -110,7 +110,7 @@ class Speed(_Section):
 
     batch: int  # sequences or pictures
     length: int  # tokens in a sequence, or in a prompt
-    mode: str  # `eager` or `compiled`
+    mode: str  # `eager` or `compiled` in PyTorch; `onnx`, `onnx-int8`, `onnx-q4` in ONNX Runtime
     phase: str = "forward"  # `prefill` and `decode` fill a cache
     cache: str | None = None  # `dynamic` or `static`
     milliseconds: float  # median
@@ -121,6 +121,8 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float  # time of the baseline over that of the model; above 1 the model is faster
+    # Of the baseline in the runtime of the model, where that is not PyTorch.
+    same_runtime_milliseconds: float | None = None
     spread: float | None = None  # distance of the quartiles of its times, relative to the median
     baseline_spread: float | None = None
     weight_bytes: int | None = None  # of all weights in memory, cached ones included
@@ -352,6 +354,8 @@ def _conversion(manifest: Manifest) -> str:
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
+    if plan.storage is not None:
+        done.append(f"stored in {plan.storage}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -384,8 +388,11 @@ def _start(manifest: Manifest) -> str:
 def _trained(manifest: Manifest) -> str:
     if manifest.training:
         return "\n".join(map(_sentence, manifest.training))
-    random = manifest.source.init == "random"
-    return "Not trained: train before use." if random else "Not healed: fine-tune before use."
+    if manifest.source.init == "random":
+        return "Not trained: train before use."
+    if manifest.plan.only_rounded:
+        return "Rounded to nearest, and not healed: compare it with the dense model before use."
+    return "Not healed: fine-tune before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:

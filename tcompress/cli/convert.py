@@ -145,6 +145,11 @@ def _show_result(done: Converted, job: Job) -> None:
         terminal.tell("Not trained yet: all weights are as they were drawn at random.")
         terminal.tell(f"Next: `{following} --task ... --data ...`")
         return
+    if done.manifest.plan.only_rounded:
+        terminal.tell("Rounded, not healed: measure what that costs, and heal it where it costs.")
+        following = f"tcompress evaluate {terminal.typed(name)} --task TASK --data FILE"
+        terminal.tell(f"Next: `{following}`")
+        return
     terminal.tell(
         "Not healed yet: imitating the dense model usually wins much of the quality back."
     )

@@ -11,7 +11,9 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "image": ("image", "img", "picture", "pixel_values"),
     "volume": ("volume", "voxels"),
     "shape": ("shape",),
-    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label"),
+    "label": ("label", "labels", "class", "target", "category", "fine_label", "coarse_label",
+              "label_text", "label_name", "class_name", "gold_label", "sentiment", "emotion",
+              "intent", "stars", "rating"),
     "score": ("score", "similarity_score", "similarity", "relatedness_score", "relatedness",
               "label", "labels", "target"),
 }  # fmt: skip

@@ -24,11 +24,11 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
     as its file says.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         hint = "pip install pillow"
         raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
-    name = f"`{data.file}`, " if isinstance(data, Picture) and data.file else ""
+    name = f"{data.file}, " if isinstance(data, Picture) and data.file else ""
     try:
         with Image.open(io.BytesIO(data)) as image:
             upright = ImageOps.exif_transpose(image)
@@ -40,7 +40,9 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
         raise DataError(text, error.hint) from error
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
-        text = f"{name}a picture of {place} cannot be decoded ({first_line(error)})"
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "of no known format" if unknown else first_line(error)
+        text = f"{name}a picture of {place} cannot be decoded ({reason})"
         raise DataError(text, "remove it, or name the right column") from error
     return pixels.reshape(*pixels.shape[:2], channels)
 

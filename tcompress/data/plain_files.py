@@ -34,7 +34,7 @@ def ending(path: Path) -> str:
 
 def plain_file(path: Path, cache: Path, *, text: bool) -> Path:
     """Give a file itself if it is plain, and else a copy in `cache` that is; text is UTF-8."""
-    copy = cache / "copies" / f"{path.name.split('.')[0]}{ending(path)}"
+    copy = cache / "copies" / f"data{ending(path)}"
     copy.parent.mkdir(exist_ok=True)
     opener = _OPENERS.get(path.suffix.lower())
     if opener is not None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,7 +18,7 @@ from tcompress.artifact.manifest import ExportedFile, environment
 from tcompress.data.calibration import load_batches
 from tcompress.errors import DataError, WriteError, first_line
 from tcompress.exports.onnx_parts import CausalPart, Part, Size
-from tcompress.latency.paired_timing import device_name
+from tcompress.latency.paired_timing import device_name, instructions
 from tcompress.latency.passes import Pass, turns
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import Calibration
@@ -197,16 +195,3 @@ def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
 def runtime_versions() -> dict[str, str]:
     """Versions that a file depends on."""
     return {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")}
-
-
-_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512bw", "avx2", "asimddp")
-"""Of processors, for products of bytes, the fastest first, as Linux names them."""
-
-
-def instructions() -> str:
-    """Name the fastest instructions for products of bytes that this processor has."""
-    table = Path("/proc/cpuinfo")
-    text = table.read_text(encoding="utf-8") if table.is_file() else ""
-    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
-    flags = next(lines, "").split()
-    return next((name for name in _INSTRUCTIONS if name in flags), platform.machine())

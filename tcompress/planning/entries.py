@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
+from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
@@ -335,6 +336,16 @@ class BudgetPlan(Frozen):
         return Budget(self.kind, self.limit)
 
 
+class Storage(Frozen):
+    """Bits that tensors are stored in, where these are fewer than those of their dtype."""
+
+    weights: Rounding | None = None  # of layers, factors and whatever else has two axes
+    embeddings: Rounding | None = None  # of the word embedding, and of a head that is tied to it
+
+    def __str__(self) -> str:
+        return widths_text(self.weights, self.embeddings)
+
+
 class Plan(Frozen):
     """What a conversion will do."""
 
@@ -352,6 +363,7 @@ class Plan(Frozen):
     depth: DepthPlan | None = None  # which blocks stay, where some are dropped
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
+    storage: Storage | None = None  # of what is rounded, where anything is
     plain: dict[str, int] | None = None
     """New values in `config.json`, by key, of a plain model, which they say all about."""
     warnings: tuple[str, ...] = Field(default=())
@@ -412,12 +424,19 @@ class Plan(Frozen):
     @property
     def changes_model(self) -> bool:
         """Whether the result needs tcompress to load."""
-        return self.plain is None and bool(self.entries or self.attention)
+        rebuilt = self.plain is None and bool(self.entries or self.attention)
+        return rebuilt or self.storage is not None
 
     @property
     def compresses(self) -> bool:
         """Whether anything is done: a plain model has fewer blocks, or a smaller width."""
-        return bool(self.entries or self.attention or self.depth)
+        return bool(self.entries or self.attention or self.depth or self.storage)
+
+    @property
+    def only_rounded(self) -> bool:
+        """Whether fewer bits are all that is done."""
+        done = self.entries or self.attention or self.depth or self.plain
+        return self.storage is not None and not done
 
     @property
     def kept(self) -> float:

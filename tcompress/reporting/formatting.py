@@ -193,6 +193,7 @@ def machine_text(speed: Speed) -> str:
         words.append(f"{threads} thread" + ("s" if threads != 1 else ""))
     words += [found["dtype"]] if found.get("dtype") else []
     words += ["weights kept"] if "kept_weights_bytes" in found else []
+    words += [found["instructions"]] if found.get("instructions") else []
     return ", ".join(map(str, words))
 
 
@@ -216,6 +217,9 @@ def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     notes = {
         f"decode is one token after the prompt, the mean of {' or '.join(steps)}": any(steps),
         "times are medians; ± is half the distance of the quartiles": any(spread),
+        "dense is PyTorch, `dense there` is the dense model in the runtime of the row": any(
+            s.same_runtime_milliseconds for s in speeds
+        ),
         "? the machine was busy: give more --repeats when it is not": any(noisy),
         f"memory is that of the weights and the peak of the pass on top{cached}": any(counted),
         "(pass) memory is the peak of the pass alone, without weights": not all(counted),

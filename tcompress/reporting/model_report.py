@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tcompress.artifact.format import stored_tensors
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.attention.replacement import replacement_named
@@ -88,7 +89,8 @@ def report_of(
 def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]:
     """What a dense model does not have; of what a manifest says, only part is known without."""
     layers = _layers(artifact, now, length)
-    facts = {"layers": layers, "attention": artifact.attention, "errors": mean_errors(layers)}
+    facts: dict[str, Any] = {"layers": layers, "attention": artifact.attention}
+    facts |= {"errors": mean_errors(layers), "storage": artifact.storage}
     if (manifest := artifact.manifest) is None:
         first = artifact.layers[0].parts[0].terms[0].structure if artifact.layers else "unknown"
         return {**facts, "method": first, "source": None, "left": _left(now)}
@@ -114,10 +116,17 @@ def layer_report(
     itemsize: int | None = None,
     length: int = LENGTH,
     method: str = "",
+    stored: int | None = None,
 ) -> LayerReport:
-    """Reports on a layer of a plan: a token passes `runs` experts, stored ones have `itemsize`."""
+    """Reports on a layer of a plan: a token passes `runs` experts, stored ones have `itemsize`.
+
+    `stored` bytes are fewer where tensors are rounded.
+    """
     counts = (entry.dense_parameters, entry.parameters)
-    size = None if itemsize is None else Amount.of(*(count * itemsize for count in counts))
+    size = None
+    if itemsize is not None:
+        now = entry.parameters * itemsize if stored is None else stored
+        size = Amount.of(entry.dense_parameters * itemsize, now)
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
     macs = Amount.of(dense, -(-layer_macs(entry, runs, length) // length))
     if entry.kind == "embedding":  # an output head that is tied to it counts in the whole
@@ -169,7 +178,8 @@ def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerRe
     for entry, error in zip(artifact.layers, errors, strict=True):
         runs = experts_per_token(config, entry.experts)
         size = artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize
-        found.append(layer_report(entry, error, runs, size, length, method))
+        stored = sum(map(artifact.store.nbytes, stored_tensors(entry)))
+        found.append(layer_report(entry, error, runs, size, length, method, stored))
     return tuple(found)
 
 
@@ -178,7 +188,7 @@ def _dense_bytes(artifact: Artifact) -> int:
     if artifact.manifest is not None:
         return artifact.manifest.source.bytes
     store = artifact.store
-    bytes_ = store.total_bytes
+    bytes_ = sum(prod(store.shape(key)) * store.dtype(key).itemsize for key in store.keys())  # noqa: SIM118
     for other in artifact.attention:
         bytes_ += other.saved * store.dtype(next(iter(other.tensor_shapes))).itemsize
     for entry in artifact.layers:

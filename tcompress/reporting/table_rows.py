@@ -10,7 +10,7 @@ from typing import NamedTuple
 from tcompress.artifact.manifest import Metric
 from tcompress.artifact.means import AGREEMENT, Mean, set_of
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import BudgetPlan, DepthPlan
+from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.tree import (
     Amount,
@@ -53,6 +53,7 @@ def rows_of(
     rows += plain_rows(report.plain)
     if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
+    rows += storage_rows(report.storage)
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif facts:
@@ -101,6 +102,11 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
         value = "out of reach" if change is None else fmt.value_text(change)
         rows.append(Row(label, value, "", ratio))
     return rows
+
+
+def storage_rows(storage: Storage | None) -> list[Row]:
+    """A line about the bits that tensors are stored in, where these are few."""
+    return [] if storage is None else [Row("stored in", str(storage))]
 
 
 def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
@@ -377,6 +383,7 @@ def _column(
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
         "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
         "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
+        **({"stored in": Cell(str(report.storage))} if report.storage else {}),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
         **{text: Cell(fmt.error_text(own[k]) if k in own else "") for k, text in errors.items()},

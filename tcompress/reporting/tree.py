@@ -13,7 +13,7 @@ from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, Trainin
 from tcompress.artifact.means import means_of
 from tcompress.models.names import ALIASES
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left
+from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left, Storage
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -93,6 +93,7 @@ class ModelReport(_Node):
     budget: BudgetPlan | None = None  # and the error predicted for it
     plain: dict[str, int] | None = None  # keys of `config.json` that say all of it
     attention: tuple[AttentionPlan, ...] = ()  # what is replaced
+    storage: Storage | None = None  # bits that tensors were rounded to
     left: tuple[Left, ...] = ()  # layers of the blocks that stayed dense, and why
     errors: dict[str, float] = Field(default_factory=dict)  # means of the layers' errors by kind
     calibration: CalibrationFacts | None = None
@@ -110,7 +111,8 @@ class ModelReport(_Node):
     @property
     def is_smaller(self) -> bool:
         """Whether it was converted, and is no dense model."""
-        return bool(self.layers or self.attention) or self.depth is not None
+        rewritten = bool(self.layers or self.attention)
+        return rewritten or self.depth is not None or self.storage is not None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json", by_alias=True)

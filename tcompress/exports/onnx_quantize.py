@@ -58,6 +58,7 @@ def quantize_int8(
     graph = Graph.open(source)
     graph.split_gemm()
     prepare(graph)
+    graph.part_norms()
     graph.share_products()
     graph.shrink_tables(all_=table_bits == 8)
     graph.quantize_products(graph.products(3))
@@ -236,6 +237,17 @@ class Graph:
                 sum_ = helper.make_node("Add", [product, *bias], [out], f"{node.name}_add")
                 nodes.append(sum_)
             self.replace(node, *nodes)
+
+    def part_norms(self) -> None:
+        """Keep ONNX Runtime from joining a layer norm and the sum before it.
+
+        Its joint operator takes five times as long on a CPU as both alone (1.32). A sum by another
+        name is left as it is.
+        """
+        norms = {node.input[0] for node in self.of_kind("LayerNormalization")}
+        for node in self.of_kind("Add"):
+            if node.output[0] in norms:
+                node.op_type = "Sum"
 
     def turned(self) -> dict[str, Any]:
         """Find the nodes that turn a table round for an output head, by what they compute."""

@@ -22,7 +22,7 @@ STRENGTHS = (0.25, 0.5, 0.75)
 """Exponents of the range of a channel, 1 less those of its weights."""
 ROWS = 512
 """Tokens that are looked at."""
-LEAST_GAIN = 0.2
+LEAST_GAIN = 0.4
 """Share of the squared error by which it has to fall."""
 
 Array = NDArray[Any]

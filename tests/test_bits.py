@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
-from tcompress.errors import PlanError, SourceError
+from tcompress.errors import ArtifactError, PlanError, SourceError
 from tcompress.exports import export_dense
 from tcompress.inspection import inspect_model
 from tcompress.linalg.rounding import (
@@ -36,9 +36,11 @@ from tcompress.planning import storage
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
+from tcompress.training.rounded import RoundedWeights
 from tests.support.cli import run
 from tests.support.conversions import calibration, outputs
 from tests.support.converted import converted
+from tests.support.model_folders import model_folder
 from tests.support.numerics import quick
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
@@ -59,8 +61,13 @@ def _recipe(**changes: Any) -> Convert:
 
 def _rounded_keys(folder: Path) -> dict[str, Rounding]:
     store = WeightStore.open(folder)
-    found = {key: store.rounding(key) for key in store.keys()}
+    found = {key: store.rounding(key) for key in _numbers(folder)}
     return {key: rounding for key, rounding in found.items() if rounding is not None}
+
+
+def _numbers(folder: Path) -> dict[str, Tensor]:
+    store = WeightStore.open(folder)
+    return {key: store.tensor(key) for key in store.keys()}  # noqa: SIM118 - no mapping
 
 
 # ---------------------------------------------------------------- numbers
@@ -149,11 +156,9 @@ def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> Non
     assert store.total_bytes < 0.4 * before.total_bytes
     rounded = _rounded_keys(done.folder)
     assert {rounding.bits for rounding in rounded.values()} == ({8} if family == "vit" else {8, 4})
-    for key in store.keys():
-        value = before.tensor(key)
+    for key, value in _numbers(tmp_path / "dense").items():
         expected = unpack(pack(value, rounded[key])) if key in rounded else value
         assert torch.equal(store.tensor(key), expected)
-        assert store.shape(key) == before.shape(key)
     kind: Any = type(dense)
     model, info = kind.from_pretrained(done.folder, output_loading_info=True)
     assert not any(info.values())
@@ -170,12 +175,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "shared": {"method": {"name": "tucker", "share": "model"}, "target": 0.5},
     "table": {"embeddings": {"method": {"name": "svd"}, "target": 0.5}},
     "experts": {"method": {"name": "svd"}, "target": 0.5},
+    "attention": {"method": None, "attention": {"name": "hot"}},
 }
+FAMILY_OF = {"experts": "mixtral", "attention": "vit"}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_factors_are_rounded_too(method: str, tmp_path: Path) -> None:
-    family = "mixtral" if method == "experts" else "bert"
+    family = FAMILY_OF.get(method, "bert")
     done = converted(family, tmp_path, bits=4, **METHODS[method])
     artifact = Artifact.open(done.folder)
     assert artifact.storage == done.manifest.plan.storage
@@ -190,6 +197,8 @@ def test_factors_are_rounded_too(method: str, tmp_path: Path) -> None:
     assert Artifact.open(tmp_path / "again").storage is None
     other = kind.from_pretrained(tmp_path / "again")
     assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    if artifact.attention:
+        return
     plain = kind.from_pretrained(export_dense(done.folder, tmp_path / "plain"))
     same = [outputs(item, TINY[family].inputs(2, 8, 50)) for item in (plain, model)]
     torch.testing.assert_close(*same, rtol=0, atol=1e-4)
@@ -255,9 +264,49 @@ def test_healing_rounds_again(tmp_path: Path) -> None:
     assert manifest is not None
     assert Artifact.open(done.folder).storage == manifest.plan.storage
     assert verify_files(done.folder).files
-    one, two = (WeightStore.open(path) for path in (rounded, done.folder))
-    assert one.total_bytes == two.total_bytes
-    assert any(not torch.equal(one.tensor(key), two.tensor(key)) for key in one.keys())
+    assert WeightStore.open(rounded).total_bytes == WeightStore.open(done.folder).total_bytes
+
+
+def test_training_sees_weights_as_they_will_be_stored(tmp_path: Path) -> None:
+    """What was validated last is what is written, and so what the next run begins with."""
+    model_folder("llama", tmp_path / "llama", processor=False)
+    rounded = converted("llama", tmp_path, method=None, bits=4).folder
+    for file in (tmp_path / "llama").glob("tokenizer*"):
+        (rounded / file.name).write_bytes(file.read_bytes())
+    given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
+    first = train(rounded, tmp_path / "first", steps=6, learning_rate=3e-3, **given)
+    assert first.facts.best_step > 0
+    one, two = map(_numbers, (rounded, first.folder))
+    assert any(not torch.equal(one[key], two[key]) for key in _rounded_keys(rounded))
+    second = train(first.folder, tmp_path / "second", steps=1, **given)
+    assert second.facts.curve[0].validation == pytest.approx(first.facts.best, rel=1e-6)
+
+
+def test_gradients_are_those_at_the_rounded_weights() -> None:
+    whole = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    parameter, x = nn.Parameter(whole.clone()), torch.eye(64)
+    weights = RoundedWeights({"w": Rounding(4, 32)})
+    for usual in (True, False):
+        parameter.grad = None
+        with weights.applied({"w": parameter}, quick=usual):
+            seen = parameter.detach().clone()
+            (x @ parameter).square().sum().backward()
+        assert torch.equal(parameter, whole)
+        assert 0 < float((seen - whole).norm() / whole.norm()) < 0.1
+        torch.testing.assert_close(parameter.grad, 2 * seen)
+    assert torch.equal(seen, unpack(pack(whole, Rounding(4, 32))))
+
+
+def test_devices_load_it_and_the_disk_cannot_keep_it(tmp_path: Path) -> None:
+    folder = converted("llama", tmp_path, method=None, bits=4).folder
+    kind: Any = type(build("llama"))
+    whole = kind.from_pretrained(folder)
+    for where in ("auto", {"": "cpu"}):
+        placed = kind.from_pretrained(folder, device_map=where)
+        assert all(map(torch.equal, whole.state_dict().values(), placed.state_dict().values()))
+    apart = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(ArtifactError, match="cannot stay on the disk"):
+        kind.from_pretrained(folder, device_map=apart, offload_folder=str(tmp_path / "offload"))
 
 
 # ---------------------------------------------------------------- budgets
@@ -313,11 +362,6 @@ def test_the_command_needs_no_method(tiny: Callable[[str], Path], tmp_path: Path
 def test_a_group_has_the_size_that_is_given(tmp_path: Path) -> None:
     done = converted("bert", tmp_path, method=None, bits=4, group_size=16)
     assert set(_rounded_keys(done.folder).values()) == {Rounding(4, 16)}
-
-
-def _numbers(folder: Path) -> dict[str, Tensor]:
-    store = WeightStore.open(folder)
-    return {key: store.tensor(key) for key in store.keys()}
 
 
 def test_half_precision_stays_what_loading_gives(tmp_path: Path) -> None:

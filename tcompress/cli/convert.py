@@ -28,7 +28,7 @@ EXAMPLES = (
     "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
 )
-DETAIL = ("Options of attention replacements, as of all methods: `tcompress methods NAME`.",)
+DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress methods NAME`.",)
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
 
 

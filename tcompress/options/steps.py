@@ -226,9 +226,9 @@ class Evaluate(Section):
     )
     runtime: tuple[RuntimeName, ...] = option(
         ("torch",),
-        "PyTorch, ONNX Runtime in float32, with weights of 8 or of 4 bits; each model is measured "
-        "in each of them",
-        metavar="torch,onnx,onnx-int8,onnx-q4",
+        "`torch`, and ONNX Runtime with weights of 32, 8 or 4 bits: `onnx`, `onnx-int8`, "
+        "`onnx-q4`; each model is measured in each of them",
+        metavar="NAME,NAME,...",
         min_length=1,
     )
     dtype: DType | None = option(None, "dtype of the run; default as stored")
@@ -294,9 +294,9 @@ class Bench(Section):
     )
     runtime: tuple[RuntimeName, ...] = option(
         ("torch",),
-        "PyTorch, ONNX Runtime in float32, with weights of 8 or of 4 bits; the dense model is "
-        "timed in each of them too",
-        metavar="torch,onnx,onnx-int8,onnx-q4",
+        "`torch`, and ONNX Runtime with weights of 32, 8 or 4 bits: `onnx`, `onnx-int8`, "
+        "`onnx-q4`; the dense model is timed in each of them too",
+        metavar="NAME,NAME,...",
         min_length=1,
     )
     repeats: int = option(7, "timed passes of each model; medians count", gt=0, le=10**6)

@@ -19,7 +19,7 @@ from tcompress.options import Convert, Embeddings
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
-from tcompress.planning.storage import Widths, planned_storage
+from tcompress.planning.storage import Widths
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -351,7 +351,8 @@ def _smaller_ways(
         with suppress(PlanError):
             tables = plan_embeddings(options, source, roles_of(source))
             text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
-            rest = planned_storage(recipe.model_copy(update={"embeddings": options}))
-            yield from measured(text, embeddings=tables, storage=rest)
+            if recipe.chooses_table and own.embeddings is not None:
+                text = f"--embedding-bits {own.embeddings.bits} {text}"
+            yield from measured(text, embeddings=tables)
     if recipe.dtype is None:
         yield from measured("--dtype bfloat16", "bfloat16")

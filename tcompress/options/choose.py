@@ -83,7 +83,7 @@ def conversion(
         data["seed"] = data["calibration"].pop("seed")
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
-    cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings"))
+    cuts = scratch or any(data.get(name) is not None for name in (*DEPTH, "embeddings", "vocab"))
     usual = _usual(data, said.get("method") or {}, scratch=scratch)
     data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)
     for name in _LISTS:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
@@ -350,6 +351,7 @@ class Plan(Frozen):
     block_parameters: int = 0  # of all blocks, with biases and norms
     dropped_parameters: int = 0  # those of them in blocks that are dropped
     depth: DepthPlan | None = None  # which blocks stay, where some are dropped
+    vocabulary: Vocabulary | None = None  # which tokens stay, where some are left out
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
     plain: dict[str, int] | None = None
@@ -399,7 +401,12 @@ class Plan(Frozen):
     def saved(self) -> int:
         """Parameters that the whole model loses."""
         tables = sum(item.dense_parameters - item.parameters for item in self.embeddings)
-        return self.saved_in_blocks + tables
+        return self.saved_in_blocks + tables + self.saved_in_vocabulary
+
+    @property
+    def saved_in_vocabulary(self) -> int:
+        """Those of them that were rows of tokens that are left out."""
+        return self.vocabulary.parameters if self.vocabulary else 0
 
     @property
     def saved_in_blocks(self) -> int:
@@ -416,8 +423,8 @@ class Plan(Frozen):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is done: a plain model has fewer blocks, or a smaller width."""
-        return bool(self.entries or self.attention or self.depth)
+        """Whether anything is done: a plain model has fewer blocks or tokens, or a smaller width."""
+        return bool(self.entries or self.attention or self.depth or self.vocabulary)
 
     @property
     def kept(self) -> float:

@@ -407,7 +407,8 @@ def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
         source=source.id,
         family=roles.family,
         method=label,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=source.vocabulary,
+        parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
         block_parameters=sum(parameter.numel() for parameter in inside),
         warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
     )

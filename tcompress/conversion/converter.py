@@ -135,7 +135,7 @@ def convert(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
-    source = with_vocabulary(source, recipe)
+    source = with_vocabulary(source, recipe, progress)
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, progress or Silent(), data, statistics)
     identity = conversion_identity(source, recipe, plan, job.data, str(job.device))

@@ -267,10 +267,10 @@ class WeightStore:
 
         `view` takes a file and the names in it of its tensors, by their names here.
         """
-        shards = {
-            file: view(shard, {k: self.name_inside(k) for k in self._where if self._where[k] == file})
-            for file, shard in self._shards.items()
-        }
+        names: dict[str, dict[str, str]] = {file: {} for file in self._shards}
+        for key, file in self._where.items():
+            names[file][key] = self.name_inside(key)
+        shards = {file: view(shard, names[file]) for file, shard in self._shards.items()}
         return WeightStore(self.folder, shards, self._where, self._inside)
 
     def name_inside(self, key: str) -> str:

@@ -111,14 +111,13 @@ def row_axes(whole: nn.Module, cut: nn.Module, before: int, after: int) -> dict[
     old, new = whole.state_dict(keep_vars=True), cut.state_dict(keep_vars=True)
     found: dict[str, int] = {}
     for name in {**old, **new}:
-        shapes = [tuple(state[name].shape) if name in state else None for state in (old, new)]
-        if shapes[0] == shapes[1]:
+        shape, other = (tuple(s[name].shape) if name in s else None for s in (old, new))
+        if shape == other:
             continue
         axes = [
             axis
-            for axis, size in enumerate(shapes[0] or ())
-            if size == before
-            and shapes[1] == ((shapes[0] or ())[:axis] + (after,) + (shapes[0] or ())[axis + 1 :])
+            for axis, size in enumerate(shape or ())
+            if shape and size == before and other == (*shape[:axis], after, *shape[axis + 1 :])
         ]
         if not axes:
             raise ValueError(f"`{name}` is more than a row for each token")

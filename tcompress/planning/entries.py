@@ -423,7 +423,7 @@ class Plan(Frozen):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is done: a plain model has fewer blocks or tokens, or a smaller width."""
+        """Whether anything is done: a plain model has fewer blocks or tokens, or is narrower."""
         return bool(self.entries or self.attention or self.depth or self.vocabulary)
 
     @property

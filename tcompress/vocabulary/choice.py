@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
-from tcompress.data.whole_texts import whole_texts
+from tcompress.data.whole_texts import WholeTexts
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.models.vocabulary import Vocabulary, as_runs
 from tcompress.options import Convert
-from tcompress.vocabulary.cut import ModelTokens, cut_vocabulary
+from tcompress.progress import Progress, Silent
+from tcompress.vocabulary.cut import WITHOUT, ModelTokens, cut_vocabulary
+from tcompress.vocabulary.proof import prove
 
 _WHOLE = {
     "add_special_tokens": False,
@@ -21,113 +24,129 @@ _WHOLE = {
     "return_token_type_ids": False,
     "verbose": False,
 }
+_SAMPLE = 200  # texts of the data that the smaller tokenizer is tried on
 
 
-@dataclass(frozen=True)
-class Counts:
+@dataclass
+class _Counts:
     """How often tokens occur in data."""
 
-    name: str
-    texts: int
-    tokens: Counter[int]
+    name: str = ""
+    texts: int = 0
+    tokens: Counter[int] = field(default_factory=Counter)
+    sample: list[str] = field(default_factory=list)  # of the texts, at growing distances
 
 
-def with_vocabulary(source: SourceModel, recipe: Convert) -> SourceModel:
-    """Describe a model with the tokens that a recipe leaves it; the same where it leaves all.
+_CHOSEN: WeakKeyDictionary[SourceModel, dict[str, Vocabulary]] = WeakKeyDictionary()
+"""What was chosen already, since conversions of a sweep ask for the same."""
+
+
+def with_vocabulary(
+    source: SourceModel, recipe: Convert, progress: Progress | None = None
+) -> SourceModel:
+    """Describe a model with the tokens that a recipe leaves it; the same if it says nothing.
 
     Raises:
         InputError: The tokenizer, the model or the data cannot be used, or too few are to stay.
     """
     if recipe.vocab is None or source.vocabulary is not None:
         return source
+    key = f"{recipe.vocab} {recipe.calibration.model_dump_json()}"
+    chosen = _CHOSEN.setdefault(source, {})
+    if key in chosen:
+        return cut_vocabulary(source, chosen[key])
     tokens = ModelTokens.open(source)
-    counts = None if not recipe.calibration.files else _count(source, recipe, tokens)
+    counts = _count(source, recipe, tokens, progress or Silent())
     vocabulary = _choose(source, tokens, recipe.vocab, counts)
     cut = cut_vocabulary(source, vocabulary)
     gone = _parameters(source) - _parameters(cut)
-    return replace(cut, vocabulary=vocabulary.model_copy(update={"parameters": gone}))
+    cut = replace(cut, vocabulary=vocabulary.model_copy(update={"parameters": gone}))
+    prove(source, cut, counts.sample if counts else [])
+    assert cut.vocabulary is not None
+    chosen[key] = cut.vocabulary
+    return cut
 
 
 def _parameters(source: SourceModel) -> int:
     return sum(item.numel() for item in source.keymap.model.parameters())
 
 
-def _count(source: SourceModel, recipe: Convert, tokens: ModelTokens) -> Counts:
-    """Count the tokens of all texts in the data, none of them cut off."""
-    counted: Counter[int] = Counter()
-    texts, names = 0, list[str]()
-    tokenizer = tokens.reader(source)
-    for name, chunk in whole_texts(source, recipe.calibration, tokenizer):
-        texts += len(chunk)
-        names += [] if name in names else [name]
-        for row in tokenizer(chunk, **_WHOLE)["input_ids"]:
-            counted.update(row)
-    return Counts(" + ".join(names), texts, counted)
+def _count(
+    source: SourceModel, recipe: Convert, tokens: ModelTokens, progress: Progress
+) -> _Counts | None:
+    """Count the tokens of all texts in the data, none of them cut off; None without data."""
+    if not recipe.calibration.files:
+        return None
+    found, names = _Counts(), list[str]()
+    tokenizer = tokens.reader
+    for part in WholeTexts.of(source, recipe.calibration, tokenizer):
+        names.append(part.name)
+        progress.stage(f"counting tokens of {part.name}", part.count, "texts")
+        step, seen = max(1, part.count // _SAMPLE), 0
+        for chunk in part.chunks:
+            for row in tokenizer(chunk, **_WHOLE)["input_ids"]:
+                found.tokens.update(row)
+            found.sample += chunk[-seen % step :: step]
+            seen += len(chunk)
+            progress.advance(len(chunk), "")
+        found.texts += seen
+    found.name = " + ".join(names)
+    return found
 
 
 def _choose(
-    source: SourceModel, tokens: ModelTokens, asked: int | str, counts: Counts | None
+    source: SourceModel, tokens: ModelTokens, asked: int | str, counts: _Counts | None
 ) -> Vocabulary:
-    ids = tokens.pieces.ids
-    names = {index: piece for piece, index in ids.items()}
+    ids, most = tokens.pieces.ids, tokens.rows
     kept = tokens.required(source)
-    required = sum(index < tokens.rows for index in kept)
+    rows = required = sum(index < most for index in kept)
     if isinstance(asked, int) and asked < required:
         raise PlanError(
-            f"`vocab` is {asked:,}, and at least {required:,} of {tokens.rows:,} tokens have to "
-            "stay: special tokens, those that the config names, and the letters or bytes that any "
-            "text can be written in",
-            f"give {required} or more, or `data`",
+            f"`vocab` is {asked:,}, and at least {required:,} of {most:,} tokens have to stay: "
+            "special tokens, those that the config names, and letters or bytes that any text can "
+            "be written in",
+            f"give {required} or more",
         )
-    for piece in _wanted(source, tokens, counts, names, fill=isinstance(asked, int)):
-        made = {ids[part] for part in tokens.pieces.needs(piece)} - kept
-        if asked == "data" or sum(i < tokens.rows for i in kept | made) <= int(asked):
-            kept |= made
-    rows = sum(index < tokens.rows for index in kept)
-    if rows >= tokens.rows:
+    limit = asked if isinstance(asked, int) else most
+    for piece in _in_order(tokens, counts, fill=isinstance(asked, int)):
+        new = {ids[part] for part in tokens.pieces.needs(piece)} - kept if rows < limit else set()
+        more = sum(index < most for index in new)
+        if rows + more <= limit:
+            kept |= new
+            rows += more
+    if rows >= most:
+        why = "all of them occur in the data" if asked == "data" else f"there are {most:,}"
         raise PlanError(
-            f"all {tokens.rows:,} tokens would stay",
-            "give a smaller number as `vocab`, or leave it out",
+            f"`vocab: {asked}` leaves no token out: {why}",
+            f"give a number below {most}, or {WITHOUT}",
         )
-    order = sorted(kept, key=lambda i: (i >= tokens.rows, i not in tokens.ids, i))
-    facts = {}
+    facts: dict[str, str | int | float] = {}
     if counts is not None:
         total = counts.tokens.total()
         inside = sum(number for index, number in counts.tokens.items() if index in kept)
-        facts = {
-            "data": counts.name,
-            "texts": counts.texts,
-            "tokens": total,
-            "pieces": len(counts.tokens),
-            "covered": inside / total if total else None,
-        }
+        facts = {"data": counts.name, "texts": counts.texts, "tokens": total}
+        facts |= {"pieces": len(counts.tokens), "covered": inside / max(1, total)}
     return Vocabulary(
-        before=tokens.rows,
-        kept=as_runs(order),
+        before=most,
+        kept=as_runs(sorted(kept, key=lambda i: (i >= most, i not in tokens.ids, i))),
         rows=rows,
         required=required,
         chosen="ranks" if counts is None else "data",
-        **facts,
+        **facts,  # type: ignore[arg-type]
     )
 
 
-def _wanted(
-    source: SourceModel,
-    tokens: ModelTokens,
-    counts: Counts | None,
-    names: dict[int, str],
-    *,
-    fill: bool,
-) -> Iterator[str]:
-    """Lists pieces in the order in which they are to stay."""
-    if counts is not None:
-        yield from (names[i] for i, _ in counts.tokens.most_common() if i in names)
+def _in_order(tokens: ModelTokens, counts: _Counts | None, *, fill: bool) -> Iterator[str]:
+    """List pieces in the order in which they are to stay."""
     ranked = tokens.pieces.ranked
-    if ranked is None and counts is None:
+    if counts is not None:
+        names = tokens.pieces.names
+        yield from (names[index] for index, _ in counts.tokens.most_common() if index in names)
+    elif ranked is None:
         raise PlanError(
-            f"a `{tokens.pieces.kind}` tokenizer does not tell how frequent its pieces are, so "
-            "that a number as `vocab` needs data",
-            "give it with `--calib FILE`",
+            f"a `{tokens.pieces.kind}` tokenizer does not say how frequent its pieces are, so that "
+            "a number as `vocab` needs data to count them in",
+            "name data, such as `--calib FILE`",
         )
     if fill:
-        yield from ranked or tokens.pieces.ids
+        yield from ranked or sorted(tokens.pieces.ids, key=tokens.pieces.ids.__getitem__)

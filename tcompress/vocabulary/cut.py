@@ -38,7 +38,7 @@ WITHOUT = "leave `vocab` out"
 class ModelTokens:
     """The tokens of a model: those of its tokenizer, and the rows of its word embedding."""
 
-    tokenizer: Any  # as `AutoTokenizer` gives it
+    reader: Any  # the tokenizer as the model is run with it
     settings: Settings  # content of `tokenizer.json`
     pieces: PieceModel
     added: frozenset[int]  # ids of special tokens, and of others that users have added
@@ -49,13 +49,14 @@ class ModelTokens:
         """Read the tokenizer in a model's folder; refuse those that cannot be cut, by name."""
         rows = embedding_rows(source)
         try:
-            tokenizer = load_tokenizer(source.folder, trust_remote_code=source.trust_remote_code)
+            trust, sentences = source.trust_remote_code, SentenceEncoder.imitated(source)
+            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust)
         except DataError as error:
             raise PlanError(error.message, f"add its files to the folder, or {WITHOUT}") from error
         if not getattr(tokenizer, "is_fast", False):
             raise PlanError(
-                f"the tokenizer in `{source.folder}`, a `{type(tokenizer).__name__}`, is written in "
-                f"Python and has no `{MAIN}` with a list of pieces",
+                f"the tokenizer in `{source.folder}`, a `{type(tokenizer).__name__}`, is written "
+                f"in Python and has no `{MAIN}` with a list of pieces",
                 f"save it as a fast one (`tokenizers`), or {WITHOUT}",
             )
         path = source.folder / MAIN
@@ -63,7 +64,9 @@ class ModelTokens:
             text = read_json(path) if path.is_file() else None
         except ValueError as error:
             raise SourceError(f"`{path}` {error}", "repair the file") from error
-        settings = text or json.loads(tokenizer.backend_tokenizer.to_str())
+        if not text or "type" not in text.get("model", ()):  # as older versions wrote it
+            text = json.loads(tokenizer.backend_tokenizer.to_str())
+        settings: Settings = text
         pieces = read_pieces(settings, str(source.folder))
         vocabulary = tokenizer.get_vocab()
         others = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
@@ -73,13 +76,10 @@ class ModelTokens:
                 f"than the `{type(tokenizer).__name__}` that Transformers makes of it",
                 f"save the tokenizer again with `save_pretrained`, or {WITHOUT}",
             )
-        return cls(tokenizer, settings, pieces, frozenset(tokenizer.added_tokens_decoder), rows)
-
-    def reader(self, source: SourceModel) -> Any:
-        """The tokenizer as the model is run with it."""
-        sentences = SentenceEncoder.imitated(source)
-        trust, lower = source.trust_remote_code, sentences.lower
-        return load_tokenizer(source.folder, trust_remote_code=trust, lower=lower)
+        added = frozenset(tokenizer.added_tokens_decoder)
+        if sentences.lower:
+            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust, lower=True)
+        return cls(tokenizer, settings, pieces, added, rows)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -93,9 +93,12 @@ class ModelTokens:
         if padding := self.settings.get("padding"):
             found.add(padding["pad_id"])
         found |= {index for index in _named_ids(source, self.rows) if index < self.rows}
-        names = {index: piece for piece, index in self.pieces.ids.items()}
+        sentences, names = SentenceEncoder.imitated(source), self.pieces.names
+        for prompt in (sentences.default, sentences.query, sentences.document):
+            found.update(self.reader(prompt.text, add_special_tokens=False)["input_ids"])
         made = {*self.pieces.required, *(names[index] for index in found if index in names)}
-        return found | {self.pieces.ids[part] for piece in made for part in self.pieces.needs(piece)}
+        needs, ids = self.pieces.needs, self.pieces.ids
+        return found | {ids[part] for piece in made for part in needs(piece)}
 
 
 def embedding_rows(source: SourceModel) -> int:
@@ -224,6 +227,5 @@ def _keys(source: SourceModel, axes: Mapping[str, int]) -> Iterator[tuple[str, i
 
 
 def _refusal(source: SourceModel, reason: str) -> PlanError:
-    return PlanError(
-        f"the vocabulary of this `{source.config.model_type}` model cannot be cut: {reason}", WITHOUT
-    )
+    kind = source.config.model_type
+    return PlanError(f"the vocabulary of this `{kind}` model cannot be cut: {reason}", WITHOUT)

@@ -1,19 +1,20 @@
 """Pieces of a tokenizer's vocabulary: which must stay so that every text can still be written.
 
 A text whose tokens all stay is written with these tokens again. WordPiece takes the longest piece
-that fits, and Unigram the likeliest sequence of pieces: with fewer pieces to choose from, the choice
-stays the same as long as it is there. BPE joins pairs in the order of its merges: a token is made
-by the same merges wherever it stands, so that it stays possible if all that it is made of stays,
-and merges that make something else than what stays are left out (Sennrich et al., "Neural Machine
-Translation of Rare Words with Subword Units", 2016).
+that fits, and Unigram the likeliest sequence of pieces: with fewer pieces to choose from, the
+choice stays the same as long as it is there. BPE joins pairs in the order of its merges: a token is
+made by the same merges wherever it stands, so that it stays possible if all that it is made of
+stays, and merges that make something else than what stays are left out (Sennrich et al., "Neural
+Machine Translation of Rare Words with Subword Units", 2016; Kudo, "Subword Regularization", 2018).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from tcompress.errors import PlanError
@@ -34,6 +35,11 @@ class PieceModel:
     def __init__(self, settings: Settings) -> None:
         self.settings: Settings = settings
         self.model: dict[str, Any] = settings["model"]
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """Pieces by their ids."""
+        return {index: piece for piece, index in self.ids.items()}
 
     @property
     def required(self) -> frozenset[str]:
@@ -76,8 +82,8 @@ class PieceModel:
         Where bytes can take their place, those that other parts of the tokenizer know by name.
         """
         single = {piece for piece in self.ids if len(self.bare(piece)) == 1}
-        if len(self._bytes) == 256 and "ByteFallback" in json.dumps(self.settings["decoder"]):
-            parts = (self.settings[part] for part in ("normalizer", "pre_tokenizer", "decoder"))
+        if len(self._bytes) == 256 and "ByteFallback" in json.dumps(self.settings.get("decoder")):
+            parts = map(self.settings.get, ("normalizer", "pre_tokenizer", "decoder"))
             spoken = _ASCII | {*json.dumps([*parts], ensure_ascii=False)}
             return frozenset(piece for piece in single if self.bare(piece) in spoken)
         return frozenset(single) | frozenset(self._irreplaceable(single))
@@ -102,9 +108,10 @@ class WordPiece(PieceModel):
     def _irreplaceable(self, single: set[str]) -> Iterator[str]:
         for piece in self.ids:
             starts = not (self._inside and piece.startswith(self._inside))
-            first, *others = self.bare(piece)
-            inside = [f"{self._inside}{letter}" for letter in (others if starts else (first, *others))]
-            if not all(part in single for part in ([first] if starts else []) + inside):
+            parts = [self._inside + letter for letter in self.bare(piece)]
+            if starts:
+                parts[0] = piece[0]
+            if not single.issuperset(parts):
                 yield piece
 
     def cut(self, ids: Mapping[str, int]) -> dict[str, Any]:
@@ -141,8 +148,8 @@ class Bpe(PieceModel):
         parts = self._symbols(piece)
         found = {piece}
         while len(parts) > 1:
-            pairs = [(self._ranks.get(pair), at) for at, pair in enumerate(zip(parts, parts[1:]))]
-            ranked = [(rank, at) for rank, at in pairs if rank is not None]
+            found_at = ((self._ranks.get(pair), at) for at, pair in enumerate(pairwise(parts)))
+            ranked = [(rank, at) for rank, at in found_at if rank is not None]
             if not ranked:
                 return frozenset((piece,))  # no merges make it: it is found as a whole, or never
             _, at = min(ranked)
@@ -154,7 +161,9 @@ class Bpe(PieceModel):
         """The characters that merging begins with."""
         bare = self.bare(piece)
         starts = not (self._inside and piece.startswith(self._inside) and piece != bare)
-        parts = [letter if starts and not at else self._inside + letter for at, letter in enumerate(bare)]
+        parts = [self._inside + letter for letter in bare]
+        if starts:
+            parts[0] = bare[0]
         if self._end and piece.endswith(self._end) and piece != bare:
             parts[-1] += self._end
         return parts
@@ -162,16 +171,13 @@ class Bpe(PieceModel):
     @cached_property
     def ranked(self) -> list[str]:
         made = {self._joined(pair): None for pair in self._merges}
-        first = [piece for piece in self.ids if piece not in made]
-        return [*first, *(piece for piece in made if piece in self.ids)]
+        rest = [piece for piece in self.ids if piece not in made]
+        return [*(piece for piece in made if piece in self.ids), *rest]
 
     def cut(self, ids: Mapping[str, int]) -> dict[str, Any]:
-        kept = [
-            at
-            for at, pair in enumerate(self._merges)
-            if all(part in ids for part in (*pair, self._joined(pair)))
-        ]
-        return {**self.model, "vocab": dict(ids), "merges": [self.model["merges"][at] for at in kept]}
+        both = zip(self.model["merges"], self._merges, strict=True)
+        merges = [as_is for as_is, pair in both if ids.keys() >= {*pair, self._joined(pair)}]
+        return {**self.model, "vocab": dict(ids), "merges": merges}
 
 
 class Unigram(PieceModel):
@@ -185,11 +191,14 @@ class Unigram(PieceModel):
 
     @property
     def _named(self) -> frozenset[str]:
-        """What is unknown, and the piece whose score says what that costs: the lowest."""
-        unknown = self.model.get("unk_id")
-        pairs = self.model["vocab"]
+        """What is unknown, and the piece whose score says what that costs: the lowest.
+
+        Pieces before the unknown one stay too: classes of Transformers have its number in them.
+        """
+        unknown, pairs = self.model.get("unk_id"), self.model["vocab"]
         lowest = min(pairs, key=lambda pair: pair[1])[0]
-        return frozenset((lowest, *(() if unknown is None else (pairs[unknown][0],))))
+        first = pairs[: 0 if unknown is None else unknown + 1]
+        return frozenset((lowest, *(name for name, _ in first)))
 
     def _irreplaceable(self, single: set[str]) -> Iterator[str]:
         return (piece for piece in self.ids if not all(letter in single for letter in piece))
@@ -222,8 +231,3 @@ def read_pieces(settings: Settings, place: str) -> PieceModel:
             "leave `vocab` out",
         )
     return MODELS[kind](settings)
-
-
-def closed(pieces: PieceModel, chosen: Iterable[str]) -> set[str]:
-    """Add all that pieces are made of."""
-    return {part for piece in chosen for part in pieces.needs(piece)}

@@ -128,6 +128,7 @@ def _tell_unread(job: Job, plan: Plan) -> None:
 
 def _show_result(done: Converted, job: Job) -> None:
     """Prints what a conversion made of the model, and what to do next."""
+    from tcompress.artifact.manifest import SAME_OUTPUT
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import report_of
 
@@ -146,6 +147,9 @@ def _show_result(done: Converted, job: Job) -> None:
     if done.manifest.source.init == "random":
         terminal.tell("Not trained yet: all weights are as they were drawn at random.")
         terminal.tell(f"Next: `{following} --task ... --data ...`")
+        return
+    if done.manifest.plan.cuts_vocabulary_only:
+        terminal.tell(SAME_OUTPUT)
         return
     terminal.tell(
         "Not healed yet: imitating the dense model usually wins much of the quality back."

@@ -89,7 +89,8 @@ class _Measurement:
     ) -> SetScores:
         """Measures a model on one set."""
         wanted, stage = self.wanted, Path(name).name
-        if baseline is not None and baseline.signature == task.signature:
+        same = baseline is not None and baseline.signature == task.signature
+        if baseline is not None and (same or task.compares_texts):
             task.reference = baseline.predictions
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
@@ -108,7 +109,7 @@ class _Measurement:
         protocol = self._protocol(data, task, model)
         metrics = metrics_of(statistics, own, baseline, protocol)
         notes = list(task.notes)
-        if baseline is not None and own.signature != baseline.signature:
+        if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         # A folder in the hub's cache is not the user's to change.
         stores = self.save and local_folder(name) is not None

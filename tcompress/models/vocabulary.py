@@ -31,6 +31,13 @@ class Vocabulary(BaseModel):
     covered: float | None = None  # share of these tokens that are left
     parameters: int = 0  # that the model loses, tied ones counted once
 
+    @property
+    def origin(self) -> str:
+        """How they were chosen, in words."""
+        if self.chosen == "ranks":
+            return "by the ranks of its tokenizer"
+        return f"by how often they occur in {self.data}"
+
     @cached_property
     def ids(self) -> tuple[int, ...]:
         """Ids in the dense model by those of the result."""

@@ -301,6 +301,7 @@ class Coverage(Frozen):
     rewritten: int = 0  # weights that get a structure, as they are in the dense model
     replaced: int = 0  # projections that another attention has no use for
     dropped: int = 0  # blocks
+    vocabulary: int = 0  # rows of tokens that are left out
     embeddings: int = 0  # tables that stay as they are
     norms: int = 0  # and biases and other single vectors
     left: tuple[Dense, ...] = ()  # other weights that stay dense, the largest first
@@ -397,6 +398,11 @@ class Plan(Frozen):
             for entry in self.attention
         )
 
+    def whole_table(self, table: LayerPlan) -> int:
+        """Parameters of a table with all tokens of the dense model."""
+        before, rows = (self.vocabulary.before, self.vocabulary.rows) if self.vocabulary else (1, 1)
+        return table.dense_parameters * before // rows
+
     @property
     def saved(self) -> int:
         """Parameters that the whole model loses."""
@@ -425,6 +431,12 @@ class Plan(Frozen):
     def compresses(self) -> bool:
         """Whether anything is done: a plain model has fewer blocks or tokens, or is narrower."""
         return bool(self.entries or self.attention or self.depth or self.vocabulary)
+
+    @property
+    def cuts_vocabulary_only(self) -> bool:
+        """Whether tokens are left out, and all that is left is as it was."""
+        changes = self.entries or self.attention or self.forms or self.depth or self.plain
+        return self.vocabulary is not None and not changes
 
     @property
     def kept(self) -> float:

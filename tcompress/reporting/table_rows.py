@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tcompress.artifact.manifest import Metric
 from tcompress.artifact.means import AGREEMENT, Mean, set_of
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan
 from tcompress.reporting import formatting as fmt
@@ -50,6 +51,10 @@ def rows_of(
         rows += depth_rows(report.depth)
     elif any(other.depth is not None for other in beside):
         rows.append(Row("blocks"))
+    if report.vocabulary is not None:
+        rows += vocabulary_rows(report.vocabulary)
+    elif any(other.vocabulary is not None for other in beside):
+        rows.append(Row("vocabulary"))
     rows += plain_rows(report.plain)
     if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
@@ -101,6 +106,16 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
         value = "out of reach" if change is None else fmt.value_text(change)
         rows.append(Row(label, value, "", ratio))
     return rows
+
+
+def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
+    """Lines about the tokens that stay, and about the data that needs them."""
+    before, rows = vocabulary.before, vocabulary.rows
+    found = [Row("vocabulary", f"{rows:,}", f"{before:,}", f"{rows / before:.1%}")]
+    if vocabulary.covered is not None:
+        share = f"{vocabulary.covered:.2%} of {vocabulary.tokens:,}"
+        found.append(Row("  tokens of the data that stay", share))
+    return found
 
 
 def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
@@ -376,6 +391,7 @@ def _column(
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
         "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
+        "vocabulary": _vocabulary(report.vocabulary),
         "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
@@ -384,6 +400,12 @@ def _column(
         **quality,
         "best speed": _best_speed(report),
     }
+
+
+def _vocabulary(vocabulary: Vocabulary | None) -> Cell:
+    if vocabulary is None:
+        return Cell()
+    return Cell(f"{vocabulary.rows:,}", f"{vocabulary.rows / vocabulary.before:.1%}")
 
 
 def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
@@ -398,6 +420,8 @@ def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
     found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
+    if report.vocabulary is not None:
+        found["vocabulary"] = Cell(f"{report.vocabulary.before:,}")
     return found
 
 

@@ -634,7 +634,7 @@ class Convert(Section):
                 "`vocab_size` in the configuration"
             )
         elif self.vocab == "data" and not self.calibration.files:
-            yield "`vocab: data` keeps what your data needs: name it as `calibration.source`"
+            yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
 
     def _plain_problems(self) -> Iterator[str]:
         if not self.plain:

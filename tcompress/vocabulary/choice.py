@@ -107,6 +107,9 @@ def _choose(
             "be written in",
             f"give {required} or more",
         )
+    if isinstance(asked, int) and asked >= most:
+        text = f"`vocab: {asked}` leaves no token out: there are {most:,}"
+        raise PlanError(text, f"give a smaller number, or {WITHOUT}")
     limit = asked if isinstance(asked, int) else most
     for piece in _in_order(tokens, counts, fill=isinstance(asked, int)):
         new = {ids[part] for part in tokens.pieces.needs(piece)} - kept if rows < limit else set()
@@ -114,10 +117,9 @@ def _choose(
         if rows + more <= limit:
             kept |= new
             rows += more
-    if rows >= most:
-        why = "all of them occur in the data" if asked == "data" else f"there are {most:,}"
+    if rows == most:
         raise PlanError(
-            f"`vocab: {asked}` leaves no token out: {why}",
+            f"`vocab: {asked}` leaves no token out: all {most:,} occur in the data, or are needed",
             f"give a number below {most}, or {WITHOUT}",
         )
     facts: dict[str, str | int | float] = {}

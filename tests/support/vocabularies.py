@@ -38,9 +38,8 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)  # of its config
     tokenizer: str | None = None  # class in Transformers; default the one that takes any
 
-    def folder(self, folder: Path, texts: Texts, size: int, *, padding: int = 0) -> Path:
-        """Write a model with random weights and a tokenizer of so many pieces."""
-        core = self.train(texts, size)
+    def folder(self, folder: Path, core: Tokenizer, *, padding: int = 0) -> Path:
+        """Write a model with random weights and a tokenizer."""
         made = PreTrainedTokenizerFast(tokenizer_object=core, **self.special)
         ids = {name: made.convert_tokens_to_ids(token) for name, token in self.special.items()}
         kind: Any = getattr(transformers, self.model)

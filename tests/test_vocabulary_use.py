@@ -131,7 +131,9 @@ def test_a_teacher_reads_the_tokens_of_its_student(
     assert named is not None
     assert named.vocabulary == teacher.vocabulary
     healed = train(small, tmp_path / "healed", data={"source": [data]})
-    assert healed.facts.curve[0].validation == 0  # it says what its teacher says
+    start = healed.facts.curve[0].validation
+    assert start is not None
+    assert start < 1e-4  # it says what its teacher says, whose outputs are kept in 16 bits
     assert read_manifest(healed.folder).plan.vocabulary == teacher.vocabulary  # type: ignore[union-attr]
 
 

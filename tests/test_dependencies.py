@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"errors", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {"errors", "files", "structures", "models", "options", "planning", "project"},
-    "vocabulary": {"errors", "files", "models", "options", "data"},
+    "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",

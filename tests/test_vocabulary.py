@@ -19,8 +19,10 @@ from tcompress.errors import PlanError, RecipeError
 from tcompress.models.vocabulary import Vocabulary, as_runs
 from tcompress.vocabulary.files import renumbered, required_ids, tokenizer_json
 from tcompress.vocabulary.pieces import read_pieces
+from tests.support.conversions import outputs
 from tests.support.model_folders import save_tokenizer, text_file
-from tests.support.vocabularies import KINDS
+from tests.support.tiny import TINY, VOCAB, build
+from tests.support.vocabularies import KINDS, save_letters
 
 TEXTS = builtin_texts()
 TRAINED, NEEDED, SIZE = 600, 40, 1000
@@ -164,22 +166,48 @@ def test_models_give_the_same_output(
             assert getattr(small.config, name) == numbers[token]
             if hasattr(small, "generation_config"):
                 assert getattr(small.generation_config, name) in (numbers[token], None)
-    outputs = 0
+    compared = 0
     for text in SAMPLE:
         one, two = (tokenizer(text)["input_ids"] for tokenizer in (old, new))
         if not one or not numbers.keys() >= {*one}:
             continue
         assert two == [numbers[token] for token in one]
-        if outputs < 12:
+        if compared < 12:
             before, after = dense(torch.tensor([one]))[0], small(torch.tensor([two]))[0]
             if before.shape[-1] == vocabulary.before:
                 before = before[..., rows]
             assert torch.equal(before, after)
-            outputs += 1
-    assert outputs == 12
+            compared += 1
+    assert compared == 12
     gone = vocabulary.before - vocabulary.rows
     saved = sum(p.numel() for p in dense.parameters()) - sum(p.numel() for p in small.parameters())
     assert vocabulary.parameters == done.manifest.plan.saved == saved >= 32 * gone
+
+
+READERS = [name for name, tiny in TINY.items() if {"text", "decoder"} & {*tiny.needs}]
+
+
+@pytest.mark.often("bart", "clip")
+@pytest.mark.parametrize("family", READERS)
+@torch.no_grad()
+def test_every_family_gives_the_same_output(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path / family)
+    save_letters(tmp_path / family, VOCAB)
+    data = text_file(tmp_path / "data.txt", [text.lower() for text in TEXTS[:3]])
+    done = cut(tmp_path / family, data, tmp_path / "cut")
+    small = type(model).from_pretrained(done.folder).eval()
+    kept = torch.tensor(done.manifest.plan.vocabulary.ids)  # type: ignore[union-attr]
+    assert len(kept) < 0.9 * VOCAB
+    inputs = TINY[family].inputs(2, 8, seed=0)
+    names = [name for name in inputs if name.endswith("input_ids")]
+    new = {name: inputs[name] % len(kept) for name in names}
+    one = outputs(model, {**inputs, **{name: kept[ids] for name, ids in new.items()}})
+    two = outputs(small, {**inputs, **new})
+    assert one
+    for before, after in zip(one, two, strict=True):
+        same = before if before.shape == after.shape else before[..., kept]
+        assert torch.equal(same, after)
 
 
 def test_files_of_old_tokenizers_are_written_too(

@@ -28,8 +28,20 @@ class Vocabulary(BaseModel):
     texts: int = 0  # number of its texts
     tokens: int = 0  # number of tokens in them, as the dense model's tokenizer writes them
     pieces: int = 0  # number of different ones
+    once: int = 0  # of those that occur once
     covered: float | None = None  # share of these tokens that are left
     parameters: int = 0  # that the model loses, tied ones counted once
+
+    @property
+    def lost(self) -> float | None:
+        """Share of tokens that are not left in new texts like those of the data; None if unknown.
+
+        What the data lacks is as frequent in all as what it has once (Good, "The Population
+        Frequencies of Species and the Estimation of Population Parameters", 1953).
+        """
+        if self.covered is None or self.rows > self.required + self.pieces:
+            return None  # without data; or tokens that it lacks are left too
+        return 1 - self.covered * (1 - self.once / max(1, self.tokens))
 
     @property
     def origin(self) -> str:

@@ -115,6 +115,8 @@ def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
     if vocabulary.covered is not None:
         share = f"{vocabulary.covered:.2%} of {vocabulary.tokens:,}"
         found.append(Row("  tokens of the data that stay", share))
+    if vocabulary.lost is not None:
+        found.append(Row("  tokens of new texts that do not", f"about {vocabulary.lost:.2%}"))
     return found
 
 

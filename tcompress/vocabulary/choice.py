@@ -128,6 +128,7 @@ def _choose(
         inside = sum(number for index, number in counts.tokens.items() if index in kept)
         facts = {"data": counts.name, "texts": counts.texts, "tokens": total}
         facts |= {"pieces": len(counts.tokens), "covered": inside / max(1, total)}
+        facts["once"] = sum(number == 1 for number in counts.tokens.values())
     return Vocabulary(
         before=most,
         kept=as_runs(sorted(kept, key=lambda i: (i >= most, i not in tokens.ids, i))),

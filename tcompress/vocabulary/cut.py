@@ -21,6 +21,7 @@ from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import sections, write_keys
 from tcompress.models.mended import copying
 from tcompress.models.vocabulary import Vocabulary, row_axes, with_rows
+from tcompress.roles.find import find_roles
 from tcompress.vocabulary.files import (
     MAIN,
     processor_ids,
@@ -151,8 +152,12 @@ def _settings_with(source: SourceModel, vocabulary: Vocabulary) -> dict[str, Any
         before = _values(owner)
         after = renumbered(before, numbers)
         for key, value in before.items():
-            if key.endswith("vocab_size") and value == vocabulary.before:
+            if "vocab_size" not in key or type(value) is not int:
+                continue
+            if value == vocabulary.before:
                 after[key] = vocabulary.rows
+            elif value >= vocabulary.rows:
+                raise _refusal(source, f"its config has {value:,} as `{key}` too")
         for section in sections(made, part):
             changed = {k: v for k, v in after.items() if v != before[k]}
             write_keys(section, owner, changed)
@@ -198,11 +203,12 @@ def _axes(source: SourceModel, cut: nn.Module, vocabulary: Vocabulary) -> dict[s
         axes = row_axes(whole, cut, vocabulary.before, vocabulary.rows)
     except ValueError as error:
         raise _refusal(source, str(error)) from error
+    tables = find_roles(whole).embeddings
     for path, module in whole.named_modules():
         if not isinstance(module, nn.Embedding) or f"{path}.weight" in axes:
             continue
-        if module.num_embeddings == vocabulary.before:
-            raise _refusal(source, f"`{path}` has a row for each token, and no key to say so")
+        if path in tables and module.num_embeddings >= vocabulary.rows:
+            raise _refusal(source, f"no key of its config sets the number of rows of `{path}`")
         if module.padding_idx != getattr(cut.get_submodule(path), "padding_idx", None):
             text = f"`{path}` counts positions from the padding token, whose number changes"
             raise _refusal(source, text)

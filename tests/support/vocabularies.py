@@ -20,6 +20,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from tcompress.data.calibration import builtin_texts
+
 Texts = Iterable[str]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 _BERT = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -252,3 +254,14 @@ KINDS: dict[str, Kind] = {
     ),
     "Unigram with bytes": Kind(_likeliest_bytes, "XLMRobertaModel", _OF_SPM, _SIZES),
 }
+
+
+def save_letters(folder: Path, size: int) -> None:
+    """Write a tokenizer of so few pieces that it suits the tiny models, for lower-case text."""
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    special = ["<pad>", "<s>", "</s>", "<unk>"]
+    trainer = trainers.BpeTrainer(vocab_size=size, limit_alphabet=30, special_tokens=special)
+    core.train_from_iterator([text.lower() for text in builtin_texts()[:300]], trainer)
+    named = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    PreTrainedTokenizerFast(tokenizer_object=core, **named).save_pretrained(folder)

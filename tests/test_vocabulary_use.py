@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tcompress.api import convert, evaluate, plan
+from tcompress.api import convert, evaluate, plan, sweep
 from tcompress.artifact.manifest import read_manifest
 from tcompress.cli.convert import default_output
 from tcompress.data.calibration import builtin_texts
@@ -152,3 +152,12 @@ def test_models_with_other_tokens_are_compared_where_they_can_be(
     assert metrics["perplexity"].difference is None
     assert metrics["bits_per_byte"].difference is not None
     assert "each reads its own" in unknown.notes[-1]
+
+
+@pytest.mark.slow
+def test_sweeps_and_recipes_leave_tokens_out(model: Path, data: str, tmp_path: Path) -> None:
+    said = options(data, methods=["svd"], targets=[0.5, 0.25], output=tmp_path / "sweep")
+    swept = sweep(model, **said)
+    plans = [read_manifest(folder).plan for folder in sorted((tmp_path / "sweep").glob("svd-*"))]  # type: ignore[union-attr]
+    assert len(plans) == len(swept.done) == 2
+    assert plans[0].vocabulary == plans[1].vocabulary is not None

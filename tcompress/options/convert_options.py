@@ -361,7 +361,7 @@ class Convert(Section):
         "`attention_layers` they are where `attention` stands",
         panel=BLOCKS,
     )
-    vocab: Annotated[int, Field(gt=0, le=_MOST)] | Literal["data"] | None = option(
+    vocab: Annotated[int, Field(gt=0, le=10**7)] | Literal["data"] | None = option(
         None,
         "tokens that stay; `data`: those that the data of `--calib` needs, all of which is "
         "counted; a number: so many, the most frequent ones of the data, or without data of the "

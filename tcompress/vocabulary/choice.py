@@ -29,7 +29,7 @@ _SAMPLE = 200  # texts of the data that the smaller tokenizer is tried on
 
 @dataclass
 class _Counts:
-    """How often tokens occur in data."""
+    """Counts of tokens in data."""
 
     name: str = ""
     texts: int = 0
@@ -38,7 +38,7 @@ class _Counts:
 
 
 _CHOSEN: WeakKeyDictionary[SourceModel, dict[str, Vocabulary]] = WeakKeyDictionary()
-"""What was chosen already, since conversions of a sweep ask for the same."""
+"""Choices that were made for a model: conversions of a sweep ask for the same."""
 
 
 def with_vocabulary(
@@ -58,13 +58,11 @@ def with_vocabulary(
     tokens = ModelTokens.open(source)
     counts = _count(source, recipe, tokens, progress or Silent())
     vocabulary = _choose(source, tokens, recipe.vocab, counts)
-    cut = cut_vocabulary(source, vocabulary)
+    cut = cut_vocabulary(source, vocabulary, tokens)
+    prove(tokens, cut, counts.sample if counts else [])
     gone = _parameters(source) - _parameters(cut)
-    cut = replace(cut, vocabulary=vocabulary.model_copy(update={"parameters": gone}))
-    prove(source, cut, counts.sample if counts else [])
-    assert cut.vocabulary is not None
-    chosen[key] = cut.vocabulary
-    return cut
+    chosen[key] = vocabulary.model_copy(update={"parameters": gone})
+    return replace(cut, vocabulary=chosen[key])
 
 
 def _parameters(source: SourceModel) -> int:
@@ -77,7 +75,7 @@ def _count(
     """Count the tokens of all texts in the data, none of them cut off; None without data."""
     if not recipe.calibration.files:
         return None
-    found, names = _Counts(), list[str]()
+    counts, names = _Counts(), list[str]()
     tokenizer = tokens.reader
     for part in WholeTexts.of(source, recipe.calibration, tokenizer):
         names.append(part.name)
@@ -85,41 +83,33 @@ def _count(
         step, seen = max(1, part.count // _SAMPLE), 0
         for chunk in part.chunks:
             for row in tokenizer(chunk, **_WHOLE)["input_ids"]:
-                found.tokens.update(row)
-            found.sample += chunk[-seen % step :: step]
+                counts.tokens.update(row)
+            counts.sample += chunk[-seen % step :: step]
             seen += len(chunk)
             progress.advance(len(chunk), "")
-        found.texts += seen
-    found.name = " + ".join(names)
-    return found
+        counts.texts += seen
+    counts.name = " + ".join(names)
+    return counts
 
 
 def _choose(
-    source: SourceModel, tokens: ModelTokens, asked: int | str, counts: _Counts | None
+    source: SourceModel, tokens: ModelTokens, vocab: int | str, counts: _Counts | None
 ) -> Vocabulary:
+    """Choose the tokens that stay: those that must, and then others in their order."""
     ids, most = tokens.pieces.ids, tokens.rows
     kept = tokens.required(source)
     rows = required = sum(index < most for index in kept)
-    if isinstance(asked, int) and asked < required:
-        raise PlanError(
-            f"`vocab` is {asked:,}, and at least {required:,} of {most:,} tokens have to stay: "
-            "special tokens, those that the config names, and letters or bytes that any text can "
-            "be written in",
-            f"give {required} or more",
-        )
-    if isinstance(asked, int) and asked >= most:
-        text = f"`vocab: {asked}` leaves no token out: there are {most:,}"
-        raise PlanError(text, f"give a smaller number, or {WITHOUT}")
-    limit = asked if isinstance(asked, int) else most
-    for piece in _in_order(tokens, counts, fill=isinstance(asked, int)):
+    _check_number(vocab, required, most)
+    limit = vocab if isinstance(vocab, int) else most
+    for piece in _in_order(tokens, counts, fill=isinstance(vocab, int)):
         new = {ids[part] for part in tokens.pieces.needs(piece)} - kept if rows < limit else set()
-        more = sum(index < most for index in new)
-        if rows + more <= limit:
+        count = sum(index < most for index in new)
+        if rows + count <= limit:
             kept |= new
-            rows += more
+            rows += count
     if rows == most:
         raise PlanError(
-            f"`vocab: {asked}` leaves no token out: all {most:,} occur in the data, or are needed",
+            f"`vocab: {vocab}` leaves no token out: all {most:,} occur in the data, or are needed",
             f"give a number below {most}, or {WITHOUT}",
         )
     facts: dict[str, str | int | float] = {}
@@ -137,6 +127,22 @@ def _choose(
         chosen="ranks" if counts is None else "data",
         **facts,  # type: ignore[arg-type]
     )
+
+
+def _check_number(vocab: int | str, required: int, most: int) -> None:
+    """Refuse a number of tokens that is too small, or that leaves all of them."""
+    if not isinstance(vocab, int):
+        return
+    if vocab < required:
+        raise PlanError(
+            f"`vocab` is {vocab:,}, and at least {required:,} of {most:,} tokens have to stay: "
+            "special tokens, those that the config names, and letters or bytes that any text can "
+            "be written in",
+            f"give {required} or more",
+        )
+    if vocab >= most:
+        text = f"`vocab: {vocab}` leaves no token out: there are {most:,}"
+        raise PlanError(text, f"give a smaller number, or {WITHOUT}")
 
 
 def _in_order(tokens: ModelTokens, counts: _Counts | None, *, fill: bool) -> Iterator[str]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -70,17 +71,19 @@ class ModelTokens:
         settings: Settings = text
         pieces = read_pieces(settings, str(source.folder))
         vocabulary = tokenizer.get_vocab()
-        others = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
-        if others:
+        differing = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
+        if differing:
             raise PlanError(
-                f"`{path}` gives other numbers to {len(others):,} pieces, such as `{others[0]}`, "
-                f"than the `{type(tokenizer).__name__}` that Transformers makes of it",
+                f"`{path}` gives other numbers to {len(differing):,} pieces, such as "
+                f"`{differing[0]}`, than the `{type(tokenizer).__name__}` that Transformers makes "
+                "of it",
                 f"save the tokenizer again with `save_pretrained`, or {WITHOUT}",
             )
-        added = frozenset(tokenizer.added_tokens_decoder)
+        added = {token["id"] for token in settings.get("added_tokens") or ()}
+        added |= tokenizer.added_tokens_decoder.keys()
         if sentences.lower:
             tokenizer = load_tokenizer(source.folder, trust_remote_code=trust, lower=True)
-        return cls(tokenizer, settings, pieces, added, rows)
+        return cls(tokenizer, settings, pieces, frozenset(added), rows)
 
     @property
     def ids(self) -> frozenset[int]:
@@ -89,17 +92,22 @@ class ModelTokens:
 
     def required(self, source: SourceModel) -> set[int]:
         """Ids of the tokens that have to stay, whatever the data."""
-        found = set(self.added)
-        found.update(processor_ids(self.settings.get("post_processor")))
+        tokens = {*self.added, *processor_ids(self.settings.get("post_processor"))}
         if padding := self.settings.get("padding"):
-            found.add(padding["pad_id"])
-        found |= {index for index in _named_ids(source, self.rows) if index < self.rows}
+            tokens.add(padding["pad_id"])
+        tokens |= {index for index in _named_ids(source, self.rows) if index < self.rows}
         sentences, names = SentenceEncoder.imitated(source), self.pieces.names
         for prompt in (sentences.default, sentences.query, sentences.document):
-            found.update(self.reader(prompt.text, add_special_tokens=False)["input_ids"])
-        made = {*self.pieces.required, *(names[index] for index in found if index in names)}
+            tokens.update(self.reader(prompt.text, add_special_tokens=False)["input_ids"])
+        pieces = {*self.pieces.required, *(names[index] for index in tokens if index in names)}
         needs, ids = self.pieces.needs, self.pieces.ids
-        return found | {ids[part] for piece in made for part in needs(piece)}
+        return tokens | {ids[part] for piece in pieces for part in needs(piece)}
+
+    def rewrite(self, folder: Path, numbers: Mapping[int, int]) -> None:
+        """Write the tokenizer's files in a folder anew, for tokens with new numbers."""
+        ids = {piece: numbers[i] for piece, i in self.pieces.ids.items() if i in numbers}
+        model = self.pieces.cut(dict(sorted(ids.items(), key=lambda item: item[1])))
+        rewrite_folder(folder, tokenizer_json(self.settings, model, numbers), numbers)
 
 
 def embedding_rows(source: SourceModel) -> int:
@@ -125,17 +133,17 @@ def _owners(source: SourceModel, rows: int) -> Iterator[tuple[str | None, Any]]:
 
 
 def _values(owner: Any) -> dict[str, Any]:
-    """What a part of a config says, defaults included, without the parts inside it."""
+    """Settings of a part of a config, defaults included, without the parts inside it."""
     return {k: v for k, v in owner.to_dict().items() if k not in getattr(owner, "sub_configs", {})}
 
 
 def _generation(source: SourceModel) -> dict[str, Any]:
     path = source.folder / "generation_config.json"
     try:
-        found = read_json(path) if path.is_file() else {}
+        settings = read_json(path) if path.is_file() else {}
     except ValueError as error:
         raise SourceError(f"`{path}` {error}", "repair the file") from error
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def _named_ids(source: SourceModel, rows: int) -> Iterator[int]:
@@ -147,7 +155,7 @@ def _named_ids(source: SourceModel, rows: int) -> Iterator[int]:
 def _settings_with(source: SourceModel, vocabulary: Vocabulary) -> dict[str, Any]:
     """Rewrite `config.json` for the tokens that are left."""
     numbers = {old: new for new, old in enumerate(vocabulary.ids)}
-    made = deepcopy(source.settings)
+    settings = deepcopy(source.settings)
     for part, owner in _owners(source, vocabulary.before):
         before = _values(owner)
         after = renumbered(before, numbers)
@@ -158,26 +166,31 @@ def _settings_with(source: SourceModel, vocabulary: Vocabulary) -> dict[str, Any
                 after[key] = vocabulary.rows
             elif value >= vocabulary.rows:
                 raise _refusal(source, f"its config has {value:,} as `{key}` too")
-        for section in sections(made, part):
+        for section in sections(settings, part):
             changed = {k: v for k, v in after.items() if v != before[k]}
             write_keys(section, owner, changed)
-    return made
+    return settings
 
 
-def cut_vocabulary(source: SourceModel, vocabulary: Vocabulary) -> SourceModel:
+def cut_vocabulary(
+    source: SourceModel, vocabulary: Vocabulary, tokens: ModelTokens | None = None
+) -> SourceModel:
     """Describe a model with the tokens that are left: a view of its weights, files in a copy.
 
-    A `PlanError` names what keeps its vocabulary from being cut.
+    Args:
+        source: The model with all of its tokens.
+        vocabulary: The tokens that are left.
+        tokens: Those of the model, if they are read already.
+
+    Raises:
+        PlanError: Its vocabulary cannot be cut; the message says why.
     """
+    tokens = tokens or ModelTokens.open(source)
     settings = _settings_with(source, vocabulary)
     with copying(source.folder) as copy:
         copy.take(source.folder)
         copy.configure(settings)
-        tokens = ModelTokens.open(source)
-        numbers = {old: new for new, old in enumerate(vocabulary.ids)}
-        left = {p: numbers[i] for p, i in tokens.pieces.ids.items() if i in numbers}
-        model = tokens.pieces.cut(dict(sorted(left.items(), key=lambda item: item[1])))
-        rewrite_folder(copy.folder, tokenizer_json(tokens.settings, model, numbers), numbers)
+        tokens.rewrite(copy.folder, {old: new for new, old in enumerate(vocabulary.ids)})
     try:
         cut = replace(
             source.with_settings(settings),
@@ -198,13 +211,14 @@ def cut_vocabulary(source: SourceModel, vocabulary: Vocabulary) -> SourceModel:
 
 
 def _axes(source: SourceModel, cut: nn.Module, vocabulary: Vocabulary) -> dict[str, int]:
-    whole = source.keymap.model
+    """Find the tensors with a row for each token; refuse models that count on numbers of tokens."""
+    dense = source.keymap.model
     try:
-        axes = row_axes(whole, cut, vocabulary.before, vocabulary.rows)
+        axes = row_axes(dense, cut, vocabulary.before, vocabulary.rows)
     except ValueError as error:
         raise _refusal(source, str(error)) from error
-    tables = find_roles(whole).embeddings
-    for path, module in whole.named_modules():
+    tables = find_roles(dense).embeddings
+    for path, module in dense.named_modules():
         if not isinstance(module, nn.Embedding) or f"{path}.weight" in axes:
             continue
         if path in tables and module.num_embeddings >= vocabulary.rows:

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 
 from tcompress.exports.onnx_quantize import LARGEST_STEP, Graph, rounded
 
-STRENGTHS = (0.25, 0.5, 0.75)
+STRENGTHS = (0.5, 0.6, 0.75)
 """Exponents of the range of a channel, 1 less those of its weights."""
 ROWS = 512
 """Tokens that are looked at."""
-LEAST_GAIN = 0.4
-"""Share of the squared error by which it has to fall."""
+LEAST_GAIN = 0.3
+"""Share of the squared error by which it has to fall where it costs an operator."""
 
 Array = NDArray[Any]
 
@@ -44,15 +44,17 @@ def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:
     producers = {node.output[0]: node for node in graph.products(2)}
     changed = 0
     for name, nodes in groups.items():
-        scales = _best(activations[name], [_weight(graph, node) for node in nodes])
+        producer = producers.get(name)
+        readers = [node for node in graph.nodes if name in node.input]
+        folds = producer is not None and len(readers) == len(nodes)
+        weights = [_weight(graph, node) for node in nodes]
+        scales = _best(activations[name], weights, 0.0 if folds else LEAST_GAIN)
         if scales is None:
             continue
         changed += 1
         for node in nodes:
             graph.set_weight(node, 1, _weight(graph, node) * scales[:, None])
-        producer = producers.get(name)
-        readers = [node for node in graph.nodes if name in node.input]
-        if producer is not None and len(readers) == len(nodes):
+        if producer is not None and folds:
             graph.set_weight(producer, 1, _weight(graph, producer) / scales)
         else:
             graph.scale(name, nodes, 1 / scales)
@@ -65,8 +67,8 @@ def _weight(graph: Graph, node: Any) -> Array:
     return weight
 
 
-def _best(rows: Array, weights: Sequence[Array]) -> Array | None:
-    """Find the scales of channels with the least error; None where none is clearly better."""
+def _best(rows: Array, weights: Sequence[Array], gain: float) -> Array | None:
+    """Find the scales of channels with the least error; None where none gains so much."""
     exact = [rows @ weight for weight in weights]
     norms = [max(float(np.square(item).sum()), 1e-30) for item in exact]
 
@@ -78,7 +80,7 @@ def _best(rows: Array, weights: Sequence[Array]) -> Array | None:
 
     ranges = np.maximum(np.abs(rows).max(0), 1e-6)
     heights = np.maximum(np.max([np.abs(weight).max(1) for weight in weights], axis=0), 1e-6)
-    least, best = (1 - LEAST_GAIN) * error(np.ones_like(ranges)), None
+    least, best = (1 - gain) * error(np.ones_like(ranges)), None
     for strength in STRENGTHS:
         scales = ranges**strength / heights ** (1 - strength)
         scales = (scales / np.exp(np.log(scales).mean())).astype(np.float32)

@@ -50,7 +50,12 @@ def write_graph(part: Part, path: Path) -> None:
     _share_tables(program.model)
     weights = (value.const_value for value in program.model.graph.initializers.values())
     nbytes = sum(weight.nbytes for weight in weights if weight is not None)
-    program.save(path, external_data=nbytes > LARGEST_FILE)
+    if nbytes <= LARGEST_FILE:
+        program.save(path, external_data=False)
+    else:
+        import onnx_ir
+
+        onnx_ir.save(program.model, path, external_data=f"{path.name}_data")
 
 
 @contextmanager

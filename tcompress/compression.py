@@ -39,7 +39,7 @@ HEADROOM = 0.97
 """Share of a size that a conversion is given: names and shapes of a graph take some bytes too."""
 NEAR = 0.98
 """Share of a speed below which a conversion is repeated for a higher one."""
-REPEATS = 9
+REPEATS, ATTEMPTS = 9, 3
 SMOKE_SAMPLES = 64
 
 Say = Callable[[str], None]
@@ -196,9 +196,9 @@ class _Run:
             self.say("The dense model reaches the goal in this runtime: nothing is cut.")
             return Path(self.source.origin or self.source.folder)
         factor = None if goal.speedup is None else max(1.05, goal.speedup / speed)
-        share = HEADROOM
-        for attempt in range(2):
-            options = self._options(None if fast else factor, None if small else share)
+        room = None if goal.most_bytes is None else int(HEADROOM * goal.most_bytes)
+        for attempt in range(ATTEMPTS):
+            options = self._options(None if fast else factor, None if small else room)
             convert(self.source, options, folder, force=True, progress=self.progress)
             trial = self._exported(folder, f"trial-{attempt}")
             reached, took = self._speed(trial), self._bytes(trial)
@@ -209,12 +209,13 @@ class _Run:
                 break
             if slow and goal.speedup is not None:
                 factor, fast = (factor or 1.05) * goal.speedup / reached, False
-            if large and goal.most_bytes is not None:
-                share, small = share * goal.most_bytes / took, False
+            if large and goal.most_bytes is not None and room is not None:
+                # What a graph takes beside its numbers does not shrink with them.
+                room, small = room - (took - goal.most_bytes) - goal.most_bytes // 200, False
         return folder
 
-    def _options(self, factor: float | None, share: float | None) -> Any:
-        """Options of a conversion for a speed in PyTorch and a share of the size."""
+    def _options(self, factor: float | None, room: int | None) -> Any:
+        """Options of a conversion for a speed in PyTorch and bytes of weights."""
         goal = self.settings
         calibration: dict[str, Any] = {"seed": goal.seed}
         if goal.data:
@@ -224,11 +225,11 @@ class _Run:
         said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
         if factor is not None:
             said |= {"speedup": factor, "at": goal.at, "threads": goal.threads}
-        if share is not None and goal.most_bytes is not None:
-            said["target_bytes"] = int(share * goal.most_bytes)
+        if room is not None:
+            said["target_bytes"] = room
             if goal.runtime != "torch":
                 said |= {"bits": 8, "embedding_bits": 4}
-        if factor is None and share is None:
+        if factor is None and room is None:
             said["max_loss"] = goal.max_loss or 0.01
         return conversion({name: value for name, value in said.items() if value is not None})
 
@@ -275,7 +276,9 @@ class _Run:
         manifest = read_manifest(folder)
         runs = manifest.training if manifest else []
         steps = sum(run.steps for run in runs)
-        if runs and all(run.keeps_start for run in runs):
+        if not steps:
+            return folder, "no (no time was left)"
+        if all(run.keeps_start for run in runs):
             return folder, f"no ({steps:,} steps tried, none better)"
         return folder, f"{steps:,} steps"
 

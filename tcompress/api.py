@@ -47,6 +47,7 @@ from tcompress.sweeps import Swept
 from tcompress.sweeps import sweep as run_sweep
 from tcompress.training.finetuning import Finetuned
 from tcompress.training.finetuning import finetune as run_training
+from tcompress.vocabulary.choice import with_vocabulary
 
 __all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
 
@@ -348,7 +349,7 @@ def plan(
         InputError: Something given cannot be used; the message says what to do.
     """
     said = _conversion(recipe, method, calibration, options)
-    return make_plan(said, _opened(model, said, revision, token))
+    return make_plan(said, with_vocabulary(_opened(model, said, revision, token), said))
 
 
 def _opened(

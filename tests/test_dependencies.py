@@ -18,7 +18,7 @@ FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
     "options", "fields", "project",
 }  # fmt: skip
-APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
+APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion", "vocabulary"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {
         "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
     },
+    "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",

@@ -115,11 +115,17 @@ def test_layers_keep_their_structure_and_their_names(exported: ExportedOnnx) -> 
 def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
     source = base(tmp_path / "model", MEAN)
     (source / "mine.txt").write_text("kept")
+    before = {path.relative_to(source) for path in source.rglob("*")}
     weights = (source / "model.safetensors").read_bytes()
     ran = run("export", source, "--to", "onnx", "-o", source, "--no-sentence-embedding")
     assert ran.code == 0, ran.err
     assert ran.lines[0].startswith("onnx/model.onnx: ")
     assert (source / "mine.txt").read_text() == "kept"
+    after = {path.relative_to(source) for path in source.rglob("*")}
+    assert {str(path) for path in after - before} == {
+        "onnx", "onnx/model.onnx", "tcompress.json", "README.md",
+    }  # fmt: skip
+    assert not before - after
     assert (source / "model.safetensors").read_bytes() == weights
     assert OnnxModel.open(source / "onnx" / "model.onnx").outputs == ("last_hidden_state",)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tcompress.exports.onnx_quantize import LARGEST_STEP, quantize_int4, quantize_int8, rounded
+from tcompress.exports.onnx_quantize import (
+    LARGEST_STEP,
+    Graph,
+    quantize_int4,
+    quantize_int8,
+    rounded,
+)
+from tcompress.exports.onnx_smooth import activations_of, smooth
 from tcompress.runtimes.onnx_session import OnnxModel
 
 onnx = pytest.importorskip("onnx")
@@ -149,6 +156,39 @@ def test_embeddings_of_four_bits_beside_products_of_eight(tmp_path: Path) -> Non
     kinds = {node.op_type for node in onnx.load(tmp_path / "small.onnx").graph.node}
     assert {"GatherBlockQuantized", "MatMulInteger"} <= kinds
     assert _apart(path, tmp_path / "small.onnx") < 0.15
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_large_channels_are_made_like_others(linear: bool, tmp_path: Path) -> None:
+    """By the weights of a product before, or by a factor for each channel."""
+    loud = np.ones(WIDTH, dtype=np.float32)
+    loud[:3] = 40
+    before = [LOOKED_UP, ("MatMul", ["x", "v"], "z")] if linear else [("Gather", ["t", "ids"], "z")]
+    path = _graph(
+        tmp_path / "model.onnx",
+        *before,
+        ("MatMul", ["z", "w"], "y"),
+        table=TABLE,
+        t=TABLE * loud,
+        v=_drawn(WIDTH, WIDTH) * loud,
+        w=_drawn(WIDTH, 32) / loud[:, None],
+    )
+    exact = _computed(path)
+    activations = activations_of(path, [{"ids": np.arange(WORDS)}])
+    errors = []
+    for prepare in (lambda graph: 0, lambda graph: smooth(graph, activations)):
+        quantize_int8(path, tmp_path / "small.onnx", prepare=prepare)
+        errors.append(np.linalg.norm(_computed(tmp_path / "small.onnx") - exact))
+    assert errors[1] < 0.6 * errors[0]
+    kinds = [node.op_type for node in onnx.load(tmp_path / "small.onnx").graph.node]
+    assert kinds.count("MatMulInteger") == 1 + linear
+
+
+def test_channels_that_are_alike_stay(tmp_path: Path) -> None:
+    nodes, weights = GRAPHS["one matrix"]
+    alike = {name: np.sign(value) for name, value in weights.items()}
+    path = _graph(tmp_path / "model.onnx", *nodes, **alike)
+    assert smooth(Graph.open(path), activations_of(path, [{"ids": np.arange(WORDS)}])) == 0
 
 
 def test_rounding_is_to_the_nearest_step_of_each_row() -> None:

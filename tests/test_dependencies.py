@@ -52,7 +52,7 @@ ALLOWED: dict[str, set[str]] = {
         "artifact", "conversion",
     },
     "runtimes": {"errors", "project"},
-    "exports": FOUNDATION - {"linalg"} | {
+    "exports": FOUNDATION | {
         "planning", "data", "artifact", "hf", "latency", "runtimes",
     },
     "inspection": APPLICATION | {"reporting"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from tcompress.exports.onnx_quantize import (
@@ -16,6 +17,7 @@ from tcompress.exports.onnx_quantize import (
     rounded,
 )
 from tcompress.exports.onnx_smooth import activations_of, smooth
+from tcompress.linalg.rounding import Rounding, nearest, quantize
 from tcompress.runtimes.onnx_session import OnnxModel
 
 onnx = pytest.importorskip("onnx")
@@ -105,13 +107,13 @@ def _sizes(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "bits", "error"), [(quantize_int8, 8, 0.02), (quantize_int4, 4, 0.15)]
+    ("write", "bits", "error"), [(quantize_int8, 8, 0.02), (quantize_int4, 4, 0.15)]
 )
 def test_weights_have_fewer_bits_and_compute_nearly_the_same(
-    quantize: Callable[..., tuple[str, ...]], bits: int, error: float, path: Path
+    write: Callable[..., tuple[str, ...]], bits: int, error: float, path: Path
 ) -> None:
     small = path.with_name("small.onnx")
-    assert quantize(path, small) == ()
+    assert write(path, small) == ()
     assert _apart(path, small) < error
     (before, _), (after, floats) = _sizes(path), _sizes(small)
     numbers = before // 4
@@ -144,8 +146,8 @@ def test_products_of_bytes_fit_into_sixteen_bits(path: Path) -> None:
 def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
     nodes, weights = GRAPHS["tied"]
     path = _graph(tmp_path / "model.onnx", *nodes, **weights)
-    for quantize, most in ((quantize_int8, 1.1), (quantize_int4, 0.65)):
-        quantize(path, tmp_path / "small.onnx")
+    for write, most in ((quantize_int8, 1.1), (quantize_int4, 0.65)):
+        write(path, tmp_path / "small.onnx")
         assert _sizes(tmp_path / "small.onnx")[0] <= most * TABLE.size
 
 
@@ -156,6 +158,23 @@ def test_embeddings_of_four_bits_beside_products_of_eight(tmp_path: Path) -> Non
     kinds = {node.op_type for node in onnx.load(tmp_path / "small.onnx").graph.node}
     assert {"GatherBlockQuantized", "MatMulInteger"} <= kinds
     assert _apart(path, tmp_path / "small.onnx") < 0.15
+
+
+def test_four_bits_lose_nothing_of_weights_that_have_four(tmp_path: Path) -> None:
+    """Those of `convert --bits 4`."""
+    nodes, weights = GRAPHS["one matrix"]
+    rounding = Rounding.usual(4)
+    drawn = torch.from_numpy(weights["w"].T.copy())
+    w = nearest(drawn, quantize(drawn, 4, rounding.group)[1], rounding)
+    path = _graph(tmp_path / "model.onnx", *nodes, **{**weights, "w": w.T.contiguous().numpy()})
+    quantize_int4(path, tmp_path / "small.onnx")
+    stored = {
+        item.name: onnx.numpy_helper.to_array(item)
+        for item in onnx.load(tmp_path / "small.onnx").graph.initializer
+    }
+    packed, scales = stored["w_blocks"], stored["w_blocks_scales"]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1).astype(int) - 8
+    assert np.array_equal((codes * scales[..., None]).reshape(w.shape), w.numpy())
 
 
 @pytest.mark.parametrize("linear", [False, True])

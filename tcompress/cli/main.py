@@ -42,7 +42,7 @@ _COMMANDS = {
     "report": "Show parameters, bytes, errors, quality and speed, side by side.",
     "evaluate": "Measure models on the same examples, with intervals and paired differences.",
     "bench": "Time passes and generation beside the dense model's, and record it.",
-    "export": "Write a converted model in another format.",
+    "export": "Write a model in another format: ONNX files, or dense weights.",
     "run": "Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep.",
     "sweep": "Compare methods and sizes: convert, heal, measure and time each, in one table.",
     "methods": "List the methods and their options.",

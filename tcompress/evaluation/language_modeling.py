@@ -32,7 +32,7 @@ class _Compared:
     baseline, with all others as one: never more than over the whole vocabulary.
     """
 
-    def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None = None) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
         self._reference = reference
         # Tokens count by their numbers in the dense model, where a conversion left some out.

@@ -316,7 +316,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
-    storage = planned_storage(recipe)
+    storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
         plan = plan_plain(recipe, source, lambda own: _plan(own, source, label))
     else:

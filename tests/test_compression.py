@@ -72,7 +72,8 @@ def test_goals_that_contradict(options: dict[str, Any], words: str) -> None:
 
 
 def test_paths_are_looked_at_first(place: Path) -> None:
-    done = run("compress", "./nowhere", "--data", "absent.txt", "--size", "3MB", "--runtime", "torch")
+    goal = ("--size", "3MB", "--runtime", "torch")
+    done = run("compress", "./nowhere", "--data", "absent.txt", *goal)
     assert done.code == 2
     assert "nowhere" in done.err
     assert "absent.txt" in done.err

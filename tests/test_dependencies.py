@@ -58,12 +58,13 @@ ALLOWED: dict[str, set[str]] = {
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"latency", "reporting", "training"},
     "pipeline": PRODUCT,
+    "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},
     "cli": PRODUCT | {
         "own_models", "exports", "runtimes", "inspection", "demo", "pipeline", "sweeps",
     },
     "__main__": {"cli"},
-    "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
+    "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},
 }  # fmt: skip
 

@@ -72,6 +72,7 @@ class Difference(_Section):
 
     baseline: str
     baseline_value: float
+    baseline_interval: Interval | None = None  # of the baseline alone; older ones lack it
     value: float
     interval: Interval | None = None
 

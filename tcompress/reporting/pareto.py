@@ -89,7 +89,7 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
     parameters = item.report.parameters
     return FrontRow(
         name=item.name,
-        kept=parameters.rewritten.kept,
+        kept=1.0 if (kept := parameters.rewritten.kept) is None else kept,
         left=len(item.report.left),
         parameters=parameters.total.now,
         bytes=item.report.bytes_on_disk.now,

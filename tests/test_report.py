@@ -18,7 +18,8 @@ from tcompress.models import WeightStore
 from tcompress.models.store import SafetensorsShard
 from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.tree import ModelReport
+from tcompress.reporting.table_rows import amount
+from tcompress.reporting.tree import Amount, ModelReport
 from tests.support.converted import converted
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build, named

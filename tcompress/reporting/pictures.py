@@ -200,9 +200,15 @@ def _columns(report: ModelReport) -> list[tuple[str, str | None]]:
         for old in range(stack.blocks):
             label = f"{old}" if len(depth.stacks) == 1 else f"{stack.name} {old}"
             own = new.get(old)
-            name = next((b for b in blocks if own and f".{b}".endswith(f".{own}")), own)
+            # Of checkpoints names are shorter, or longer, than paths in the model.
+            name = next((b for b in blocks if own and _same_end(b, own)), own)
             found.append((label, name))
     return outside + found
+
+
+def _same_end(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    return f".{long}".endswith(f".{short}")
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -162,7 +162,7 @@ def test_the_top_says_smaller_faster_and_what_is_lost(bare: ModelReport) -> None
     words = Page(text).text
     assert "Size 44.2 kB 49.3% of the dense 89.6 kB" in words
     assert "Speed 2.00× 5.00 ms; dense 10.0 ms batch 8, length 32, cpu" in words
-    assert "Quality 94.4% of dense: accuracy 0.8500; dense 0.9000" in words
+    assert "Quality 94.4% of the accuracy of the dense model: 0.8500 of 0.9000" in words
     assert "gpt2-small is 2.0× smaller, runs at 2.00× the dense speed and keeps 94.4%" in words
 
 
@@ -199,7 +199,7 @@ def test_dropped_blocks_are_in_the_picture_of_layers(tmp_path: Path) -> None:
     report = report_of(converted("gpt2", tmp_path, keep_layers=[1]).folder)
     text = str(map_of(report))
     assert "dropped: 0" in text
-    assert "q, block 1: 25.0% kept, lprod p=4 dct" in text
+    assert "o, block 1: 25.0% kept, lprod p=4 dct" in text
 
 
 def test_a_model_with_metrics_only(bare: ModelReport) -> None:

@@ -287,7 +287,10 @@ def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Marku
         parts.append(_line(_LEFT, place, _RIGHT, place, "grid"))
         parts.append(_text(y.write(tick), _LEFT - 7, place + 4, "tick", "end"))
     parts.append(_tag("text", y.label, x=_LEFT, y=14, class_="label"))
-    parts.append(_text(x.label, _RIGHT, HEIGHT - 6, "label", "end"))
+    long = len(x.label) * _CHARACTER > _RIGHT
+    pressed = {"textLength": _RIGHT - 4, "lengthAdjust": "spacingAndGlyphs"} if long else {}
+    where = {"x": _RIGHT, "y": HEIGHT - 6, "text_anchor": "end"}
+    parts.append(_tag("text", x.label, class_="label", **where, **pressed))
     box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
     return _tag("svg", _join([*parts, *marks]), viewBox=box, role="img", aria_label=label)
 

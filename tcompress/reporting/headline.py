@@ -198,8 +198,8 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     if _holds_zero(metric):
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)
-    lower = "" if metric.higher_is_better else " (lower is better)"
-    words = f"of {who}: {metric.label}{lower} {value}; {who} {baseline}"
+    lower = "" if metric.higher_is_better else ", lower is better"
+    words = f"of the {metric.label} of {_the(who)}: {value} of {baseline}{lower}"
     return Figure("Quality", share, words, tuple(notes))
 
 

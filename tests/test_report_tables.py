@@ -8,7 +8,7 @@ import pytest
 
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.pareto import Candidate, front_of
-from tcompress.reporting.table_rows import Cell
+from tcompress.reporting.table_rows import Cell, rows_of
 from tcompress.reporting.tables import (
     Printed,
     csv_text,
@@ -25,7 +25,7 @@ from tcompress.reporting.tables import (
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run, worked
 from tests.support.converted import converted
-from tests.support.records import metric, record, speed, training
+from tests.support.records import metric, onnx_file, record, speed, training
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +62,17 @@ def test_latex_is_escaped_and_has_intervals(report: ModelReport) -> None:
     assert own.startswith(r"a\_b \& 50\% & 44.2 kB & 49.3\% & 0.8500 {\small [0.8300, 0.8700]}")
     assert own.endswith(r"0.944$\times$ & 5.00 ms & 2.00$\times$ \\")
     assert lines[2].strip() == r"\toprule"
+
+
+def test_both_stand_in_the_table_at_int8(report: ModelReport) -> None:
+    ours = speed(mode="onnx-int8", milliseconds=2.0, ratio=5.0, same_runtime_milliseconds=4.0)
+    facts = {"dense_exports": (onnx_file(8, 23_300),), "exports": (onnx_file(8, 9_100),)}
+    both = report.model_copy(update={**facts, "speed": (speed(), ours)})
+    rows = [[cell.value for cell in row] for row in report_table([both]).rows]
+    assert rows[1] == ["dense, int8", "23.3 kB", "", "", "", "4.00 ms", "2.50×"]
+    assert rows[3] == ["gpt2-small, int8", "9.1 kB", "10.2%", "", "", "2.00 ms", "5.00×"]
+    (line,) = (row for row in rows_of(both) if row.label == "bytes of int8 file")
+    assert (line.value, line.dense) == ("9.1 kB", "23.3 kB")
 
 
 def test_every_character_that_latex_reads_is_escaped() -> None:

@@ -158,16 +158,17 @@ def trade_off(
     described = "; ".join(_said(dot, write) for dot in sorted(dots, key=lambda dot: dot.cost))
     said = [f"{item.name}: {write(item.cost)}, quality not measured" for item in limits]
     described = "; ".join([described, *said])
-    marks = [part for item in limits for part in _limit(item, x, y)]
+    marks = [part for i, item in enumerate(limits) for part in _limit(item, x, y, i)]
     marks += [_polyline(front, x, y, "frontier"), *(_dot(dot, x, y) for dot in dots)]
     return _chart(f"{qualities} against {costs}", described, x, y, marks)
 
 
-def _limit(item: Mark, x: Axis, y: Axis) -> list[Markup]:
+def _limit(item: Mark, x: Axis, y: Axis, number: int) -> list[Markup]:
+    """An upright line; names of neighbours stand above each other."""
     across = x.place(item.cost)
     side, anchor = (-5, "end") if x.is_late(across) else (5, "start")
     line = _line(across, y.end, across, y.start, "limit")
-    return [line, _text(item.name, across + side, y.start - 6, "note", anchor)]
+    return [line, _text(item.name, across + side, y.start - 6 - 15 * number, "note", anchor)]
 
 
 def _said(dot: Dot, write: Write) -> str:

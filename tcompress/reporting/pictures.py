@@ -24,6 +24,8 @@ from tcompress.reporting.charts import (
 from tcompress.reporting.headline import file_of, int8_speed
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
 
+_MOST_LINES = 4  # of costs without a quality, in one picture
+
 
 class Picture(NamedTuple):
     """A drawing, and the stem of the file that it may become."""
@@ -74,12 +76,22 @@ def trade_offs(models: Sequence[Shown]) -> list[Picture]:
         times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in speeds]
         words = f"time of a pass ({fmt.pass_text(speed)})"
         dots = _dots(models, metrics, times)
-        marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))]
+        marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))][:1]
+        marks += [
+            Mark(f"{model.mark} int8", other.milliseconds)
+            for model, s in zip(models, speeds, strict=True)
+            if s and model.report.is_smaller and (other := int8_speed(model.report, s))
+        ]
         write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
         pictures += _picture("quality-time", dots, marks, words, metrics, write)
     sizes = [(float(r.bytes_on_disk.now), float(r.bytes_on_disk.dense)) for r in reports]
     files = [file_of(report.dense_exports) for report in reports]
-    marks = [Mark("dense int8", float(item.bytes)) for item in files if item]
+    marks = [Mark("dense int8", float(item.bytes)) for item in files if item][:1]
+    marks += [
+        Mark(f"{model.mark} int8", float(own.bytes))
+        for model in models
+        if model.report.is_smaller and (own := file_of(model.report.exports))
+    ]
     write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
     dots = _dots(models, metrics, sizes)
     return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
@@ -136,7 +148,7 @@ def _picture(
     main = next((metric for metric in metrics if metric is not None), None)
     if len(dots) < 2 or main is None:
         return []
-    lines = list(dict.fromkeys(marks))[:1]  # those of several runs differ by noise alone
+    lines = marks if len(marks) <= _MOST_LINES else marks[:1]
     drawn = trade_off(dots, costs, main.label, write, main.higher_is_better, lines)
     return [Picture(name, drawn)]
 

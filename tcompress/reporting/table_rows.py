@@ -67,6 +67,7 @@ def rows_of(
         amount("other", parts.other),
         amount("whole model", parts.total),
         size("bytes on disk", disk.dense, disk.now),
+        *_int8_rows(report),
         amount(f"MACs/token, T={macs.length}", macs),
     ]
     # Errors are those of the fit: training changes layers without measuring them again.
@@ -154,6 +155,15 @@ def size(label: str, dense: int | None, now: int) -> Row:
     if dense is None:
         return Row(label, fmt.bytes_text(now))
     return Row(label, fmt.bytes_text(now), fmt.bytes_text(dense), f"{now / max(1, dense):.1%}")
+
+
+def _int8_rows(report: ModelReport) -> list[Row]:
+    """A line about the file with eight bits, beside that of the dense model where it is known."""
+    own, dense = file_of(report.exports), file_of(report.dense_exports)
+    if own is not None:
+        return [size("bytes of int8 file", None if dense is None else dense.bytes, own.bytes)]
+    text = "" if dense is None else fmt.bytes_text(dense.bytes)
+    return [Row("bytes of int8 file", "", text)] if text and report.is_smaller else []
 
 
 def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:

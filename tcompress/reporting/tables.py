@@ -15,7 +15,7 @@ from tcompress.options.commands import Tables
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import alone
 from tcompress.reporting.console import short_name
-from tcompress.reporting.headline import file_of
+from tcompress.reporting.headline import file_of, int8_speed
 from tcompress.reporting.pareto import FrontReport, front_cells
 from tcompress.reporting.pictures import all_pictures, shown_models
 from tcompress.reporting.table_rows import Cell, parts_of
@@ -235,6 +235,7 @@ def report_table(reports: Sequence[ModelReport]) -> Printed:
                 Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy),
             )
         )
+        rows += _int8_row(short_name(report, reports), report, timed)
     return _used(columns, rows, 1)
 
 
@@ -268,6 +269,20 @@ def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list
         faster = there.baseline_milliseconds / there.same_runtime_milliseconds
         ratio = Cell(fmt.ratio_text(faster, 2))
     return [(Cell("dense, int8"), size, Cell(), Cell(), Cell(), time, ratio)]
+
+
+def _int8_row(name: str, report: ModelReport, timed: Speed | None) -> list[tuple[Cell, ...]]:
+    """What rounding makes of a model, as of the dense one."""
+    file, speed = file_of(report.exports), timed and int8_speed(report, timed)
+    if (file is None and speed is None) or not report.is_smaller:
+        return []
+    size = Cell("" if file is None else fmt.bytes_text(file.bytes))
+    dense = report.bytes_on_disk.dense
+    share = Cell("" if file is None else fmt.share_text(file.bytes / max(1, dense)))
+    noisy = " ?" if speed and speed.is_noisy else ""
+    time = Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds))
+    ratio = Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy)
+    return [(Cell(f"{name}, int8"), size, share, Cell(), Cell(), time, ratio)]
 
 
 def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) -> Printed:

@@ -16,7 +16,7 @@ from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
@@ -72,6 +72,7 @@ class Difference(_Section):
 
     baseline: str
     baseline_value: float
+    baseline_interval: Interval | None = None  # of the baseline alone; older ones lack it
     value: float
     interval: Interval | None = None
 
@@ -294,10 +295,11 @@ SAME_OUTPUT = (
 )
 
 
-def model_card(manifest: Manifest, folder: Path) -> str:
+def model_card(manifest: Manifest, folder: Path, architecture: str | None = None) -> str:
     """Renders the card: what was done, what it costs, how to load it.
 
-    Its head is that of the card in the `folder` that the model was made of.
+    Its head is that of the card in the `folder` that the model was made of; the `architecture`, the
+    name of the model's class, says how it is loaded.
     """
     plan, source = manifest.plan, manifest.source
     local, random = Path(source.id).exists(), source.init == "random"
@@ -320,13 +322,13 @@ def model_card(manifest: Manifest, folder: Path) -> str:
             "loading stops with an error. "
         )
     written = render_head(head, tags, base_model=base)
-    found = card(title, body, written, plain=not plan.changes_model)
+    code = loading_code(folder, architecture, plain=not plan.changes_model)
+    found = card(title, body, written, code)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
 
-def card(title: str, body: str, head: str, *, plain: bool) -> str:
-    """Renders a card with such a head; only a `plain` model loads without tcompress."""
-    first = "" if plain else "import tcompress\n"
+def card(title: str, body: str, head: str, code: str) -> str:
+    """Renders a card with such a head, and code that loads the model."""
     return f"""{head}
 
 # {title}
@@ -334,9 +336,7 @@ def card(title: str, body: str, head: str, *, plain: bool) -> str:
 {body}
 
 ```python
-{first}from transformers import AutoModel
-
-model = AutoModel.from_pretrained("PATH")
+{code}
 ```
 """
 

@@ -482,7 +482,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for own in names.values() for name in own]
-    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
+    known = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
     steps = [name.split(".") for name in known]
     above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
@@ -493,7 +493,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             counts["rewritten"] += size
         elif any(name.rpartition(".")[0] in unused for name in own):
             counts["replaced"] += size
-        elif any(name in tables or _is_table(name) for name in own):
+        elif any(name in tables or is_table(name) for name in own):
             counts["embeddings"] += size
         elif tensor.ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
@@ -527,7 +527,7 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
         )
 
 
-def _is_table(name: str) -> bool:
+def is_table(name: str) -> bool:
     """Whether a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
     return any(word in leaf for word in ("embed", "position", "token"))

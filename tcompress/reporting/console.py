@@ -200,7 +200,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{parameters.now:,}",
-        f"{parameters.kept:.1%}",
+        fmt.share_text(parameters.kept),
         *([] if error is None else [fmt.error_text(error)]),
     ]
 

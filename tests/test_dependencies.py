@@ -60,11 +60,12 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": PRODUCT,
     "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},
-    "cli": PRODUCT | {"compression", 
-        "own_models", "exports", "runtimes", "inspection", "demo", "pipeline", "sweeps",
+    "cli": PRODUCT | {
+        "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
+        "sweeps",
     },
     "__main__": {"cli"},
-    "api": PRODUCT | {"compression", "own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
+    "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
 from tcompress.errors import ArtifactError, PlanError, SourceError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.inspection import inspect_model
 from tcompress.linalg.rounding import (
     Rounding,
@@ -139,6 +139,7 @@ def test_rows_are_as_wide_as_a_group_at_least() -> None:
 
 
 # ---------------------------------------------------------------- files and models
+TABLELESS = ("vit", "deit", "clip_vision_model", "tcompress_grid", "tcompress_grid-series")
 FAMILIES = tiered(TINY, lambda family: family in ("bert", "gpt2", "t5", "mixtral", "vit"))
 
 
@@ -147,7 +148,7 @@ def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> Non
     dense = build(family)
     dense.save_pretrained(tmp_path / "dense")
     source = SourceModel.open(str(tmp_path / "dense"))
-    recipe = _recipe(bits=8, embedding_bits=4)
+    recipe = _recipe(bits=8, embedding_bits=None if family in TABLELESS else 4)
     plan = make_plan(recipe, source)
     done = convert(source, recipe, tmp_path / "small", plan=plan)
     store, before = WeightStore.open(done.folder), WeightStore.open(tmp_path / "dense")
@@ -155,7 +156,9 @@ def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> Non
     assert store.total_bytes == estimate(plan, source, recipe).disk_bytes
     assert store.total_bytes < 0.4 * before.total_bytes
     rounded = _rounded_keys(done.folder)
-    assert {rounding.bits for rounding in rounded.values()} == ({8} if family == "vit" else {8, 4})
+    assert {rounding.bits for rounding in rounded.values()} == (
+        {8} if family in TABLELESS else {8, 4}
+    )
     for key, value in _numbers(tmp_path / "dense").items():
         expected = unpack(pack(value, rounded[key])) if key in rounded else value
         assert torch.equal(store.tensor(key), expected)
@@ -335,6 +338,15 @@ def test_a_width_that_is_given_is_not_chosen(source: SourceModel) -> None:
     given = {"method": {"name": "svd"}, "target_bytes": "1MB"}
     for fixed in ({"embedding_bits": 8}, {"embedding_bits": "none"}, {"allocation": "uniform"}):
         assert not Convert.model_validate({**given, **fixed}).chooses_table
+
+
+def test_models_without_words_have_no_bits_for_them(tiny: Callable[[str], Path]) -> None:
+    source = SourceModel.open(str(tiny("vit")))
+    limit = round(0.8 * source.store.total_bytes)
+    recipe = Convert.model_validate({"method": {"name": "svd"}, "target_bytes": limit})
+    assert make_plan(recipe, source).storage is None
+    with pytest.raises(PlanError, match="has none"):
+        make_plan(_recipe(embedding_bits=4), source)
 
 
 def test_bytes_out_of_reach_name_what_each_option_gives(source: SourceModel) -> None:

@@ -34,6 +34,7 @@ _COMPLETION = "_TCOMPRESS_COMPLETE"
 """Environment variable by which shells ask what may be typed."""
 
 _COMMANDS = {
+    "compress": "Reach a size or a speed in one command: convert, heal, export and measure.",
     "convert": "Turn a model into a smaller one that `from_pretrained` loads: pretrained, or from "
     "scratch.",
     "finetune": "Heal a converted model by imitating the dense one, or teach a model a task.",

@@ -83,7 +83,7 @@ def conversion(
         data["seed"] = data["calibration"].pop("seed")
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
-    alone = (*DEPTH, "embeddings", "bits", "embedding_bits")  # need no method
+    alone = (*DEPTH, "embeddings", "vocab", "bits", "embedding_bits")  # need no method
     cuts = scratch or any(data.get(name) is not None for name in alone)
     usual = _usual(data, said.get("method") or {}, scratch=scratch)
     data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)

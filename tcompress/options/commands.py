@@ -155,6 +155,22 @@ class Reported(Section):
         panel=OUTPUT,
         metavar="FILE",
     )
+    figures: str | None = option(
+        None, "write the page's pictures to this folder, as SVG", panel=OUTPUT, **FOLDER
+    )
+
+
+class Tables(Section):
+    """Tables for spreadsheets and papers."""
+
+    panel = OUTPUT
+
+    csv: str | None = option(
+        None, "write all numbers as CSV too, in full precision", metavar="FILE"
+    )
+    latex: str | None = option(
+        None, "write a table for LaTeX too, with intervals; it needs `booktabs`", metavar="FILE"
+    )
 
 
 class Inspected(OneModel):

@@ -257,7 +257,8 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {budget.unit}"
+        left = " with the tokens that stay" if source.vocabulary else ""
+        text = f"`{budget}` asks for nothing: the dense model{left} has {whole:,} {budget.unit}"
         raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN

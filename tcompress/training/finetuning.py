@@ -257,7 +257,7 @@ class _Run:
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         manifest = manifest.model_copy(update={**changes, "exports": []})
-        write_text(folder / CARD, model_card(manifest, self.source.folder))
+        write_text(folder / CARD, model_card(manifest, self.source.folder, type(model).__name__))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
         written = Reopened(folder, type(model))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,8 @@ def _quiet() -> Iterator[None]:
     """Keep what the exporter says of its own parts away from the user."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    # Some versions print how often they have applied their rules.
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)

@@ -15,7 +15,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, InputError, PlanError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration, outputs
@@ -201,16 +201,24 @@ def test_other_heads_find_the_mechanisms(shop: Workshop, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_plain_transformers_stops(shop: Workshop) -> None:
+@pytest.mark.parametrize("guarded", [False, True])
+def test_plain_transformers_stops(guarded: bool, shop: Workshop, tmp_path: Path) -> None:
+    """The last line of the failure names the cure; what others saved again has a guard at least."""
     code = (
         "import sys, transformers\n"
         "for folder in sys.argv[1:]:\n"
         "    try: transformers.AutoModelForMaskedLM.from_pretrained(folder)\n"
-        "    except RuntimeError as error: print('ignore_mismatched_sizes' in str(error))"
+        "    except (ValueError, RuntimeError) as error: print(str(error).splitlines()[-1])"
     )
     folders = [str(shop.hosted("bert", name).folder) for name in ("tga", "tam")]
+    if guarded:
+        for index, folder in enumerate(folders):
+            model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
+            folders[index] = str(tmp_path / str(index))
+            model.save_pretrained(folders[index])
     done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    cure = "ignore_mismatched_sizes" if guarded else "then `import tcompress` before loading it"
+    assert [cure in line for line in done.stdout.splitlines()] == [True, True], done.stderr
 
 
 def test_one_guard_is_enough_and_none_is_needed_beside_layers(shop: Workshop) -> None:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tcompress
+from tcompress.artifact.manifest import read_manifest
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import load_batches
 from tcompress.data.sentences import SentenceEncoder
@@ -27,6 +28,7 @@ from tcompress.training.losses import Losses
 from tests.support.evaluation import loaded
 from tests.support.sentence_folders import (
     FOLDERS,
+    HOSTS,
     NARROW,
     OTHERS,
     PROMPTS,
@@ -298,3 +300,64 @@ def test_a_dense_of_another_width(tmp_path: Path) -> None:
     sentences = SentenceEncoder.of(SourceModel.open(str(folder)))
     with pytest.raises(DataError, match="takes vectors of width 32, and pooling gives 64"):
         sentences(torch.zeros(1, 3, WIDTH), torch.ones(1, 3))
+
+
+BODIES = {
+    "qwen3": "Qwen3Model",
+    "qwen3 with a head": "Qwen3Model",
+    "gpt2": "GPT2Model",
+    "t5": "T5EncoderModel",
+    "t5 with a decoder": "T5EncoderModel",
+    "bert with a head": "BertModel",
+}
+
+
+@pytest.mark.often("qwen3", "t5 with a decoder")
+@pytest.mark.parametrize("host", BODIES)
+def test_hosts_are_encoders_in_every_step(host: str, tmp_path: Path) -> None:
+    """Measured are changes of embeddings, and texts are read one by one, through prompts."""
+    folder = HOSTS[host](tmp_path / "model")
+    source = SourceModel.open(str(folder))
+    assert source.model_class.__name__ == BODIES[host]
+    assert not RandomInputs.of(source, source).inputs.decoder
+    file = text_file(tmp_path / "texts.txt", [f"w{20 + index} a red fox" for index in range(24)])
+    (batch, *_) = load_batches(source, Calibration(source=file, samples=12)).batches
+    output = source.model_class.from_pretrained(folder, dtype=torch.float32)(**batch)
+    ((vectors, _),) = sampler_of(source)(output, batch)
+    assert vectors.shape == (len(batch["input_ids"]), NARROW if host[:2] == "t5" else WIDTH)
+    losses: Losses = losses_of(folder, data={"source": [file]}, teacher=str(folder))
+    setup = losses.setup
+    assert [objective.name for objective, _ in setup.objectives] == ["hidden", "embedding"]
+    assert len(setup.data.train) + len(setup.data.validation) == 24
+    row = setup.data.train[0][0]["input_ids"].tolist()
+    assert row[:4] == _starts(folder) if SentenceEncoder.of(source).default.text else len(row) == 6
+
+
+@pytest.mark.parametrize("host", ["qwen3 with a head", "t5 with a decoder"])
+def test_heads_and_decoders_that_no_encoder_runs_stay_behind(host: str, tmp_path: Path) -> None:
+    folder, made = HOSTS[host](tmp_path / "model"), tmp_path / "made"
+    tcompress.convert(folder, method="svd", target=0.25, output=made, calibration="none")
+    stored = " ".join(load_file(made / "model.safetensors"))
+    assert "tc_" in stored
+    assert "lm_head" not in stored
+    assert "decoder" not in stored
+    warnings = read_manifest(made).plan.warnings
+    assert any("as sentence-transformers runs it" in text for text in warnings)
+    assert json.loads((made / "config.json").read_text())["architectures"] == [BODIES[host]]
+    assert SourceModel.open(str(made), converted=True).model_class.__name__ == BODIES[host]
+
+
+def test_a_head_for_tokens_is_still_measured(tmp_path: Path) -> None:
+    folder = HOSTS["qwen3 with a head"](tmp_path / "model")
+    file = text_file(tmp_path / "texts.txt", ["a red fox runs", "over the old stone bridge"] * 4)
+    (scores,) = tcompress.evaluate([folder], task="perplexity", data=file, save=False)
+    assert scores.sets[0].metrics
+
+
+def test_classifiers_keep_their_head(tmp_path: Path) -> None:
+    folder = base(tmp_path / "model", kind="BertForSequenceClassification")
+    assert SourceModel.open(str(folder)).model_class.__name__ == "BertForSequenceClassification"
+    # That score pairs, or predict tokens of sparse embeddings, by the word of today's layout.
+    folder = base(tmp_path / "sparse", kind="BertForMaskedLM")
+    with_text_settings(folder, transformer_task="fill-mask")
+    assert SourceModel.open(str(folder)).model_class.__name__ == "BertForMaskedLM"

@@ -14,7 +14,7 @@ from tcompress.artifact.manifest import read_manifest
 from tcompress.cli.convert import default_output
 from tcompress.data.calibration import builtin_texts
 from tcompress.errors import PlanError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.hf.opening import load_model
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel

@@ -28,7 +28,7 @@ EXAMPLES = (
     "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
 )
-DETAIL = ("Options of attention replacements, as of all methods: `tcompress methods NAME`.",)
+DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress methods NAME`.",)
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
 
 
@@ -150,6 +150,11 @@ def _show_result(done: Converted, job: Job) -> None:
         return
     if done.manifest.plan.cuts_vocabulary_only:
         terminal.tell(SAME_OUTPUT)
+        return
+    if done.manifest.plan.only_rounded:
+        terminal.tell("Rounded, not healed: measure what that costs, and heal it where it costs.")
+        following = f"tcompress evaluate {terminal.typed(name)} --task TASK --data FILE"
+        terminal.tell(f"Next: `{following}`")
         return
     terminal.tell(
         "Not healed yet: imitating the dense model usually wins much of the quality back."

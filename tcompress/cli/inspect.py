@@ -50,6 +50,8 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
     )
     if found.attention:
         tell(f"attention: {found.attention}")
+    if found.storage:
+        tell(f"stored in {found.storage}")
     if found.vocabulary:
         tell(f"vocabulary: {found.vocabulary}")
     for warning in found.warnings:

@@ -151,7 +151,10 @@ def convert(
         checksums = job.write(place)
         manifest = Manifest(
             format_version=needed_version(
-                job.plan.entries, job.plan.attention, drawn=source.seed is not None
+                job.plan.entries,
+                job.plan.attention,
+                drawn=source.seed is not None,
+                rounded=job.plan.storage is not None,
             ),
             source=source_facts(job.source, source.whole or source, job.plan),
             recipe=recipe.model_dump(mode="json"),
@@ -386,7 +389,8 @@ class _Job:
         self.plan = plan if depth is None else with_depth(plan, depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
-        self.outputs = Outputs.of(self.source, *parts, plain=self.plan.plain is not None)
+        plain, storage = self.plan.plain is not None, self.plan.storage
+        self.outputs = Outputs.of(self.source, *parts, plain=plain, storage=storage)
         blocks = roles_of(self.source).blocks
         self.block_of = {layer.name: block.name for block in blocks for layer in block.layers}
         for entry in self.plan.embeddings:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from tcompress.data.sentences import SentenceEncoder
+from tcompress.data.sentences import SentenceEncoder, embeds_texts
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
 
@@ -33,13 +33,9 @@ Part = tuple[Tensor, Tensor | None]
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Chooses what to draw by what a model is for."""
-    kind = source.model_class
-    reads_text = kind.main_input_name == "input_ids"
-    scores = "For" in kind.__name__ or kind.can_generate()
-    encodes = reads_text and not scores and not source.config.is_encoder_decoder
-    sentences = SentenceEncoder.of(source, last=False) if encodes else None
+    sentences = SentenceEncoder.of(source, last=False) if embeds_texts(source) else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
-    per_token = kind.__name__ in _MARKS_TOKENS
+    per_token = source.model_class.__name__ in _MARKS_TOKENS
     return OutputSampler(sentences, seed, independent=several or per_token, per_token=per_token)
 
 

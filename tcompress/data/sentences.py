@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, normalize
 
 from tcompress.data.encoding import TextEncoder, load_tokenizer
-from tcompress.data.inputs import Inputs
+from tcompress.data.inputs import Inputs, inputs_of
 from tcompress.errors import DataError, read_json
 from tcompress.models import SourceModel
 from tcompress.models.names import sentence_root
@@ -49,7 +50,7 @@ class Pooling:
 
 def _pooled(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
     inside = mask.bool().unsqueeze(-1)
-    rows = torch.arange(len(hidden), device=hidden.device)
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
     if mode == "cls":  # the first one that counts: a prompt before it may not
         return hidden[rows, mask.bool().int().argmax(1)]
     if mode == "max":
@@ -103,6 +104,18 @@ class LayerNorm:
         return layer_norm(vectors, tuple(self.weight.shape), scale, shift)
 
 
+def gives_states(source: SourceModel) -> bool:
+    """Whether a model reads texts and puts out states alone, without the scores of a head."""
+    kind = source.model_class
+    scores = re.search("For[A-Z]", kind.__name__) or kind.can_generate()
+    return kind.main_input_name == "input_ids" and not scores
+
+
+def embeds_texts(source: SourceModel) -> bool:
+    """Whether what a model puts out is pooled to embeddings of texts: no states of a decoder."""
+    return gives_states(source) and not inputs_of(source).decoder
+
+
 def unit_length(vectors: Tensor) -> Tensor:
     """Scales vectors to length 1, but for zeros."""
     return normalize(vectors, dim=-1)
@@ -128,6 +141,7 @@ class SentenceEncoder:
 
     pooling: Pooling = Pooling()
     layers: tuple[Callable[[Tensor], Tensor], ...] = ()  # after pooling, in order
+    normalized: bool = False  # whether a module after them scales vectors to length 1
     dimensions: int | None = None  # the first ones, that are kept
     similarity: str = "cosine"  # or `dot`, `euclidean`, `manhattan`
     default: Prompt = Prompt()
@@ -152,11 +166,7 @@ class SentenceEncoder:
     @classmethod
     def imitated(cls, source: SourceModel) -> SentenceEncoder:
         """Reads the folder of a model that encodes sentences; others read texts as they are."""
-        kind = source.model_class
-        scores = "For" in kind.__name__ or kind.can_generate()
-        return (
-            PLAIN if scores or kind.main_input_name != "input_ids" else cls.of(source, last=False)
-        )
+        return cls.of(source, last=False) if gives_states(source) else PLAIN
 
     @property
     def words(self) -> dict[str, Any]:
@@ -189,6 +199,13 @@ class SentenceEncoder:
             vectors = layer(vectors)
         return vectors[:, : self.dimensions]
 
+    def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Makes embeddings as sentence-transformers returns them, of texts without a prompt."""
+        vectors = self.pooling(hidden, mask)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return (unit_length(vectors) if self.normalized else vectors)[:, : self.dimensions]
+
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Makes embeddings of length 1 of texts with the default prompt; zeros of padding alone."""
         return unit_length(self.embed(hidden, mask))
@@ -213,6 +230,8 @@ class SentenceEncoder:
             return -torch.cdist(one, two, power, compute_mode="donot_use_mm_for_euclid_dist")
         return one @ two.T
 
+
+Layers = tuple[Callable[[Tensor], Tensor], ...]
 
 PLAIN = SentenceEncoder()  # models whose folder says nothing
 
@@ -249,7 +268,11 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
         lower=bool(texts.get("do_lower_case")),
         stated=True,
     )
-    encoder = replace(encoder, layers=_layers(modules, encoder, source, last=last))
+    layers = _layers(modules, source, last=last)
+    # Of no effect on cosines, which scale vectors anyway.
+    normalized = bool(layers) and layers[-1] is unit_length and encoder.similarity == "cosine"
+    layers = _without_last(layers) if normalized else layers
+    encoder = replace(encoder, layers=layers, normalized=normalized)
     prompts = _prompts(root, said)
     if not options.get("include_prompt", True):
         prompts = {name: _counted(prompt, source, encoder) for name, prompt in prompts.items()}
@@ -313,9 +336,7 @@ def _modes(options: Mapping[str, Any], source: SourceModel) -> tuple[str, ...]:
 _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Dropout")
 
 
-def _layers(
-    modules: list[tuple[str, Path]], encoder: SentenceEncoder, source: SourceModel, *, last: bool
-) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool) -> Layers:
     """Reads the modules after pooling, as far as they are known."""
     unknown = [kind for kind, _ in modules if kind not in (*_WITHOUT_WEIGHTS, *_READERS)]
     if unknown and last:
@@ -330,10 +351,14 @@ def _layers(
             break
         if kind in _READERS:
             layers.append(_READERS[kind](folder))
-    # Of no effect on cosines, which scale vectors anyway.
-    while layers and layers[-1] is unit_length and encoder.similarity == "cosine":
-        layers.pop()
     return tuple(layers)
+
+
+def _without_last(layers: Layers) -> Layers:
+    """Leave out what scales to length 1 at the end."""
+    while layers and layers[-1] is unit_length:
+        layers = layers[:-1]
+    return layers
 
 
 def _dense(folder: Path) -> Dense:

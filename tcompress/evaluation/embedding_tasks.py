@@ -58,7 +58,8 @@ class _PairTask(Task):
 
     def has_head(self, model: PreTrainedModel) -> bool:
         """Tells whether a model scores pairs with a head; fails if that has too many labels."""
-        if not self.most_labels or not type(model).__name__.endswith("ForSequenceClassification"):
+        kind = self.source.model_class.__name__
+        if not self.most_labels or not kind.endswith("ForSequenceClassification"):
             return False
         if model.config.num_labels > self.most_labels:
             raise DataError(
@@ -73,7 +74,8 @@ class _PairTask(Task):
         truncated = self.reader.truncated(self._rows, self._texts)
         self.facts |= {**self.sentences.words, **self._said(), "truncated": truncated}
         model: Any = runner.model
-        body = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+        encodes = model.config.is_encoder_decoder and not self.sentences.stated
+        body = model.get_encoder() if encodes else model.base_model
         two = places_of(self._documents, self._texts)
         skipped = torch.zeros(len(self._rows), dtype=torch.long)
         skipped[two] = self.prompts[1].tokens

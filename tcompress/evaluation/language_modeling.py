@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from tcompress.artifact.means import AGREEMENT
+from tcompress.data.chats import ChatWriter
 from tcompress.data.examples import Needs
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import DIVERGENCE, Statistic, ratio
@@ -31,7 +32,7 @@ class _Compared:
     baseline, with all others as one: never more than over the whole vocabulary.
     """
 
-    def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None) -> None:
+    def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None = None) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
         self._reference = reference
         # Tokens count by their numbers in the dense model, where a conversion left some out.
@@ -79,7 +80,7 @@ class Perplexity(Task):
     """Perplexity in windows that do not overlap; every token is predicted once."""
 
     name = "perplexity"
-    needs = Needs(texts=(1, 1))
+    needs = Needs(texts=(1, 1), chats=True)
     head = "causal-lm"
     max_length = 1024
     batch_size = 8
@@ -95,7 +96,8 @@ class Perplexity(Task):
         if reader.limit <= self._context:
             hint = f"give `--max-length` more than {self._context}"
             raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
-        texts = [text for text in examples.texts[0] if text or pack == "newline"]
+        texts = self._texts() if examples.chats else examples.texts[0]
+        texts = [text for text in texts if text or pack == "newline"]
         self._rows = list(self._windows(texts))
         if not self._rows:
             hint = "give longer texts, or name another column"
@@ -110,6 +112,7 @@ class Perplexity(Task):
             "tokens": int(self._lengths.sum()),
             "bytes": self._bytes,
             "windows": len(self._rows),
+            **({"chats": "written by the tokenizer's template"} if examples.chats else {}),
         }
         token, unknown = reader.tokenizer.unk_token_id, 0
         if token is not None and token not in (*self._end, *self._start):
@@ -117,6 +120,13 @@ class Perplexity(Task):
         if unknown:
             self.facts["unknown_tokens"] = unknown
             self.notes = [f"{unknown:,} tokens stand for text that the tokenizer does not know"]
+
+    def _texts(self) -> list[str]:
+        """Chats as the model's own template writes them."""
+        writer = ChatWriter(self.reader.tokenizer, self.examples.name)
+        written = [writer(cell) or "" for cell in self.examples.chats]
+        writer.close()
+        return written
 
     @property
     def units(self) -> int:

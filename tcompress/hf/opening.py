@@ -85,7 +85,8 @@ def has_head(source: SourceModel, head: Head) -> bool:
     """Tells whether a model comes with the head of a task."""
     mapping = _AUTO[head]._model_mapping
     kind: Any = mapping.get(type(source.config), None)
-    return source.model_class in (kind if isinstance(kind, tuple | list) else (kind,))
+    kinds = kind if isinstance(kind, tuple | list) else (kind,)
+    return source.model_class in kinds or (source.headed is not None and source.headed in kinds)
 
 
 def load_model(
@@ -102,7 +103,9 @@ def load_model(
     `from_pretrained`. A source that may be converted was opened with `converted=True`.
     """
     kind: Any = source.model_class
-    if head is not None and not has_head(source, head):
+    if head is not None and has_head(source, head):
+        kind = source.headed or kind
+    elif head is not None:
         kind = _AUTO[head]
         if type(source.config) not in kind._model_mapping:
             text = f"there is no `{head}` head for the model type `{source.config.model_type}`"

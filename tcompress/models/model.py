@@ -39,7 +39,10 @@ from tcompress.models.names import (
     ALIASES,
     METHODS,
     MODULES,
+    WEIGHTS,
     auxiliary_files,
+    encodes_sentences,
+    is_only_rounded,
     local_folder,
     read_config,
     resolve,
@@ -130,6 +133,8 @@ class SourceModel:
     # What a user should know of the weights, such as tensors that the class has no use for.
     notes: tuple[str, ...] = ()
     origin: Path | None = None  # the folder that was given, where `folder` is a copy to be read
+    # Class that `architectures` names, of a sentence encoder that is run without its head.
+    headed: type[PreTrainedModel] | None = None
     vocabulary: Vocabulary | None = None  # of a model with fewer tokens, those that are left
     whole: SourceModel | None = field(default=None, repr=False)  # the same with all its tokens
 
@@ -158,6 +163,7 @@ class SourceModel:
             copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
+        raw = raw if converted else _without_rounding(raw)
         ours = _method(raw) in METHODS
         if not (converted and ours):
             _refuse_quantised(raw, folder)
@@ -165,6 +171,8 @@ class SourceModel:
             copies.append(with_settings(folder, mended))
             folder = copies[-1].folder
         found = cls.described(folder, {}, trust_remote_code, token)
+        if not converted:
+            found = replace(found, settings=_without_rounding(found.settings))
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
             snapshot = (sentence_root(origin) or origin).name
@@ -174,7 +182,7 @@ class SourceModel:
             found = replace(found, id=name)
         found = replace(found, origin=origin if copies else None, keeps=copies or None)
         if seed is not None:
-            return found.at_random(seed)
+            return found.as_encoder().at_random(seed)
         notes = () if adapter is None else (f"the adapter in `{name}` is merged into its weights",)
         return found._with_weights(checked=not ours, notes=notes)
 
@@ -187,13 +195,15 @@ class SourceModel:
             store, origin = WeightStore.open(copy.folder), self.origin or self.folder
             keeps = [*(self.keeps or ()), copy]
             found = replace(self, folder=copy.folder, origin=origin, keeps=keeps)
-        found = replace(found, store=store).as_stored()
+        found = replace(found, store=store).as_stored().as_encoder()
         if checked:
             # The object is not handed out yet, and a copy would map all names again.
             unknown = () if kind in asked else asked
             notes += check_weights(found.origin or found.folder, store, found.keymap, unknown)
             if kind != found.model_class.__name__ and not (found.folder / MODULES).is_file():
                 notes = (_without_head(kind, found), *notes)
+            if found.headed is not None:
+                notes = (_as_encoder(found), *notes)
             object.__setattr__(found, "notes", notes)
         return found
 
@@ -236,6 +246,29 @@ class SourceModel:
         settings = {**self.settings, "architectures": [bare.__name__]}
         return replace(self, model_class=bare, settings=settings)
 
+    def as_encoder(self) -> SourceModel:
+        """Describe the class that sentence-transformers runs, where the folder is such an encoder.
+
+        It has neither the head that a language model predicts tokens with nor, of T5, a decoder.
+        """
+        if not encodes_sentences(self.folder):
+            return self
+        kind = _encoder_class(self.config, self.model_class)
+        if kind is self.model_class:
+            return self
+        config = deepcopy(self.config)
+        config.architectures = [kind.__name__]
+        settings = {**self.settings, "architectures": [kind.__name__]}
+        headed = self.model_class
+        return replace(self, config=config, settings=settings, model_class=kind, headed=headed)
+
+    @property
+    def unread(self) -> frozenset[str]:
+        """Keys of stored tensors that are not carried over: nobody has a use for them."""
+        keymap = self.keymap
+        decoder = () if self.headed is None else keymap.ignored
+        return frozenset((*keymap.stale, *keymap.unmatched, *decoder))
+
     @property
     def seed(self) -> int | None:
         """The seed of random weights; None for weights that are read."""
@@ -246,7 +279,7 @@ class SourceModel:
             return self
         store = RandomStore(self.folder, self.model_class, self.config, seed)
         settings = {**self.settings, "architectures": [self.model_class.__name__]}
-        for key in ("torch_dtype", "quantization_config"):
+        for key in ("torch_dtype", "quantization_config", WEIGHTS):
             settings.pop(key, None)
         settings["dtype"] = "float32"
         return replace(self, store=store, settings=settings, notes=())
@@ -307,6 +340,29 @@ def _without_head(named: str, source: SourceModel) -> str:
     )
 
 
+def _as_encoder(source: SourceModel) -> str:
+    named = "" if source.headed is None else source.headed.__name__
+    return (
+        f"`architectures` names a `{named}`, and `modules.json` a sentence encoder: it is taken as "
+        f"a `{source.model_class.__name__}`, as sentence-transformers runs it"
+    )
+
+
+_PREDICTS_TOKENS = re.compile(r"For(MaskedLM|PreTraining)$")
+
+
+def _encoder_class(config: Any, kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Find the class that sentence-transformers runs; other heads, as of classifiers, stay."""
+    has_decoder = bool(config.is_encoder_decoder)
+    if not (has_decoder or kind.can_generate() or _PREDICTS_TOKENS.search(kind.__name__)):
+        return kind
+    found: Any = MODEL_MAPPING.get(type(config), None)
+    if has_decoder and not config.sub_configs:  # such as a `T5EncoderModel`
+        name = type(config).__name__.removesuffix("Config") + "EncoderModel"
+        found = getattr(transformers, name, found)
+    return found if isinstance(found, type) else kind
+
+
 def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
     """Build a model without values; building writes to its config, hence the copy."""
     try:
@@ -325,6 +381,16 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _method(raw: dict[str, Any]) -> Any:
     section = raw.get("quantization_config")
     return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take our section out of settings where tensors are in fewer bits, and nothing else is new.
+
+    Readers of weights undo that by themselves, so that such a model is as good as any.
+    """
+    if not is_only_rounded(raw.get("quantization_config")):
+        return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
@@ -379,6 +445,7 @@ def _load_config(
 def _without_section(config: Any) -> Any:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    vars(config).pop(WEIGHTS, None)
     return config
 
 

@@ -200,6 +200,7 @@ def short_name(convert: Convert) -> str:
     if convert.embeddings is not None:
         share = convert.embeddings.target
         words.append("words" + ("" if share is None else f"{100 * share:g}"))
+    words += convert.bit_words
     return "-".join(words)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
+from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
@@ -337,6 +338,16 @@ class BudgetPlan(Frozen):
         return Budget(self.kind, self.limit)
 
 
+class Storage(Frozen):
+    """Bits that tensors are stored in, where these are fewer than those of their dtype."""
+
+    weights: Rounding | None = None  # of layers, factors and whatever else has two axes
+    embeddings: Rounding | None = None  # of the word embedding, and of a head that is tied to it
+
+    def __str__(self) -> str:
+        return widths_text(self.weights, self.embeddings)
+
+
 class Plan(Frozen):
     """What a conversion will do."""
 
@@ -355,6 +366,7 @@ class Plan(Frozen):
     vocabulary: Vocabulary | None = None  # which tokens stay, where some are left out
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
+    storage: Storage | None = None  # of what is rounded, where anything is
     plain: dict[str, int] | None = None
     """New values in `config.json`, by key, of a plain model, which they say all about."""
     warnings: tuple[str, ...] = Field(default=())
@@ -425,18 +437,26 @@ class Plan(Frozen):
     @property
     def changes_model(self) -> bool:
         """Whether the result needs tcompress to load."""
-        return self.plain is None and bool(self.entries or self.attention)
+        rebuilt = self.plain is None and bool(self.entries or self.attention)
+        return rebuilt or self.storage is not None
 
     @property
     def compresses(self) -> bool:
         """Whether anything is done: a plain model has fewer blocks or tokens, or is narrower."""
-        return bool(self.entries or self.attention or self.depth or self.vocabulary)
+        done = self.entries or self.attention or self.depth or self.storage or self.vocabulary
+        return bool(done)
+
+    @property
+    def only_rounded(self) -> bool:
+        """Whether fewer bits are all that is done."""
+        done = self.entries or self.attention or self.depth or self.plain or self.vocabulary
+        return self.storage is not None and not done
 
     @property
     def cuts_vocabulary_only(self) -> bool:
         """Whether tokens are left out, and all that is left is as it was."""
         changes = self.entries or self.attention or self.forms or self.depth or self.plain
-        return self.vocabulary is not None and not changes
+        return self.vocabulary is not None and not changes and self.storage is None
 
     @property
     def kept(self) -> float:

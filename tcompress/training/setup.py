@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
+from tcompress.data.inputs import inputs_of
+from tcompress.data.labels import is_independent
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
@@ -199,12 +201,9 @@ def set_up(
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
-    model = load_model(
-        source,
-        task.head if task else None,
-        dtype=torch.float32,
-        **head_options(task, data, source, teacher if "logits" in names else None),
-    )
+    head = head_options(task, data, source, teacher if "logits" in names else None)
+    task = task and task.suited_to(data.labels)
+    model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, range(len(roles.blocks)), projections)
@@ -231,6 +230,7 @@ def set_up(
     setting = Setting(
         temperature=options.temperature,
         per_token=_predicted(type(model)) != "classes",
+        independent=is_independent(model.config),
         heads=getattr(source.config.get_text_config(), "num_attention_heads", None) or 1,
         causal=any(
             getattr(module, "is_causal", False) is True for module in observer.modules[-1].modules()
@@ -307,7 +307,7 @@ def _default_weights(
         reads_text = source.model_class.main_input_name == "input_ids"
         if own is not None and own == _predicted(teacher.model_class):
             names.append("logits")
-        elif options.task is None and reads_text and not source.config.is_encoder_decoder:
+        elif options.task is None and reads_text and not inputs_of(source).decoder:
             names.append("embedding")
     return dict.fromkeys(names, 1.0)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.evaluation import headed, rows_file
-from tests.support.model_folders import WORDS
+from tests.support.model_folders import WORDS, save_tokenizer
 
 WIDTH, NARROW = 32, 6
 MEAN = {"word_embedding_dimension": WIDTH, "pooling_mode_mean_tokens": True}
@@ -104,9 +104,45 @@ def with_onnx(folder: Path) -> Path:
     return folder
 
 
+def _last_token(folder: Path, padding: str, model: str = "Qwen3ForCausalLM", **said: Any) -> Path:
+    """Write an encoder whose base is a language model; it reads the token that ends a text."""
+    base(folder, _pooling("lasttoken"), "Normalize", family="qwen3", kind=model, **said)
+    save_tokenizer(folder, padding_side=padding)
+    return folder
+
+
+def _without_prefix(folder: Path) -> Path:
+    """Rename tensors as in Qwen3-Embedding: `layers.0...` under the class with a head."""
+    path = folder / "model.safetensors"
+    tensors = {key.removeprefix("model."): value for key, value in load_file(path).items()}
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, path, {"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**settings, "tie_word_embeddings": True})
+    return folder
+
+
+def _t5(folder: Path, kind: str, **options: Any) -> Path:
+    """Write an encoder like sentence-t5, whose positions have no end."""
+    base(folder, MEAN, "Dense", "Normalize", family="t5", kind=kind, **options)
+    return with_text_settings(with_dense(folder, bias=False), max_seq_length=12)
+
+
 def _pooling(*modes: str, **more: Any) -> dict[str, Any]:
     return {"embedding_dimension": WIDTH, "pooling_mode": list(modes), **more}
 
+
+HOSTS: dict[str, Callable[[Path], Path]] = {
+    "qwen3": lambda at: _without_prefix(
+        _last_token(at, "left", prompts=PROMPTS, default_prompt_name="sts")
+    ),
+    "qwen3 with a head": lambda at: _last_token(at, "right"),
+    "gpt2": lambda at: base(at, _pooling("weightedmean"), family="gpt2", kind="GPT2LMHeadModel"),
+    "t5": lambda at: _t5(at, "T5EncoderModel"),
+    "t5 with a decoder": lambda at: _t5(at, "T5ForConditionalGeneration"),
+    "bert with a head": lambda at: base(at, kind="BertForMaskedLM"),
+}
+"""Those whose class, or that of what they were trained from, does more than encode."""
 
 FOLDERS: dict[str, Callable[[Path], Path]] = {
     "mean": base,

@@ -28,8 +28,10 @@ from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.convert_options import FEWEST
+from tcompress.progress import listening
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import rows_of
+from tests.support.hearing import Heard
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -604,6 +606,12 @@ def test_palettes_with_a_transparent_colour_and_cameras_on_their_side() -> None:
 def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
     with pytest.raises(DataError, match=r"a picture of `here`, of mode `[FI]`, has values from 0"):
         decode(_file(Image.fromarray(values), "tiff"), 3, "`here`")
+
+
+def test_pictures_of_12_bits_are_told_of() -> None:
+    with listening(heard := Heard()):
+        decode(_file(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
+    assert "values up to 4095 only are dark" in heard.texts[0]
 
 
 def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:

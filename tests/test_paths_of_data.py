@@ -1,5 +1,6 @@
 """Files and folders of data with any name, and which files of a folder are read."""
 
+import base64
 import gzip
 import io
 import json
@@ -174,3 +175,55 @@ def test_tables_name_pictures(tmp_path: Path) -> None:
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\npictures/9.png,b\n")
     with pytest.raises(DataError, match=r"`metadata.csv`, row 1: there is no picture `.*9.png`"):
         _column(tmp_path / "set")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+@pytest.mark.parametrize("before", ["", "data:image/png;base64,"])
+def test_pictures_are_written_out_in_tables(kind: str, before: str, tmp_path: Path) -> None:
+    for index in range(2):
+        _picture(tmp_path / f"{index}.png", index)
+    contents = [(tmp_path / f"{index}.png").read_bytes() for index in range(2)]
+    cells = [before + base64.b64encode(item).decode() for item in contents]
+    frame = pd.DataFrame({"image": cells, "label": [0, 1]})
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_json(path, orient="records", lines=True)
+    assert [row["image"] for row in _column(path)] == contents
+
+
+def test_classes_may_be_called_like_splits(tmp_path: Path) -> None:
+    for name in ("valid", "invalid"):
+        _picture(tmp_path / name / "0.png")
+    with opened(str(tmp_path), "train") as table:
+        assert table.rows.features["label"].names == ["invalid", "valid"]
+        assert table.rows["label"][:] == [0, 1]
+
+
+def test_an_empty_picture_is_named_and_other_files_too(tmp_path: Path) -> None:
+    _picture(tmp_path / "a" / "0.png")
+    (tmp_path / "a" / "1.heic").write_bytes(b"x")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "0.png").write_bytes(b"")
+    with (
+        listening(heard := Heard()),
+        pytest.raises(DataError, match=r"the picture `.*/b/0.png` is empty"),
+    ):
+        _column(tmp_path)
+    assert heard.texts == [f"{tmp_path.name}: 1 other files are not read: `1.heic`"]
+
+
+def test_documents_in_folders_of_classes(tmp_path: Path) -> None:
+    """As the reviews of films come: each file is a text."""
+    for split, count in (("train", 3), ("test", 2)):
+        for name in ("pos", "neg"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for index in range(count):
+                text = f"{name} {split}\nof line {index}\n"
+                (tmp_path / split / name / f"{index}_7.txt").write_text(text)
+    with opened(str(tmp_path), "test") as table:
+        assert table.rows.features["label"].names == ["neg", "pos"]
+        assert table.rows["text"][:] == [
+            f"{name} test\nof line {index}" for name in ("neg", "pos") for index in range(2)
+        ]

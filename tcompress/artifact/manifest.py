@@ -289,6 +289,12 @@ def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], 
     return True
 
 
+SAME_OUTPUT = (
+    "Texts whose tokens all stay are written with the same tokens and give the output of the dense "
+    "model, to the last bit."
+)
+
+
 def model_card(manifest: Manifest, folder: Path, architecture: str | None = None) -> str:
     """Renders the card: what was done, what it costs, how to load it.
 
@@ -345,8 +351,9 @@ def _conversion(manifest: Manifest) -> str:
         rows = [("rewritten layers", count, count), ("their parameters", *own), *rows]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     for item in plan.embeddings:
-        rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
-        done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
+        whole = plan.whole_table(item)
+        rows = [("word embedding", f"{whole:,}", f"{item.parameters:,}"), *rows]
+        done.append(f"{item.parameters / whole:.1%} of the word embedding")
     if plan.attention:
         kinds = sorted({entry.layout.mechanism for entry in plan.attention})
         count = f"{len(plan.attention)} block{'s' * (len(plan.attention) > 1)}"
@@ -356,6 +363,9 @@ def _conversion(manifest: Manifest) -> str:
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     if plan.storage is not None:
         done.append(f"stored in {plan.storage}")
+    if (words := plan.vocabulary) is not None:
+        rows = [("vocabulary", f"{words.before:,}", f"{words.rows:,}"), *rows]
+        done.append(f"vocabulary {words.before:,} -> {words.rows:,} tokens, {words.origin}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -372,6 +382,8 @@ def _start(manifest: Manifest) -> str:
     """What the weights were before any training, and what the rewritten layers lost."""
     if manifest.source.init == "random":
         return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
+    if manifest.plan.cuts_vocabulary_only:
+        return f"{SAME_OUTPUT} "
     facts = manifest.calibration
     data = f"Calibration: {facts.name} ({facts.samples} samples). "
     if not manifest.plan.entries:
@@ -390,6 +402,8 @@ def _trained(manifest: Manifest) -> str:
         return "\n".join(map(_sentence, manifest.training))
     if manifest.source.init == "random":
         return "Not trained: train before use."
+    if manifest.plan.cuts_vocabulary_only:
+        return "Other texts are written in shorter pieces."
     if manifest.plan.only_rounded:
         return "Rounded to nearest, and not healed: compare it with the dense model before use."
     return "Not healed: fine-tune before use."

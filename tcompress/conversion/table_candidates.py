@@ -34,7 +34,7 @@ from tcompress.structures.lowrank import LowRankSpec
 TABLE = "word embedding"
 """Name of the site in a budget."""
 
-BITS = (8, 4, 3)
+BITS = (8, 4)
 RANKS = (0.5, 0.25, 0.125)
 """Kept fractions of low rank, in four bits: wider factors lose as much as fewer bits do."""
 

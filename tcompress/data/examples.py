@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -12,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tcompress.data.chats import as_plain_text
-from tcompress.data.column_names import COLUMN_NAMES, ROLES
+from tcompress.data.column_names import COLUMN_NAMES, ROLES, plain_name
+from tcompress.data.folders import names_picture
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
 from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
@@ -32,11 +34,13 @@ from tcompress.data.tables import (
     opened,
     text_columns,
     with_derived,
+    with_pairs,
 )
 from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
 Target = Literal["class", "score"]
+_MOST_COLUMNS = 12  # that a message names
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,10 @@ def load_examples(
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
         given = dict(columns or {})
         joined = given.pop("label", "") if _is_joined(table, given.get("label", "")) else ""
-        table = with_numbers(with_derived(table, given.values()), needs.target, given)
+        table = with_derived(table, given.values())
+        if needs.texts[0] == 2:
+            table = with_pairs(table)
+        table = with_numbers(table, needs.target, given)
         chosen = _chosen(table, needs, given, joined)
         labels = _labels(table, chosen, needs)
         if needs.unlabelled and _is_withheld(table, chosen, labels):  # as test splits often are
@@ -163,7 +170,7 @@ def _labelled(table: Table, chosen: Mapping[str, str], labels: Labels) -> NDArra
     if not len(labels.classes):
         text = "rows without a label"
         raise _incomplete(table, chosen["label"], text, "choose a labelled split")
-    if getattr(table.rows.features.get(chosen["label"]), "names", None) is None:
+    if not labels.partial:
         text = (
             f"rows without a label: {len(missing):,} of {len(labels.ids):,}, row {missing[0] + 1}"
         )
@@ -177,8 +184,9 @@ def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]
     if role is None:
         return table
     kinds, rows = kinds_of(table), table.rows
-    names = [columns[role]] if role in columns else COLUMN_NAMES[role]
-    for name in [name for name in kinds if name in names or name.lower() in names]:
+    given = columns.get(role)
+    fits = (name == given if given else plain_name(name) in COLUMN_NAMES[role] for name in kinds)
+    for name in [name for name, fit in zip(kinds, fits, strict=True) if fit]:
         if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
             continue
         if role == "score" and "float" in kinds[name]:
@@ -250,22 +258,26 @@ def _without(
     missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
 ) -> DataError:
     """Says which columns are missing, why those of such a name do not do, and which others may."""
-    has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+    has = ", ".join(f"`{column}` ({kind})" for column, kind in [*kinds.items()][:_MOST_COLUMNS])
+    has += f" and {len(kinds) - _MOST_COLUMNS} more" if len(kinds) > _MOST_COLUMNS else ""
     text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
     offers: dict[str, str] = {}
     mend = ""
     for role in missing:
-        named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
+        named = [column for column in kinds if plain_name(column) in COLUMN_NAMES[role]]
         named += [column for column in kinds if role == "text" and kinds[column] == "chat"]
         reasons = [why for column in named if (why := _unfit(table, kinds, role, column, needs))]
         text += "".join(f"; {why}" for why in reasons)
         mend = "mend it, or " if reasons else mend
         free = [column for column in kinds if column not in {*taken, *offers.values()}]
         fits = [column for column in free if _unfit(table, kinds, role, column, needs) == ""]
+        fits = _likely(table, fits) if role == "label" else fits
         marks = columns_of_marks({name: kinds[name] for name in fits}, table)
         if role == "label" and needs.several and len(marks) > 1:  # one for each class
             fits = ["+".join(marks)]
         offers |= {role: fits[0]} if fits else {}
+    if missing == ["label"] and [*kinds.values()] == ["image"]:
+        text += "; the names of folders are classes where there are several, all at one depth"
     other = needs.instead if missing in (["label"], ["score"]) else "give other data"
     if len(offers) < len(missing):
         other = "" if other == "give other data" else f", or {other}"
@@ -293,6 +305,8 @@ def _unfit(
             return ""
         return f"`{column}` holds chats, which this task does not read; write them as text"
     if not numbers:
+        if role == "image" and kind == "text":
+            return f"`{column}` names {_named_pictures(table, column)}"
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
     cells = table.rows[column]
     for row, cell in enumerate(cells):
@@ -303,6 +317,24 @@ def _unfit(
     if has_doubtful_commas(cells):
         return f"commas in numbers of `{column}` may be of decimals or of thousands"
     return ""
+
+
+def _named_pictures(table: Table, column: str) -> str:
+    """What a column of text holds that should hold pictures."""
+    first = next((cell for cell in table.rows[:50][column] if cell), "")
+    if re.match(r"https?://", first):
+        return f"addresses such as `{first[:60]}`, from which nothing is fetched"
+    if names_picture(first):
+        return f"files such as `{first[:60]}`, which are not beside `{table.label}`"
+    return "no pictures"
+
+
+def _likely(table: Table, columns: Sequence[str]) -> list[str]:
+    """Put columns with few different values first, and leave those out that number the rows."""
+    counts = {name: len(table.rows.unique(name)) for name in columns}
+    total = len(table.rows)
+    several = [name for name in columns if counts[name] < total or total < 3]
+    return sorted(several, key=counts.__getitem__)
 
 
 def _lists_labels(table: Table, column: str) -> bool:
@@ -347,8 +379,8 @@ def _guess(
 ) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
     by_name = {
-        column.lower(): column
-        for column, kind in free.items()
+        plain_name(column): column
+        for column, kind in reversed([*free.items()])  # of equal names the first one counts
         if _fits(role, kind) or (role == "label" and _is_of_lists(table, column, kind, needs))
     }
     guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
@@ -374,7 +406,7 @@ def _fits(role: str, kind: str) -> bool:
         "volume": kind == "bytes",
         "shape": kind in LISTS,
         "label": kind in ("classlabel", "text", "bool") or number,
-        "score": number or "float" in kind,
+        "score": number or "float" in kind or kind == "bool",
     }[role]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+IMAGES = {
+    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
+    ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+}  # fmt: skip
 METADATA = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
 _IGNORED = {
     "README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
@@ -24,6 +28,10 @@ _WORDS = {
 }
 _SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*\..*")
 _MOST_PROBED = 50
+# JPEG, PNG, GIF, WebP and BMP in base 64, of which each begins with the same letters.
+_WRITTEN = re.compile(
+    r"(data:image/[\w.+-]+;base64,)?(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z])"
+)
 
 
 def split_name(name: str) -> str:
@@ -31,11 +39,12 @@ def split_name(name: str) -> str:
     return next((split for split, words in _WORDS.items() if name in words), name)
 
 
-def files_by_split(folder: Path) -> dict[str, list[Path]]:
+def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[Path]]:
     """Find the data files of all splits by their names, or by those of their folders.
 
     The rules are those of `datasets`, but case does not count: shards in `data/`, folders that
-    are called like a split, files that are, else all is `train`.
+    are called like a split, files that are, else all is `train`. Folders may be those
+    `of_classes`, of which one is called like a split (`valid`, beside `invalid`).
     """
     files = {path.relative_to(folder).as_posix(): path for path in _walked(folder)}
     shards: dict[str, list[Path]] = {}
@@ -52,7 +61,8 @@ def files_by_split(folder: Path) -> dict[str, list[Path]]:
                 *parts, last = name.split("/")
                 if any(map(word.search, parts if of_folder else [last])):
                     splits.setdefault(split, []).append(path)
-        if splits:
+        covered = {path for found in splits.values() for path in found}
+        if splits and not (of_classes and "train" not in splits and len(covered) < len(files)):
             return splits
     return {"train": [*files.values()]} if files else {}
 
@@ -72,9 +82,9 @@ def _walked(folder: Path) -> Iterator[Path]:
                 yield Path(place, name)
 
 
-def files_of(folder: Path, split: str) -> list[Path]:
+def files_of(folder: Path, split: str, *, of_classes: bool = False) -> list[Path]:
     """Find the data files of one split."""
-    splits = files_by_split(folder)
+    splits = files_by_split(folder, of_classes=of_classes)
     name = split if split in splits else split_name(split)
     if name not in splits:
         text = f"`{folder}` has no split `{split}`; it has {listed(splits)}"
@@ -89,16 +99,40 @@ def read_pictures(folder: Path, split: str) -> Any:
     """
     import datasets
 
-    splits = files_by_split(folder)
-    pictures = [path for path in files_of(folder, split) if path.suffix.lower() in IMAGES]
-    everywhere = [path for files in splits.values() for path in files]
-    every = [path for path in everywhere if path.suffix.lower() in IMAGES]
-    classes = sorted({path.parent.name for path in every})
+    found = files_of(folder, split, of_classes=True)
+    splits = files_by_split(folder, of_classes=True)
+    pictures = [path for path in found if path.suffix.lower() in IMAGES]
+    if others := [path.name for path in found if path.suffix.lower() not in IMAGES]:
+        tell(f"{folder.name}: {len(others):,} other files are not read: {listed({*others})}")
     columns: dict[str, list[Any]] = {"image": [_cell(path) for path in pictures]}
     features = {"image": datasets.Image(decode=False)}
-    if len(classes) > 1 and len({len(path.parts) for path in every}) == 1:
+    if classes := _classes([path for files in splits.values() for path in files], IMAGES):
         columns["label"] = [classes.index(path.parent.name) for path in pictures]
         features["label"] = datasets.ClassLabel(names=classes)
+    return datasets.Dataset.from_dict(columns, datasets.Features(features))
+
+
+def _classes(files: Sequence[Path], endings: Collection[str]) -> list[str]:
+    """Names of the folders of files, if these are several at one depth; else none."""
+    own = [path for path in files if path.suffix.lower() in endings]
+    names = sorted({path.parent.name for path in own})
+    return names if len(names) > 1 and len({len(path.parts) for path in own}) == 1 else []
+
+
+def read_documents(folder: Path, split: str) -> Any:
+    """Read text files in folders of several classes, each file a text; None if they are not so."""
+    import datasets
+
+    splits = files_by_split(folder, of_classes=True)
+    classes = _classes([path for files in splits.values() for path in files], (".txt",))
+    found = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
+    if not classes or len(found) < 2 * len(classes):
+        return None
+    columns: dict[str, list[Any]] = {
+        "text": [path.read_text(encoding="utf-8", errors="replace").strip() for path in found],
+        "label": [classes.index(path.parent.name) for path in found],
+    }
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)}
     return datasets.Dataset.from_dict(columns, datasets.Features(features))
 
 
@@ -139,6 +173,22 @@ def with_named_pictures(rows: Any, table: Path) -> Any:
 def names_picture(cell: Any) -> bool:
     """Whether a cell may be the path of a picture."""
     return isinstance(cell, str) and Path(cell).suffix.lower() in IMAGES
+
+
+def with_written_pictures(rows: Any) -> Any:
+    """Read columns of pictures that are written in base 64, alone or as addresses of such data."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        if not isinstance(feature, datasets.Value) or "string" not in feature.dtype:
+            continue
+        cells = [cell for cell in rows[:_MOST_PROBED][name] if cell]
+        if cells and all(map(_WRITTEN.match, cells)):
+            contents = [cell and base64.b64decode(cell.partition("base64,")[2] or cell)
+                        for cell in rows[name]]  # fmt: skip
+            order = rows.column_names
+            rows = rows.remove_columns([name]).add_column(name, contents).select_columns(order)
+    return rows
 
 
 def _as_pictures(rows: Any, name: str, table: Path) -> tuple[Any, set[str]]:

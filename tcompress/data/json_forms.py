@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.column_names import USUAL
+from tcompress.data.column_names import is_usual
 from tcompress.errors import DataError, listed
 
 _START = 2**16
@@ -50,7 +50,7 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
     first, width = document[0], len(document[0])
     named = all(isinstance(cell, str) for cell in first) and len({*first}) == width
     named = named and (
-        any(cell.casefold() in USUAL for cell in first)
+        any(is_usual(cell) for cell in first)
         or any(type(cell) is not str for row in document[1:] for cell in row)
     )
     names = first if named else [f"column{number + 1}" for number in range(width)]
@@ -96,6 +96,11 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     values = [*document.values()]
     if any(isinstance(value, list) and value and _is_chat(value) for value in values):
         return [document], ""
+    rows = document.get("rows")
+    if isinstance(rows, list) and _is_table(rows):
+        inside = [row["row"] for row in rows if isinstance(row.get("row"), dict)]
+        if len(inside) == len(rows):  # as the hub shows data
+            return inside, "key `rows`"
     lists = {key: value for key, value in document.items() if _is_table(value)}
     if len(lists) > 1:
         if split in lists:
@@ -112,8 +117,13 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if all(isinstance(value, dict) for value in values):
         if all(str(key).isdigit() for value in values for key in value):
             return _columns({key: [*value.values()] for key, value in document.items()}), "columns"
-        if len({tuple(value) for value in values}) == 1:
+        if len(values) > 1 and len({tuple(value) for value in values}) == 1:
             return values, "rows under keys of their own"
+    inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
+    if len(inner) == 1 and any(isinstance(value, list | dict) for value in inner[0][1].values()):
+        key, value = inner[0]
+        found, where = _rows(value, name, split)
+        return found, f"key `{key}`, {where}" if where else f"key `{key}`"
     return [document], ""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tcompress.data.column_names import plain_name
 from tcompress.data.labels import NO_CLASSES, Classes, classes_of_names, classes_of_numbers
 from tcompress.data.numbers import is_missing, whole_numbers
 from tcompress.data.tables import Table, kinds_of
@@ -26,6 +27,7 @@ class Labels:
 
     classes: Classes
     ids: Ids
+    partial: bool = False  # whether the data itself says which rows have no label
 
 
 def read_labels(table: Table, column: str, *, several: bool) -> Labels:
@@ -37,13 +39,16 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
     if column not in table.rows.column_names:
         return _of_columns(table, column.split("+"))
     feature, cells = table.rows.features[column], table.rows[column][:]
+    cells = [cell.strip() if isinstance(cell, str) else cell for cell in cells]
+    if plain_name(column) == "goldlabel":
+        return _agreed(cells, where)
     if all(map(is_missing, cells)):
         return _none(cells)
     kind = kinds_of(table)[column]
     inner = getattr(getattr(feature, "feature", None), "names", None)
     lists = as_lists(cells) if several and (kind in LISTS or kind == "text") else None
     if lists is not None:
-        return _of_lists(lists, inner, where)
+        return _of_one(_of_lists(lists, inner, where))
     names = getattr(feature, "names", None)
     if names:
         return _of_class_labels(cells, names, where)
@@ -53,17 +58,33 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
         places = {value: index for index, value in enumerate(called)}
         classes = Classes(tuple(called.values()), tuple(called))
         return Labels(classes, [places[value] for value in numbers])
-    texts = [cell for cell in cells if isinstance(cell, str) and not is_missing(cell)]
-    if texts:
-        found = sorted({*texts})
-        ids: dict[Any, int] = {name: index for index, name in enumerate(found)}
-        return Labels(classes_of_names(found), [ids.get(cell) for cell in cells])
+    if any(isinstance(cell, str) and cell for cell in cells):
+        return _of_names(cells, where)
     known = {int(cell) for cell in cells if not is_missing(cell)}
     if known == {-1}:
         return _none(cells)
     classes = classes_of_numbers(known, where)
     places = {value: index for index, value in enumerate(classes.numbers)}
     return Labels(classes, [None if is_missing(cell) else places[int(cell)] for cell in cells])
+
+
+def _of_names(cells: Sequence[Any], where: str) -> Labels:
+    found = sorted({str(cell) for cell in cells if not is_missing(cell)})
+    alike = {name.casefold(): name for name in found}
+    for name in found:
+        if alike[name.casefold()] != name:
+            other = alike[name.casefold()]
+            tell(f"{where}: `{name}` and `{other}` are two classes, whose names differ in case")
+    ids: dict[Any, int] = {name: index for index, name in enumerate(found)}
+    return Labels(classes_of_names(found), [ids.get(cell) for cell in cells])
+
+
+def _agreed(cells: Sequence[Any], where: str) -> Labels:
+    """Read what most of several people say, and a dash where they do not agree."""
+    agreed = [None if cell == "-" else cell for cell in cells]
+    if missing := len(agreed) - sum(cell is not None for cell in agreed):
+        tell(f"{where}: {missing:,} of {len(cells):,} rows have no label that is agreed on")
+    return replace(_of_names(agreed, where), partial=True)
 
 
 def _none(cells: Sequence[Any]) -> Labels:
@@ -80,7 +101,7 @@ def _of_class_labels(cells: Sequence[Any], names: Sequence[str], where: str) -> 
     if missing:
         tell(f"{where}: {missing:,} of {len(ids):,} rows have no label: left out")
     absent = frozenset(range(len(names))) - used
-    return Labels(Classes(tuple(names), tuple(range(len(names))), absent), ids)
+    return Labels(Classes(tuple(names), tuple(range(len(names))), absent), ids, partial=True)
 
 
 def _beside(table: Table, column: str) -> tuple[list[int], dict[int, str]] | None:
@@ -162,6 +183,14 @@ def _of_lists(lists: Sequence[list[Any] | None], names: Sequence[str] | None, wh
     return Labels(classes, found)
 
 
+def _of_one(labels: Labels) -> Labels:
+    """Take lists as one label each, if every row has one."""
+    if any(isinstance(cell, tuple) and len(cell) != 1 for cell in labels.ids):
+        return labels
+    ids = [cell[0] if isinstance(cell, tuple) else None for cell in labels.ids]
+    return Labels(replace(labels.classes, several=False), ids)
+
+
 def _of_marks(marks: Sequence[Sequence[Any] | None], names: Sequence[str] | None) -> Labels:
     """Read a 0 or 1 for each class, in its place."""
     width = len(next(row for row in marks if row is not None))
@@ -187,7 +216,7 @@ def _of_columns(table: Table, columns: Sequence[str]) -> Labels:
         marks[name] = cells
     rows = [[float(cell) for cell in row] for row in zip(*marks.values(), strict=True)]
     read = _of_marks(rows, [*marks])
-    return Labels(replace(read.classes, numbers=()), read.ids)
+    return _of_one(Labels(replace(read.classes, numbers=()), read.ids))
 
 
 def holds_marks(cells: Sequence[Any]) -> bool:

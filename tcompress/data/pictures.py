@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from tcompress.data.tables import Picture
 from tcompress.errors import DataError, first_line
+from tcompress.progress import tell
 
 Pixels = NDArray[np.uint8]  # (height, width, channels)
 
 WHITE, BLACK = 255, 0
+_WIDEST, _NARROW = 65535.0, 4096  # white of 16 bits; what cameras of 12 bits do not reach
 _BACKGROUNDS = (WHITE, BLACK)
 
 
@@ -60,7 +62,12 @@ def _in_bytes(image: Any, kind: str | None) -> Any:
     elif image.mode == "I" and kind == "TIFF":
         largest, allowed = 255.0, "from 0 to 255"  # of 32 bits, which nobody fills
     else:
-        largest, allowed = 65535.0, "from 0 to 65535"
+        largest, allowed = _WIDEST, "from 0 to 65535"
+    if largest == _WIDEST and 0 < high < _NARROW:
+        tell(
+            f"pictures of 16 bits with values up to {_NARROW - 1} only are dark: where that is "
+            f"their white, scale them to {_WIDEST:g}"
+        )
     if not 0 <= low <= high <= largest:
         raise DataError(
             f"of mode `{image.mode}`, has values from {low:g} to {high:g}, where {allowed} have "

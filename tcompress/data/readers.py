@@ -15,18 +15,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tcompress.data.content import kind_of_bytes, kind_of_text, tagged_rows
 from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
 from tcompress.data.folders import (
     IMAGES,
     METADATA,
     files_by_split,
     files_of,
+    read_documents,
     read_pictures,
     with_listed_pictures,
     with_named_pictures,
+    with_written_pictures,
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
-from tcompress.data.plain_files import ending, plain_file
+from tcompress.data.plain_files import ending, in_utf8, unpacked
 from tcompress.errors import DataError, folder_content, listed
 from tcompress.progress import tell
 
@@ -46,6 +49,18 @@ _PREFERRED = ("parquet", "arrow", "csv", "json", "text")  # of as many files of 
 _SEPARATORS = {".psv": "|", ".tab": "\t", ".tsv": "\t"}  # of others: a comma
 _JSON_PART = 10 << 20  # bytes that the library takes at a time, and finds types of
 _MOST_NAMES = 12
+_HINTS = {
+    **dict.fromkeys((".7z", ".rar", ".tar", ".tgz", ".zip", ".zst"), "unpack it"),
+    **dict.fromkeys((".xls", ".xlsx", ".ods"), "save the table as CSV in UTF-8"),
+    **dict.fromkeys(
+        (".feather", ".h5", ".hdf5", ".npy", ".npz", ".orc", ".pickle", ".pkl", ".pt"),
+        "write it as parquet: `pandas.DataFrame.to_parquet`",
+    ),
+    **dict.fromkeys(
+        (".log", ".md", ".raw", ".text", ".tokens", ""),
+        "a file with a text in each line is called `.txt`",
+    ),
+}
 _CONFIGURED = re.compile(r"\A---\n(?:.*\n)*?(configs|dataset_info):")
 
 
@@ -76,7 +91,7 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
         name = kind or str(linked(path, cache))
         rows = datasets.load_dataset(name, split=split, cache_dir=str(cache), **where)
         return rows, kind is not None
-    chosen = files_of(path, split)
+    chosen = files_of(path, split, of_classes=images >= tables)
     if images >= tables:
         lists = [file for file in chosen if file.name in METADATA]
         if not lists:
@@ -91,18 +106,20 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
     others = [file for file in chosen if BUILDERS.get(ending(file)) not in (kind, None)]
     if others:
         tell(f"{path.name}: {listed(file.name for file in others)}: of another kind, not read")
+    if kind == "text" and (rows := read_documents(path, split)) is not None:
+        return rows, False
     parts = [_with_pictures(file, split, cache) for file in tabular]
     return _joined(parts, tabular), kind == "text"
 
 
 def _with_pictures(path: Path, split: str, cache: Path) -> Any:
-    """Read one file; columns of paths are the pictures there."""
-    return with_named_pictures(read_file(path, split, cache), path)
+    """Read one file; columns that name pictures, or have them written out, are these."""
+    return with_written_pictures(with_named_pictures(read_file(path, split, cache), path))
 
 
 def linked(path: Path, cache: Path) -> Path:
     """Make a link to a file or folder, with its ending, in a folder of its own in `cache`."""
-    suffix = path.suffix.lower() if path.is_file() else ""
+    suffix = ending(path) if path.is_file() else ""
     link = Path(tempfile.mkdtemp(dir=cache)) / f"data{suffix}"
     try:
         link.symlink_to(path.absolute(), target_is_directory=path.is_dir())
@@ -126,21 +143,29 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
     kind = BUILDERS.get(ending(path))
     if kind is None:
         text = f"`{path}` is of no known kind; data files end in {listed(BUILDERS)}"
-        is_packed = ending(path) in (".7z", ".tar", ".tgz", ".zip", ".zst")
-        hint = "unpack it" if is_packed else "give such a file, a folder of images or a hub id"
+        hint = _HINTS.get(ending(path), "give such a file, a folder of images or a hub id")
         raise DataError(text, hint)
     if not path.stat().st_size:
         raise without_rows(str(path))
     cache = Path(tempfile.mkdtemp(dir=cache))
-    plain = plain_file(path, cache, text=kind in ("csv", "json", "text"))
-    if kind == "csv":
-        dialect = dialect_of(plain, path.name, _SEPARATORS.get(ending(path), ","))
+    plain = unpacked(path, cache)
+    kind = kind_of_bytes(plain, kind, path.name)
+    if kind in ("csv", "json", "text"):
+        plain = in_utf8(plain, cache, path.name)
+        kind = kind_of_text(plain, kind, path.name)
+    if kind == "tagged":
+        rows = datasets.Dataset.from_list([*tagged_rows(plain)])
+        _tell(path, rows, "lines that begin with labels")
+        return rows
+    if kind in ("csv", "tabs"):
+        usual = "\t" if kind == "tabs" else _SEPARATORS.get(ending(path), ",")
+        dialect = dialect_of(plain, path.name, usual)
         if not dialect.rows:
             raise without_rows(str(path))
         types = types_that_differ(plain, dialect)
         features = {name: datasets.Value(kind) for name, kind in types.items()}
         how: Any = {"features": datasets.Features(features)} if features else {}
-        rows = _built(kind, plain, cache, **dialect.options, **EMPTY, **how)
+        rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **how)
         _tell(path, rows, dialect.words)
         return rows
     if kind != "json":

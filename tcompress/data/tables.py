@@ -65,8 +65,17 @@ def opened(name: str, split: str) -> Iterator[Table]:
         for column, feature in rows.features.items():
             if isinstance(feature, datasets.Image):
                 rows = rows.cast_column(column, datasets.Image(decode=False))
-        rows = joined_chats(rows)
+        rows = _flat(joined_chats(rows))
         yield Table(rows, path.resolve().name if local else name, is_plain)
+
+
+def _flat(rows: Any) -> Any:
+    """Make columns of the parts of objects, such as `translation.en`; not of chats and pictures."""
+    objects = [name for name, feature in rows.features.items() if isinstance(feature, dict)]
+    apart = [name for name in objects if {*rows.features[name]} & {"bytes"}]
+    apart += [name for name in objects if any(map(is_chat, rows[:1][name]))]
+    pictures = any(not isinstance(f, dict) and hasattr(f, "decode") for f in rows.features.values())
+    return rows if not objects or apart or pictures else rows.flatten()
 
 
 def check_data(names: Iterable[str]) -> None:
@@ -311,6 +320,8 @@ def content(cell: Any, row: int | None = None) -> str | bytes | None:
             except OSError as error:
                 text = f"the picture `{path}` cannot be read ({error.strerror})"
                 raise DataError(text, "check that the file is where the data set says") from error
+        if path and not cell:
+            raise DataError(f"the picture `{path}` is empty", "remove it")
         if cell and path:
             return Picture.of(cell, f"`{path}`")
     if isinstance(cell, str):
@@ -384,6 +395,20 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
             made = [_text(cell) for cell in rows[name]]
             rows = rows.remove_columns([name]).add_column(name, made)
     return replace(table, rows=rows)
+
+
+def with_pairs(table: Table) -> Table:
+    """Adds the two texts of each cell as columns, where one column has lists of two."""
+    rows = table.rows
+    for name in [name for name in rows.column_names if _holds_lists(rows, name)]:
+        cells = rows[name][:]
+        if all(cell is not None and len(cell) == 2 for cell in cells):
+            for place in range(2):
+                column = f"sentence{place + 1}"
+                column = column if column not in rows.column_names else f"{name}.{column}"
+                rows = rows.add_column(column, [cell[place] for cell in cells])
+            return replace(table, rows=rows)
+    return table
 
 
 def _holds_lists(rows: Any, name: str) -> bool:

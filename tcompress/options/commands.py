@@ -128,8 +128,7 @@ class OnnxFiles(Section):
     embedding_bits: Literal[8, 4] = option(8, "bits of embeddings in the file with 8")
     sentence_embedding: bool | None = option(
         None,
-        "give embeddings, pooled and normalised in the graph, as a second output "
-        "`sentence_embedding`; default for sentence encoders",
+        "a second output, pooled and normalised in the graph; default for sentence encoders",
     )
     dense: bool = option(
         False, "multiply structured weights out, so that the files are as large as before"

@@ -27,6 +27,7 @@ from tcompress.reporting.table_rows import (
     size,
     start_text,
     storage_rows,
+    vocabulary_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -104,10 +105,11 @@ def render_plan(
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
         ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
-        *(("word embedding", item.dense_parameters, item.parameters) for item in plan.embeddings),
+        *(("word embedding", plan.whole_table(item), item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
+    rows += [] if plan.vocabulary is None else vocabulary_rows(plan.vocabulary)
     rows += plain_rows(plan.plain)
     rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
     rows += storage_rows(plan.storage)

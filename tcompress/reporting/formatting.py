@@ -95,6 +95,7 @@ def coverage_text(coverage: Coverage) -> str:
     share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
     gone = {
         "dropped with blocks": coverage.dropped,
+        "dropped with tokens": coverage.vocabulary,
         "replaced by another attention": coverage.replaced,
     }
     stayed = {"embeddings": coverage.embeddings, "norms and biases": coverage.norms}

@@ -162,6 +162,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,
+        "vocabulary": manifest.plan.vocabulary,
         "budget": manifest.plan.budget,
         "init": manifest.source.init,
         "seed": manifest.source.seed,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.artifact.means import AGREEMENT, Mean, set_of
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
@@ -52,6 +53,10 @@ def rows_of(
         rows += depth_rows(report.depth)
     elif any(other.depth is not None for other in beside):
         rows.append(Row("blocks"))
+    if report.vocabulary is not None:
+        rows += vocabulary_rows(report.vocabulary)
+    elif any(other.vocabulary is not None for other in beside):
+        rows.append(Row("vocabulary"))
     rows += plain_rows(report.plain)
     if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
@@ -110,6 +115,18 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
 def storage_rows(storage: Storage | None) -> list[Row]:
     """A line about the bits that tensors are stored in, where these are few."""
     return [] if storage is None else [Row("stored in", str(storage))]
+
+
+def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
+    """Lines about the tokens that stay, and about the data that needs them."""
+    before, rows = vocabulary.before, vocabulary.rows
+    found = [Row("vocabulary", f"{rows:,}", f"{before:,}", f"{rows / before:.1%}")]
+    if vocabulary.covered is not None:
+        share = f"{vocabulary.covered:.2%} of {vocabulary.tokens:,}"
+        found.append(Row("  tokens of the data that stay", share))
+    if vocabulary.lost is not None:
+        found.append(Row("  tokens of new texts that do not", f"about {vocabulary.lost:.2%}"))
+    return found
 
 
 def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
@@ -400,6 +417,7 @@ def _column(
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
         "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
+        "vocabulary": _vocabulary(report.vocabulary),
         "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
         "int8 file": _int8_file(report.exports),
         **({"stored in": Cell(str(report.storage))} if report.storage else {}),
@@ -411,6 +429,12 @@ def _column(
         "speed": _speed(speed),
         "speed at int8": _int8_speed(report, speed),
     }
+
+
+def _vocabulary(vocabulary: Vocabulary | None) -> Cell:
+    if vocabulary is None:
+        return Cell()
+    return Cell(f"{vocabulary.rows:,}", f"{vocabulary.rows / vocabulary.before:.1%}")
 
 
 def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
@@ -426,6 +450,8 @@ def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
     found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
+    if report.vocabulary is not None:
+        found["vocabulary"] = Cell(f"{report.vocabulary.before:,}")
     return found
 
 

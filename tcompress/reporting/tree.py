@@ -18,6 +18,7 @@ from tcompress.artifact.manifest import (
 )
 from tcompress.artifact.means import means_of
 from tcompress.models.names import ALIASES
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left, Storage
 
@@ -97,6 +98,7 @@ class ModelReport(_Node):
     macs_per_token: Macs
     layers: tuple[LayerReport, ...] = ()
     depth: DepthPlan | None = None  # which blocks stay; dense numbers are of all of them
+    vocabulary: Vocabulary | None = None  # which tokens stay; likewise
     budget: BudgetPlan | None = None  # and the error predicted for it
     plain: dict[str, int] | None = None  # keys of `config.json` that say all of it
     attention: tuple[AttentionPlan, ...] = ()  # what is replaced
@@ -120,8 +122,8 @@ class ModelReport(_Node):
     @property
     def is_smaller(self) -> bool:
         """Whether it was converted, and is no dense model."""
-        rewritten = bool(self.layers or self.attention)
-        return rewritten or self.depth is not None or self.storage is not None
+        done = self.layers or self.attention or self.depth or self.vocabulary
+        return bool(done) or self.storage is not None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json", by_alias=True)

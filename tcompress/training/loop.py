@@ -28,6 +28,7 @@ from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tok
 from tcompress.training.mixing import SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
+from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import (
     HEALING_STEPS,
     SURE,
@@ -100,6 +101,7 @@ class Loop:
         again = [data.train] if self._most > self.per_epoch else []
         self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
+        self.rounded = RoundedWeights.of(setup)
         self.pace = Pace(options.minutes, options.evaluate_every)
         self._told = False  # how many steps the time allows
         self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device
@@ -168,7 +170,7 @@ class Loop:
         how: dict[str, Any] = {"heard": self.progress.advance}
         if setup.options.minutes is not None and self.accelerator.num_processes == 1:
             how["seconds"] = 60 * setup.options.minutes - self._seconds()
-        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, **how)
+        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
 
@@ -277,7 +279,8 @@ class Loop:
         alone = state.step < block_steps(self.setup.options, state.total)
         while True:
             try:
-                return self.losses.gradients(batch, state.parts, alone=alone)
+                with self.rounded.applied(self.setup.trained, quick=True):
+                    return self.losses.gradients(batch, state.parts, alone=alone)
             except RuntimeError as error:
                 # Another process would wait for ever for the gradients of this one.
                 final = state.parts >= count or self.accelerator.num_processes > 1
@@ -353,7 +356,8 @@ class Loop:
         size = max(1, self.setup.options.batch_size // self.state.parts)
         while True:
             try:
-                return self.losses.validate(size)
+                with self.rounded.applied(self.setup.trained):
+                    return self.losses.validate(size)
             except RuntimeError as error:
                 self._check_memory(error, size, final=size == 1)
                 size //= 2

@@ -61,7 +61,8 @@ ALLOWED: dict[str, set[str]] = {
     "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},
     "cli": PRODUCT | {
-        "own_models", "exports", "runtimes", "inspection", "demo", "pipeline", "sweeps",
+        "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
+        "sweeps",
     },
     "__main__": {"cli"},
     "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},

@@ -25,13 +25,13 @@ _FIRST, _MORE = "prompt", ("completion", "chosen", "response")
 
 
 def is_chat(cell: Any) -> bool:
-    """Whether a cell is a chat: a list of messages, as it is or written as JSON."""
+    """Tell whether a cell is a chat: a list of messages, as it is or written as JSON."""
     messages = _listed(cell)
     return bool(messages) and all(isinstance(m, Mapping) and is_message(m) for m in messages)
 
 
 def is_message(item: Mapping[str, Any]) -> bool:
-    """Whether something has the keys of a message."""
+    """Tell whether something has the keys of a message."""
     keys = {*item}
     if keys & {*_SPEAKER} and keys & {*_SAID, "tool_calls"}:
         return True

@@ -1,4 +1,4 @@
-"""What a file holds by its first bytes, where its name says another thing."""
+"""Kinds of files by their first bytes, where names say another thing."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def kind_of_text(path: Path, kind: str, name: str) -> str:
 
 
 def _is_object(text: str) -> bool:
-    """Whether the first line is an object of JSON."""
+    """Tell whether the first line is an object of JSON."""
     first = text.lstrip().partition("\n")[0]
     if not first.startswith("{"):
         return False
@@ -67,7 +67,7 @@ def _is_object(text: str) -> bool:
 
 
 def _has_tabs(text: str, *, whole: bool) -> bool:
-    """Whether all of several lines have the same number of tabs."""
+    """Tell whether all of several lines have the same number of tabs."""
     lines = [line for line in text.split("\n") if line.strip()]
     lines = lines if whole else lines[:-1]
     counts = {line.count("\t") for line in lines}

@@ -245,7 +245,7 @@ class Scan:
 
     @property
     def names_rows(self) -> bool:
-        """Whether rows have a number in front that the header has no name for."""
+        """Tell whether rows have a number in front that the header has no name for."""
         return {*self.widths} == {len(self.first) + 1} and self.rows > 1 and any(self.counts)
 
     @property
@@ -255,7 +255,7 @@ class Scan:
 
     @property
     def fits(self) -> bool:
-        """Whether all lines are rows of one table."""
+        """Tell whether all lines are rows of one table."""
         return self.broken is None and self.misfit is None and bool(self.first)
 
     @property
@@ -384,7 +384,7 @@ def _joint(kinds: set[str]) -> str:
 
 
 def _says_quotes(path: Path, dialect: Dialect) -> bool:
-    """Whether cells in quotes need them, or a column has them throughout, where quotes begin."""
+    """Tell whether cells in quotes need them, or a column has them throughout."""
     mark = f'{dialect.separator}"'
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines, size = list[str](), 0

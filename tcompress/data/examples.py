@@ -118,7 +118,7 @@ def load_examples(
         given = dict(columns or {})
         joined = given.pop("label", "") if _is_joined(table, given.get("label", "")) else ""
         table = with_derived(table, given.values())
-        if needs.texts[0] == 2:
+        if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
             table = with_pairs(table)
         table = with_numbers(table, needs.target, given)
         chosen = _chosen(table, needs, given, joined)
@@ -144,7 +144,7 @@ def load_examples(
 
 
 def _is_joined(table: Table, name: str) -> bool:
-    """Whether a name stands for several columns, joined by `+`."""
+    """Tell whether a name stands for several columns, joined by `+`."""
     parts, columns = name.split("+"), table.rows.column_names
     return len(parts) > 1 and name not in columns and all(part in columns for part in parts)
 
@@ -156,7 +156,7 @@ def _labels(table: Table, chosen: Mapping[str, str], needs: Needs) -> Labels | N
 
 
 def _is_withheld(table: Table, chosen: Mapping[str, str], labels: Labels | None) -> bool:
-    """Whether a column of labels or scores holds none."""
+    """Tell whether a column of labels or scores holds none."""
     if labels is not None:
         return not len(labels.classes)
     return "score" in chosen and {*table.rows.unique(chosen["score"])} <= {None, -1}
@@ -289,7 +289,7 @@ def _without(
 def _unfit(
     table: Table, kinds: Mapping[str, str], role: str, column: str, needs: Needs | None = None
 ) -> str:
-    """Why a column cannot have a role; nothing if it can."""
+    """Say why a column cannot have a role; nothing if it can."""
     kind = kinds[column]
     numbers = role == "score" or (role == "label" and "float" in kind)
     if role == "label" and kind in LISTS:
@@ -320,7 +320,7 @@ def _unfit(
 
 
 def _named_pictures(table: Table, column: str) -> str:
-    """What a column of text holds that should hold pictures."""
+    """Say what a column of text holds that should hold pictures."""
     first = next((cell for cell in table.rows[:50][column] if cell), "")
     if re.match(r"https?://", first):
         return f"addresses such as `{first[:60]}`, from which nothing is fetched"
@@ -338,7 +338,7 @@ def _likely(table: Table, columns: Sequence[str]) -> list[str]:
 
 
 def _lists_labels(table: Table, column: str) -> bool:
-    """Whether a column holds lists of names, of numbers or of yes and no."""
+    """Tell whether a column holds lists of names, of numbers or of yes and no."""
     inner = getattr(table.rows.features[column], "feature", None)
     kind = str(getattr(inner, "dtype", ""))
     return "string" in kind or "int" in kind or "float" in kind or kind == "bool"

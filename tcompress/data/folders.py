@@ -171,7 +171,7 @@ def with_named_pictures(rows: Any, table: Path) -> Any:
 
 
 def names_picture(cell: Any) -> bool:
-    """Whether a cell may be the path of a picture."""
+    """Tell whether a cell may be the path of a picture."""
     return isinstance(cell, str) and Path(cell).suffix.lower() in IMAGES
 
 

@@ -62,7 +62,7 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
 
 
 def _begins_with_list(start: str) -> bool:
-    """Whether each line is a list, such as a chat."""
+    """Tell whether each line is a list, such as a chat."""
     first, _, rest = start.lstrip().partition("\n")
     if not rest.lstrip().startswith("["):
         return False
@@ -72,7 +72,7 @@ def _begins_with_list(start: str) -> bool:
 
 
 def _is_lines(start: str) -> bool:
-    """Whether the first line is an object by itself and has another one after it."""
+    """Tell whether the first line is an object by itself and has another one after it."""
     lines = start.lstrip().split("\n")
     if len(start) >= _START and len(lines) < 2:
         return False
@@ -132,7 +132,7 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_chat(value: list[Any]) -> bool:
-    """Whether a list is one chat, and no table with columns such as `author` and `text`."""
+    """Tell whether a list is one chat, and no table with columns such as `author` and `text`."""
     return all(
         isinstance(row, dict) and any({*keys} <= {*row} for keys in _MESSAGE) for row in value
     )

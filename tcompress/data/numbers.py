@@ -36,7 +36,7 @@ def number(cell: Any) -> float | None:
 
 
 def has_doubtful_commas(cells: Sequence[Any]) -> bool:
-    """Whether commas in numbers may be of thousands, or stand beside decimal points."""
+    """Tell whether commas in numbers may be of thousands, or stand beside decimal points."""
     texts = [cell.strip() for cell in cells if isinstance(cell, str)]
     commas = [text for text in texts if "," in text and _DECIMAL.fullmatch(text)]
     points = any("." in text and number(text) is not None for text in texts)
@@ -98,5 +98,5 @@ def whole_numbers(cells: Sequence[Any]) -> list[int | None] | None:
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing."""
+    """Tell whether a cell holds nothing."""
     return cell is None or cell != cell or (isinstance(cell, str) and not cell.strip())

@@ -237,7 +237,7 @@ def kinds_of(table: Table) -> dict[str, str]:
 
 
 def _holds_chats(cells: Sequence[Any]) -> bool:
-    """Whether cells that are not empty are chats."""
+    """Tell whether cells that are not empty are chats."""
     filled = [cell for cell in cells if cell]
     return bool(filled) and all(map(is_chat, filled))
 

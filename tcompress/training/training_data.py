@@ -486,7 +486,7 @@ def head_options(
 
 
 SEVERAL = "multi_label_classification"
-"""What Transformers calls heads of which each label is a yes or no of its own."""
+"""Name in Transformers of heads of which each label is a yes or no of its own."""
 
 
 def _problem(data: Data, source: SourceModel) -> Mapping[str, Any]:

@@ -287,6 +287,22 @@ class Loop:
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)
+        while True:
+            try:
+                return self._rate_found(count, size)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                clear_device_cache(garbage_collection=True)
+                if size == 1:
+                    return None  # the first step says what to do
+                size //= 2
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+
+    def _rate_found(self, count: int, size: int) -> float:
+        """Find the highest rate by two times so many examples, of which `size` are read at once."""
+        setup = self.setup
         one, two = (
             [part.tolist() for part in torch.arange(first, first + count).split(size)]
             for first in (0, count)
@@ -295,9 +311,7 @@ class Loop:
         for batch in self.losses.on_host(one):
             self._gradients(batch)
         self.model.eval()
-        rate = find_rate(setup.trained, self.losses.loss_on(two), highest_rate(options))
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
+        return find_rate(setup.trained, self.losses.loss_on(two), highest_rate(setup.options))
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):

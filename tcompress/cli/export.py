@@ -95,7 +95,8 @@ def _tell_file(item: Any) -> None:
     """Prints what was measured of one file."""
     tell(
         f"{item.file}: {item.bytes / 1e6:.1f} MB; {item.ratio:.2f} x as fast as PyTorch at "
-        f"{item.size}; cosine of outputs {item.agreement:.4f}, largest difference {item.difference:.2g}"
+        f"{item.size}; cosine of outputs {item.agreement:.4f}, "
+        f"largest difference {item.difference:.2g}"
     )
     if item.left:
         shown = ", ".join(f"`{name}`" for name in item.left[:3])

@@ -107,6 +107,13 @@ def test_pairs(form: str, tmp_path: Path) -> None:
     assert read.targets == SCORES
 
 
+def test_two_texts_come_before_lists_of_two(tmp_path: Path) -> None:
+    """As questions with two answers have them."""
+    lines = _json(lambda n: {"question": FIRST[n], "passage": SECOND[n], "answers": ["a", "b"]})
+    read = load_examples(_written(tmp_path, "q.jsonl", lines), "train", Needs((2, 2)))
+    assert read.texts == (FIRST, SECOND)
+
+
 OF_CLASSES: dict[str, tuple[str, Content, list[Any]]] = {
     "MRPC": ("m.tsv", _lines("{n}\t7\t8\t{a}\t{b}\n",
              "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"), ["0", "1", "2"]),

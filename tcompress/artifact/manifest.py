@@ -204,7 +204,7 @@ class TrainingFacts(_Section):
     @property
     def keeps_start(self) -> bool:
         """Whether nothing was better than the start, so that the weights are as they were."""
-        return self.steps > 0 and (self.best_step == 0 or self.share == 0)
+        return self.best_step == 0 or self.share == 0
 
 
 class Manifest(_Section):

@@ -118,7 +118,7 @@ def load_examples(
         given = dict(columns or {})
         joined = given.pop("label", "") if _is_joined(table, given.get("label", "")) else ""
         table = with_derived(table, given.values())
-        if needs.texts[0] == 2:
+        if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
             table = with_pairs(table)
         table = with_numbers(table, needs.target, given)
         chosen = _chosen(table, needs, given, joined)

@@ -31,7 +31,10 @@ JUDGED = 16
 """Samples that are compared at once; the more such batches, the smaller is a difference seen."""
 
 FEWEST = 8
-"""Such batches of each source, however little time there is: fewer tell nothing."""
+"""Such batches of each source that time is kept for."""
+
+LEAST = 3
+"""Of each source, however little time is left: fewer tell nothing."""
 
 SURE = 1.96
 """Standard errors that a source has to be worse by to count as harmed."""
@@ -69,7 +72,7 @@ def best_mix(
     with torch.no_grad():
         begun = time.perf_counter()
         for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
-            if number >= FEWEST * len(setup.data.held) and time.perf_counter() - begun > seconds:
+            if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
             inputs = dict(sampler.with_variants(batch))
             taught = losses.taught(inputs).output

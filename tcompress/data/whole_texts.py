@@ -23,8 +23,8 @@ class WholeTexts:
     """All texts of one source of data; to be read before the next source is asked for."""
 
     name: str  # such as `train.csv:text`
-    count: int  # of its cells, empty ones included
-    chunks: Iterator[list[str]]
+    count: int  # of its rows
+    chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
 
     @classmethod
     def of(cls, source: SourceModel, options: Calibration, tokenizer: Any) -> Iterator[WholeTexts]:
@@ -37,7 +37,7 @@ class WholeTexts:
         for name in options.source:
             if name == "builtin":
                 texts = builtin_texts()
-                yield cls("builtin text", len(texts), iter([texts]))
+                yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
                 continue
             with opened(name, options.split) as table:
                 has, alone = {*table.rows.column_names}, len(options.source) == 1
@@ -47,7 +47,7 @@ class WholeTexts:
                 if table.rows.info.builder_name != "text":
                     label += f":{','.join(columns)}"
                 chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
-                yield cls(label, len(table.rows) * len(columns), chunks)
+                yield cls(label, len(table.rows), chunks)
 
 
 def _label(name: str, table: Table, options: Calibration) -> str:
@@ -57,14 +57,16 @@ def _label(name: str, table: Table, options: Calibration) -> str:
     return f"{folder}/{table.label}" if alike else table.label
 
 
-def _chunks(table: Table, columns: tuple[str, ...], writer: ChatWriter) -> Iterator[list[str]]:
+def _chunks(
+    table: Table, columns: tuple[str, ...], writer: ChatWriter
+) -> Iterator[list[list[str]]]:
     rows, empty = table.rows.select_columns([*columns]), True
     for first in range(0, len(rows), _ROWS):
         part = rows[first : first + _ROWS]
-        cells = (content(writer(cell)) for column in columns for cell in part[column])
-        if texts := [cell for cell in cells if isinstance(cell, str)]:
-            empty = False
-            yield texts
+        cells = zip(*(part[column] for column in columns), strict=True)
+        texts = [[content(writer(cell)) for cell in row] for row in cells]
+        yield [[text for text in row if isinstance(text, str)] for row in texts]
+        empty = empty and not any(map(any, texts))
     writer.close()
     if empty:
         raise DataError(

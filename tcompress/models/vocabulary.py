@@ -28,20 +28,20 @@ class Vocabulary(BaseModel):
     texts: int = 0  # number of its texts
     tokens: int = 0  # number of tokens in them, as the dense model's tokenizer writes them
     pieces: int = 0  # number of different ones
-    once: int = 0  # of those that occur once
     covered: float | None = None  # share of these tokens that are left
+    alone: int = 0  # number of these tokens that are left for the sake of one row
     parameters: int = 0  # that the model loses, tied ones counted once
 
     @property
     def lost(self) -> float | None:
-        """Share of tokens that are not left in new texts like those of the data; None if unknown.
+        """Share of tokens in new rows like those of the data that are not left; None if unknown.
 
-        What the data lacks is as frequent in all as what it has once (Good, "The Population
-        Frequencies of Species and the Estimation of Population Parameters", 1953).
+        A row that is new is like each row of the data to all others: what is left for its sake
+        alone would be missing (an estimate by leaving one out, as Good's of unseen species, 1953).
         """
         if self.covered is None or self.rows > self.required + self.pieces:
             return None  # without data; or tokens that it lacks are left too
-        return 1 - self.covered * (1 - self.once / max(1, self.tokens))
+        return 1 - self.covered + self.alone / max(1, self.tokens)
 
     @property
     def origin(self) -> str:

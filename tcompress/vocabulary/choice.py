@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from weakref import WeakKeyDictionary
 
 from tcompress.data.whole_texts import WholeTexts
@@ -34,6 +35,7 @@ class _Counts:
     name: str = ""
     texts: int = 0
     tokens: Counter[int] = field(default_factory=Counter)
+    rows: Counter[int] = field(default_factory=Counter)  # that a token occurs in
     sample: list[str] = field(default_factory=list)  # of the texts, at growing distances
 
 
@@ -79,15 +81,19 @@ def _count(
     tokenizer = tokens.reader
     for part in WholeTexts.of(source, recipe.calibration, tokenizer):
         names.append(part.name)
-        progress.stage(f"counting tokens of {part.name}", part.count, "texts")
+        progress.stage(f"counting tokens of {part.name}", part.count, "rows")
         step, seen = max(1, part.count // _SAMPLE), 0
-        for chunk in part.chunks:
-            for row in tokenizer(chunk, **_WHOLE)["input_ids"]:
-                counts.tokens.update(row)
-            counts.sample += chunk[-seen % step :: step]
-            seen += len(chunk)
-            progress.advance(len(chunk), "")
-        counts.texts += seen
+        for rows in part.chunks:
+            texts = [text for row in rows for text in row]
+            encoded = iter(tokenizer(texts, **_WHOLE)["input_ids"] if texts else ())
+            for row in rows:
+                ids = [token for tokens_of in islice(encoded, len(row)) for token in tokens_of]
+                counts.tokens.update(ids)
+                counts.rows.update({*ids})
+            counts.sample += [row[0] for row in rows[-seen % step :: step] if row]
+            seen += len(rows)
+            counts.texts += len(texts)
+            progress.advance(len(rows), "")
     counts.name = " + ".join(names)
     return counts
 
@@ -118,7 +124,8 @@ def _choose(
         inside = sum(number for index, number in counts.tokens.items() if index in kept)
         facts = {"data": counts.name, "texts": counts.texts, "tokens": total}
         facts |= {"pieces": len(counts.tokens), "covered": inside / max(1, total)}
-        facts["once"] = sum(number == 1 for number in counts.tokens.values())
+        once = (index for index, rows_of in counts.rows.items() if rows_of == 1)
+        facts["alone"] = sum(counts.tokens[index] for index in once if index in kept)
     return Vocabulary(
         before=most,
         kept=as_runs(sorted(kept, key=lambda i: (i >= most, i not in tokens.ids, i))),

@@ -290,7 +290,7 @@ class Loop:
         while True:
             try:
                 return self._rate_found(count, size)
-            except Exception as error:
+            except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 clear_device_cache(garbage_collection=True)

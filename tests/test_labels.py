@@ -50,7 +50,7 @@ def _class_labels(names: Sequence[str], *used: int) -> Classes:
         (NUMBERED, ["b", "a", "c"], (0, 1, 2), "by their order: if that is another, name them"),
         (NUMBERED, ["LABEL_2", "LABEL_0"], (2, 0), None),
         (NUMBERED, _class_labels("cab", 0, 1), (0, 1, -1), None),
-        (NLI, {0, 1, 2}, (0, 1, 2), "numbers, which are taken for ids from 0 (0 is `CONTRA"),
+        (NLI, {0, 1, 2}, (0, 1, 2), "which are taken for ids from 0 (0 is `CONTRADICTION`)"),
         (NLI, {1, 2}, (1, 2), "numbers, which are taken for ids from 0 (1 is `NEUTRAL`)"),
         (NLI, {1, 2, 3}, (0, 1, 2), "numbers, which count from 1 (1 is `CONTRADICTION`)"),
         (NLI, {2}, (2,), "ids from 0 (2 is `ENTAILMENT`)"),

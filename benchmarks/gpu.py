@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,6 +74,7 @@ class Record:
             result = "ok"
         except Exception as error:  # the next row may still work
             result = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            traceback.print_exc()  # the stage's log has the whole of it
         self.add(**row, **more, result=result, seconds=round(time.perf_counter() - start, 2))
 
 

@@ -1,6 +1,7 @@
 """Runs the recipes of the papers' tables on local data, and prints ours beside the papers' numbers.
 
     python benchmarks/papers.py DATA OUT [--only ag-news ag-news-dense] [--max-minutes 8] [--full]
+        [--seeds 3] [--jobs 1]
 
 DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
 `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
@@ -14,9 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +51,13 @@ SMALL = (
 ROWS = {
     "ag-news": Row("ag-news-lprod", "ag_news", AG),
     "ag-news-dense": Row("ag-news-lprod", "ag_news", AG, "dense"),
+    "ag-news-one-layer": Row("ag-news-lprod", "ag_news", AG, "one-layer"),
     "ag-news-768": Row("ag-news-lprod-768", "ag_news", variant="smoke"),
+    "ag-news-768-dense": Row("ag-news-lprod-768", "ag_news", AG, "dense"),
     "imdb": Row("imdb-lprod", "imdb", IMDB),
+    "imdb-linear": Row("imdb-lprod", "imdb", IMDB, "linear"),
     "imdb-dense": Row("imdb-lprod", "imdb", IMDB, "dense"),
+    "imdb-one-layer": Row("imdb-lprod", "imdb", IMDB, "one-layer"),
     "newsgroups": Row("newsgroups-tga", "newsgroups20"),
     "newsgroups-dot-product": Row("newsgroups-tga", "newsgroups20", variant="dot-product"),
     "tweetqa": Row("tweetqa-tam", "tweetqa", SMALL),
@@ -65,6 +74,8 @@ ROWS = {
     },
 }
 
+SEEDS = (42, 123, 7)  # those of the L-product paper
+
 
 def main() -> None:
     """Runs what is not there yet, and prints it."""
@@ -74,23 +85,51 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ROWS, metavar="ROW", help="rows to run")
     parser.add_argument("--full", action="store_true", help="the recipes' own schedules")
     parser.add_argument("--max-minutes", type=float, help="longest training of a row")
+    parser.add_argument("--seeds", type=int, choices=(1, 2, 3), default=1, help="runs of a row")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     record = args.out / "results.json"
     results: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {}
-    for name in args.only or ROWS:
-        said = settings(args, name)
-        if results.get(name, {}).get("settings") != said:
-            results[name] = {"settings": said, **run(name, said)}
-            record.write_text(json.dumps(results, indent=1) + "\n")
-        show(name, results[name])
+    rows = [(name, seed) for name in args.only or ROWS for seed in SEEDS[: args.seeds]]
+
+    def run_one(row: tuple[str, int]) -> None:
+        key, chosen = "-".join(map(str, row)), settings(args, *row)
+        if results.get(key, {}).get("settings") != chosen:
+            result = {"settings": chosen, **run(row[0], chosen)}
+            with lock:
+                results[key] = result
+                record.write_text(json.dumps(results, indent=1) + "\n")
+        show(key, results[key])
+
+    lock = Lock()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        problems = [error for error in pool.map(attempt(run_one), rows) if error]
+    for name in dict.fromkeys(name for name, _ in rows):
+        show_means(name, [results[key] for seed in SEEDS if (key := f"{name}-{seed}") in results])
+    if problems:
+        sys.exit("\n".join(problems))
 
 
-def settings(args: argparse.Namespace, name: str) -> list[str]:
+def attempt(run_one: Callable[[tuple[str, int]], None]) -> Callable[[tuple[str, int]], str]:
+    """The same function with its error as a result, so that the next row is run."""
+
+    def run_or_error(row: tuple[str, int]) -> str:
+        try:
+            run_one(row)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    return run_or_error
+
+
+def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
     """What is changed in the recipe of a row, its variant first."""
     row = ROWS[name]
     variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
-    said = [variant, *local_files(args.data / row.data), f"output={args.out / name}"]
+    said = [variant, *local_files(args.data / row.data), f"output={args.out / name}-{seed}"]
+    said += [f"convert.seed={seed}", f"finetune.seed={seed}"]
     said += [] if args.full else list(row.cut)
     return said + ([f"finetune.minutes={args.max_minutes}"] if args.max_minutes else [])
 
@@ -104,7 +143,7 @@ def run(name: str, said: list[str]) -> dict[str, Any]:
         command += ["--set", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
+        raise RuntimeError(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
     found = json.loads(done.stdout)
     report, training = found["reports"][0], found["reports"][0]["training"][0]
     return {
@@ -150,6 +189,15 @@ def show(name: str, row: dict[str, Any]) -> None:
                     end="",
                 )
         print(flush=True)
+
+
+def show_means(name: str, runs: list[dict[str, Any]]) -> None:
+    """Prints the mean and the deviation over seeds."""
+    for metric in runs[0]["metrics"] if len(runs) > 1 else []:
+        values = [one["value"] for run in runs for one in run["metrics"]
+                  if one["name"] == metric["name"]]  # fmt: skip
+        mean, deviation = statistics.mean(values), statistics.stdev(values)
+        print(f"{name}: {metric['name']} {mean:.4f} +- {deviation:.4f} ({len(values)} seeds)")
 
 
 if __name__ == "__main__":

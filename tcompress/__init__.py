@@ -14,9 +14,11 @@ from tcompress.hf.autoload import register_when_ready
 if TYPE_CHECKING:
     from tcompress.api import (
         bench,
+        compress,
         convert,
         evaluate,
         export_dense,
+        export_onnx,
         finetune,
         inspect,
         keep_weights,
@@ -31,9 +33,11 @@ __all__ = [
     "TCompressError",
     "__version__",
     "bench",
+    "compress",
     "convert",
     "evaluate",
     "export_dense",
+    "export_onnx",
     "finetune",
     "inspect",
     "keep_weights",

@@ -22,6 +22,8 @@ FIT, METHOD_OPTIONS = "Fit", "Options of methods"
 """Headings in the help; that of flags that belong to some methods is short of room."""
 
 DType = Literal["float32", "float16", "bfloat16"]
+RuntimeName = Literal["torch", "onnx", "onnx-int8", "onnx-q4"]
+"""What runs a forward pass: PyTorch, or ONNX Runtime with weights of 32, 8 or 4 bits."""
 Place = tuple[str, ...]
 """Where a field sits: names of fields from the top."""
 
@@ -196,7 +198,7 @@ def words_of(annotation: Any) -> list[str]:
     found: list[str] = []
     for part in members(annotation):
         if get_origin(part) is Literal:
-            found += [word for word in get_args(part) if isinstance(word, str)]
+            found += [str(word) for word in get_args(part)]
         elif _is_model(part, Options):
             found += part.names()
         else:
@@ -237,7 +239,8 @@ def plain(item: Typed, texts: Sequence[str]) -> Any:
 
 def _number(text: str, parts: Sequence[Any]) -> Any:
     """Reads a number where one is allowed, by the rules of recipes; a percentage is a fraction."""
-    if int in parts or float in parts:
+    numbers = [get_args(part)[0] for part in parts if get_origin(part) is Literal]
+    if int in parts or float in parts or any(isinstance(number, int) for number in numbers):
         if _WHOLE.fullmatch(text):
             return int(text)
         if _DECIMAL.fullmatch(text) and math.isfinite(float(text)) and not text.isdecimal():

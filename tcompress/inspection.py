@@ -16,8 +16,16 @@ from pydantic import BaseModel, ConfigDict
 
 from tcompress.artifact.checksums import looks_whole, read_sealed
 from tcompress.errors import read_settings
+from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.adapters import check_adapter
-from tcompress.models.names import FORMAT_VERSION, METHODS, encodes_sentences, resolve
+from tcompress.models.names import (
+    FORMAT_VERSION,
+    METHODS,
+    encodes_sentences,
+    is_only_rounded,
+    read_config,
+    resolve,
+)
 from tcompress.models.store import WeightStore
 from tcompress.reporting.formatting import describe_attention, describe_entry
 from tcompress.roles.stored import Shapes, parameters_among, stored_blocks, stored_parameters
@@ -67,6 +75,8 @@ class Inspection(_Facts):
     refused: tuple[RefusedFacts, ...] = ()
     warnings: tuple[str, ...] = ()
     attention: str = ""  # what replaces the family's own, in words
+    storage: str = ""  # bits that tensors are stored in, in words
+    vocabulary: str = ""  # how many tokens are left of how many, where some were left out
 
 
 _FLOATS = {"float32", "float16", "bfloat16", "float64"}
@@ -102,16 +112,36 @@ def inspect_model(
         check_adapter(folder, None)
     found = None if plan or bare else _at_once(name, folder)
     if found is not None:
-        return found
+        return _with_vocabulary(found, folder)
     from tcompress.artifact.reader import Artifact, is_converted
     from tcompress.models import SourceModel
 
-    if is_converted(folder):
-        return _converted(name, Artifact.open(folder))
+    section = read_config(folder).get("quantization_config") if not bare else None
+    if is_converted(folder) and not is_only_rounded(section):
+        return _with_vocabulary(_converted(name, Artifact.open(folder)), folder)
     # What has no weights yet can be built all the same: `convert --init random` takes it.
     seed = 0 if bare or not WeightStore.are_in(folder) else None
     source = SourceModel.open(name, revision, token, trust_remote_code, seed=seed)
-    return _dense(name, source)
+    stored = _dense(name, source).model_copy(update={"storage": _storage_of(section)})
+    return _with_vocabulary(stored, folder)
+
+
+def _storage_of(section: Any) -> str:
+    """Bits that tensors are stored in, in words; empty where that is nothing new."""
+    facts = section.get("storage") if isinstance(section, Mapping) else None
+    if not facts:
+        return ""
+    pairs = (facts.get(name) for name in ("weights", "embeddings"))
+    return widths_text(*(own and Rounding(**own) for own in pairs))
+
+
+def _with_vocabulary(found: Inspection, folder: Path) -> Inspection:
+    """Adds what a manifest says of the tokens that are left."""
+    plan = (read_sealed(folder) or {}).get("plan", {})
+    if not (words := plan.get("vocabulary")):
+        return found
+    said = f"{words['rows']:,} of {words['before']:,} tokens"
+    return found.model_copy(update={"vocabulary": said})
 
 
 def _at_once(name: str, folder: Path) -> Inspection | None:
@@ -122,15 +152,17 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
         section = config.get("quantization_config")
         named = str(next(iter(config.get("architectures") or ()), ""))
         bare = named.endswith("Model") and not config.get("is_encoder_decoder")
-        if section is None and not bare and encodes_sentences(folder):
-            return None  # run without the head, or the decoder, that the config names
-        if section is None:
-            return _from_headers(name, config, WeightStore.open(folder))
+        if section is None or is_only_rounded(section):
+            if not bare and encodes_sentences(folder):
+                return None  # run without the head, or the decoder, that the config names
+            found = _from_headers(name, config, WeightStore.open(folder))
+            return found and found.model_copy(update={"storage": _storage_of(section)})
         known = section["quant_method"] in METHODS and section["format_version"] <= FORMAT_VERSION
         if known and manifest and looks_whole(folder, manifest):
             # The plan as plain data: digests say that it is as it was written.
             plan, store = manifest["plan"], WeightStore.open(folder)
             count = plan["parameters"] - plan["dropped_parameters"]
+            count -= (plan.get("vocabulary") or {"parameters": 0})["parameters"]
             return _from_plan(name, config, section["plan"], store, count, plan)
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full
@@ -198,6 +230,7 @@ def _from_plan(
         refused=plan["left"],
         warnings=plan["warnings"],
         attention=describe_attention(attention),
+        storage=_storage_of(config.get("quantization_config")),
     )
 
 

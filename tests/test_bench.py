@@ -357,7 +357,7 @@ def test_a_table() -> None:
         ["1", "4", "eager"],
         ["2", "4", "eager"],
     ]
-    assert done.lines[5] == "cpu, 1 thread, float32"
+    assert done.lines[5].startswith("cpu, 1 thread, float32")
     assert done.lines[-1] == "Kept in `gpt2-small/tcompress.json`."
     kept = read_manifest(Path("gpt2-small")).speed
     assert [speed.baseline for speed in kept] == ["gpt2", "gpt2"]
@@ -381,7 +381,7 @@ def test_kept_weights() -> None:
     arguments = ("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--keep-weights")
     done = run(*arguments, "--threads", "1")
     assert done.code == 0
-    assert done.lines[5] == "cpu, 1 thread, float32, weights kept"
+    assert done.lines[5].startswith("cpu, 1 thread, float32, weights kept")
     size = 4 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)  # two blocks: qkv, o, up and down, float32
     assert f"note: kept weights take {size:,} bytes of memory beside " in done.out
     run(*arguments[:-1], "--threads", "1")  # times without are other times

@@ -22,13 +22,16 @@ from tcompress.conversion.converter import convert
 from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
 from tcompress.data.encoding import image_reader
+from tcompress.data.examples import Needs, load_examples
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.convert_options import FEWEST
+from tcompress.progress import listening
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import rows_of
+from tests.support.hearing import Heard
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -109,7 +112,7 @@ def test_a_folder_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
     assert (
         load_batches(bert, Calibration(samples=500, source=str(folder), split="test")).samples == 4
     )
-    with pytest.raises(DataError, match=r"no such split .*'train', 'test'"):
+    with pytest.raises(DataError, match=r"has no split `dev`; it has `test`, `train`"):
         load_batches(bert, Calibration(samples=500, source=str(folder), split="dev"))
 
 
@@ -605,6 +608,12 @@ def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
         decode(_file(Image.fromarray(values), "tiff"), 3, "`here`")
 
 
+def test_pictures_of_12_bits_are_told_of() -> None:
+    with listening(heard := Heard()):
+        decode(_file(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
+    assert "values up to 4095 only are dark" in heard.texts[0]
+
+
 def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
     folder = image_folder(tmp_path / "pictures")
     damaged = sorted(folder.rglob("*.png"))[1]
@@ -613,9 +622,24 @@ def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
         load_batches(vit, Calibration(samples=500, source=str(folder)))
 
 
-@pytest.mark.parametrize("name", ["[0-9]*?", "a b%20#{x};`y`"])
-def test_paths_hold_any_character(name: str, bert: SourceModel, tmp_path: Path) -> None:
-    """What shells, patterns or addresses read in another way."""
-    (tmp_path / name).mkdir()
-    file = text_file(tmp_path / name / "texts.txt", sentences(3))
-    assert load_batches(bert, Calibration(samples=500, source=file)).batches
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("content", [b"", b"no picture", None])
+def test_a_damaged_picture_without_a_name_is_known_by_its_row(
+    plain: bool, content: bytes | None, vit: SourceModel, tmp_path: Path
+) -> None:
+    """As parquet has them: bytes, or an object of bytes and path."""
+    good = sorted(image_folder(tmp_path / "pictures").rglob("*.png"))[0].read_bytes()
+    cells: list[Any] = [good, good[::-1] if content is None else content, good]
+    named = cells if plain else [{"bytes": cell, "path": None} for cell in cells]
+    path = tmp_path / "rows.parquet"
+    pd.DataFrame({"image": named, "label": [0, 1, 0]}).to_parquet(path)
+    needs = Needs(image=True, target="class")
+    if content == b"":
+        with pytest.raises(DataError, match=r"`image` of `rows.parquet` has no picture in row 2"):
+            load_examples(str(path), "train", needs)
+        return
+    examples = load_examples(str(path), "train", needs)
+    with pytest.raises(DataError, match=r"row 2, a picture of `here` cannot be decoded \(of no kn"):
+        decode(examples.images[1], 3, "`here`")
+    with pytest.raises(DataError, match=r"row 2, a picture of `rows.parquet` cannot be decoded"):
+        load_batches(vit, Calibration(samples=500, source=str(path)))

@@ -18,7 +18,7 @@ FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
     "options", "fields", "project",
 }  # fmt: skip
-APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
+APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion", "vocabulary"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -29,12 +29,15 @@ ALLOWED: dict[str, set[str]] = {
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
-    "models": {"errors", "files", "project"},
+    "models": {"errors", "files", "project", "linalg"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures", "project"},
-    "planning": {"errors", "structures", "attention", "models", "roles", "options"},
+    "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
-    "artifact": {"errors", "files", "structures", "models", "options", "planning", "project"},
+    "artifact": {
+        "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
+    },
+    "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
@@ -42,20 +45,27 @@ ALLOWED: dict[str, set[str]] = {
     },
     "conversion": APPLICATION - {"conversion"} | {"latency"},
     "training": APPLICATION,
-    "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
-    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf"},
+    "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
+    "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "structures", "attention", "models", "roles", "options", "planning",
         "artifact", "conversion",
     },
-    "exports": FOUNDATION | {"planning", "artifact", "hf", "conversion"},
+    "runtimes": {"errors", "project"},
+    "exports": FOUNDATION | {
+        "planning", "data", "artifact", "hf", "latency", "runtimes",
+    },
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"latency", "reporting", "training"},
     "pipeline": PRODUCT,
+    "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},
-    "cli": PRODUCT | {"own_models", "exports", "inspection", "demo", "pipeline", "sweeps"},
+    "cli": PRODUCT | {
+        "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
+        "sweeps",
+    },
     "__main__": {"cli"},
-    "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
+    "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},
 }  # fmt: skip
 
@@ -63,7 +73,6 @@ ALLOWED: dict[str, set[str]] = {
 ONLY = {
     ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
-    ("exports", "conversion"): {"tcompress.conversion.converter"},
     ("training", "conversion"): {
         "tcompress.conversion.comparison", "tcompress.conversion.output_sampler",
     },

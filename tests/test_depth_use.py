@@ -12,7 +12,7 @@ import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.cli.convert import default_output
 from tcompress.errors import ArtifactError, FitError, PlanError, RecipeError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.latency.benchmark import baseline_of
 from tcompress.models import SourceModel, WeightStore
 from tcompress.options import Convert, dump_recipe, parse_recipe

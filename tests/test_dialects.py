@@ -136,7 +136,7 @@ def _write(path: Path, content: str | bytes) -> str:
 def test_a_table_is_the_same_in_every_form(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tcompress.data.tables._JSON_PART", 100)
+    monkeypatch.setattr("tcompress.data.readers._JSON_PART", 100)
     name, content = FORMS[form]
     path = _write(tmp_path / name, content)
     columns = COLUMNS if form.startswith("no header") else None
@@ -161,7 +161,7 @@ def test_a_table_is_the_same_in_every_form(
         ("p.json", '{"a": [{"x": 1}], "b": [{"x": 1}]}', "lists of rows under the keys `a`, `b`"),
         ("p.json", '{"data": []}', "`p.json` holds no rows"),
         ("p.csv", "text,label\na,0.5\nb,1\n", "`label` has no whole number in row 1 (`0.5`)"),
-        ("p.csv", "# remark\ntext,label\na,1\nb,0\n", "line 2: 2 comma-separated cells, line 1"),
+        ("p.csv", "A remark\ntext,label\na,1\nb,0\n", "line 2: 2 comma-separated cells, line 1"),
         ("p.csv", "text,label\na,1\nb,\n", "has rows without a label"),
         ("p.jsonl", '{"text": "a", "label": ["x", "y"]}\n', "`label` holds lists, and an example"),
     ],
@@ -211,6 +211,10 @@ def test_commas_in_numbers() -> None:
     assert decimals(["4,5", "3", None, "2,125"]) == [4.5, 3.0, None, 2.125]
     assert decimals(["1,000", "2,000", 3]) is None  # thousands, perhaps
     assert decimals(["4,5", "4.5"]) is None
+    assert decimals(["1,234.5", "1,234", "7", ""]) == [1234.5, 1234.0, 7.0, None]
+    assert decimals(["1.234,5", "1.234", "-7"]) == [1234.5, 1234.0, -7.0]
+    assert decimals(["1,234.5", "1.234,5"]) is None
+    assert decimals(["1 234,5", "1\u202f234", "\u22127"]) == [1234.5, 1234.0, -7.0]
 
 
 def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:

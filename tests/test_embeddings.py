@@ -25,7 +25,7 @@ from tcompress.conversion import sensitivity
 from tcompress.conversion.converter import convert
 from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import PlanError, SourceError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from tcompress.data.examples import Examples, by_name, load_examples
+from tcompress.data.examples import Examples, load_examples
 from tcompress.errors import DataError
 from tcompress.evaluation.measuring import TASKS
 from tcompress.evaluation.task_base import Task
@@ -120,27 +120,10 @@ def test_numbers_for_labels_with_names_are_doubted(tmp_path: Path) -> None:
     done = run("evaluate", str(folder), str(plain), "--task", "classification", "--data", str(data))
     said = " ".join(done.err.split())
     assert (
-        said.count("the data has numbers, which are matched by order (0 is `CONTRADICTION`)") == 1
+        said.count("the data has numbers, which are taken for ids from 0 (0 is `CONTRADICTION`)")
+        == 1
     )
     assert "name a column that has them: `--columns label=COLUMN`" in said
-
-
-@pytest.mark.parametrize(
-    ("labels", "classes", "found"),
-    [
-        (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], [0, 2]),
-        (["1", "2", "3", "4", "5"], ["2", "3", "5"], [1, 2, 4]),
-        (["1", "2", "3"], ["0", "1", "2"], None),
-        (["Bad", "good"], ["GOOD", "bad"], [1, 0]),
-        (["bad", "good", "mixed"], ["good"], [1]),
-        (["Not_entailment", "ENTAILMENT"], ["entailment", "not-entailment "], [1, 0]),
-        (["bad", "good"], ["bad", "awful"], None),
-        (["bad", "BAD"], ["bad"], None),
-        (["LABEL_0", "LABEL_1"], ["bad", "good"], None),
-    ],
-)
-def test_labels_by_name(labels: list[str], classes: list[str], found: list[int] | None) -> None:
-    assert by_name(labels, classes) == found
 
 
 def test_long_and_empty_texts(tmp_path: Path) -> None:

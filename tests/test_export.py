@@ -12,12 +12,12 @@ import torch
 import transformers
 import yaml
 
-from tcompress import exports
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
-from tcompress.exports import dense_weight, export_dense
-from tcompress.models.card import head_of, render_head
+from tcompress.exports import dense as exports
+from tcompress.exports.dense import dense_weight, export_dense
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
@@ -181,7 +181,7 @@ def test_a_writer_that_errs_publishes_nothing(
         (lambda *given: -dense_weight(*given), WriteError, "dense weight computes something else"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr("tcompress.exports.dense_weight", weight)
+            patch.setattr("tcompress.exports.dense.dense_weight", weight)
             with pytest.raises(error, match=said):
                 export_dense(folder, tmp_path / "out")
         assert {path.name for path in tmp_path.iterdir()} == {family, folder.name}
@@ -190,7 +190,7 @@ def test_a_writer_that_errs_publishes_nothing(
     def fewer(*given: Any) -> list[Any]:
         return [item for item in keep(*given) if not item.key.endswith(end)]
 
-    monkeypatch.setattr("tcompress.exports._outputs", fewer)
+    monkeypatch.setattr("tcompress.exports.dense._outputs", fewer)
     with pytest.raises(WriteError, match="nothing is stored for"):
         export_dense(folder, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {family, folder.name}
@@ -208,7 +208,9 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
     path.write_text(json.dumps(config | {"architectures": [architecture]}))
 
-    monkeypatch.setattr("tcompress.exports.SourceModel.open", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(
+        "tcompress.exports.dense.SourceModel.open", Mock(side_effect=AssertionError)
+    )
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()
 
 
@@ -248,8 +250,38 @@ def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
         (healed, ["compressed"]),
         (export_dense(healed, tmp_path / "plain"), []),
     ):
-        found = yaml.safe_load((made / "README.md").read_text().split("---")[1])
+        text = (made / "README.md").read_text()
+        assert 'AutoModelForMaskedLM.from_pretrained("PATH")' in text
+        found = yaml.safe_load(text.split("---")[1])
         assert found == said | {"tags": ["kept", "tcompress", *tags]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "loader"),
+    [
+        ("BertModel", "AutoModel"),
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("ViTForImageClassification", "AutoModelForImageClassification"),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("T5EncoderModel", "AutoModelForTextEncoding"),
+        ("TCompressTextForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("NobodysModel", "AutoModel"),
+    ],
+)
+def test_cards_name_the_class_that_loads_the_head(
+    architecture: str, loader: str, tmp_path: Path
+) -> None:
+    code = loading_code(tmp_path, architecture, plain=True)
+    assert code == f'from transformers import {loader}\n\nmodel = {loader}.from_pretrained("PATH")'
+
+
+def test_cards_of_sentence_encoders_show_their_library(tmp_path: Path) -> None:
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    code = loading_code(tmp_path, "BertModel", plain=False)
+    assert code.startswith("import tcompress\nfrom sentence_transformers import")
+    assert code.endswith('SentenceTransformer("PATH")')
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tcompress.artifact.reader import Artifact
 from tcompress.errors import ArtifactError, InputError, PlanError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.hf.build import SliceNorm, slice_positions, slice_scales
 from tcompress.models import SourceModel
 from tcompress.own_models.architecture import open_architecture

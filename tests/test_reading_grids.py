@@ -1,9 +1,11 @@
 """Reading volumes and series."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from tcompress.data.examples import Examples, Needs, load_examples
@@ -132,6 +134,7 @@ def test_electricity_transformers_are_cut_after_months(
         ({"date": ["2020-01-02"] + ["2020-01-01"] * 299}, "row 1 of `s.csv` is earlier"),
         ({"date": ["yesterday"] * 300}, "column `date` of `s.csv` holds no dates"),
         ({"name": ["x"] * 300}, r"columns that are no series: `name` \(text\)"),
+        ({"b": [*map(str, range(299)), "NA"]}, r"column `b` .* no number in row 300 \(`NA`\)"),
         ({"b": [1.0] * 299 + [None]}, "column `b` of `s.csv` has 1 rows without a finite number"),
     ],
 )
@@ -149,6 +152,54 @@ def test_what_is_asked_of_a_series(tmp_path: Path) -> None:
         _read(path, "validation", (8, 31))
     with pytest.raises(DataError, match=r"`v\.parquet` has no column `date`"):
         _read(volume_file(tmp_path / "v.parquet"))
+
+
+STEPS = pd.date_range("2020-01-28", periods=60, freq="h")
+SERIES = pd.DataFrame({"date": STEPS, "a": np.arange(60) ** 2 / 8 - 100, "b": np.arange(60) % 7})
+
+
+def _named(name: str) -> pd.DataFrame:
+    return SERIES.rename(columns={"date": name})
+
+
+def _dated(form: str) -> pd.DataFrame:
+    return SERIES.assign(date=STEPS.strftime(form))
+
+
+def _numbered(form: Callable[[float], str]) -> pd.DataFrame:
+    return SERIES.assign(a=SERIES.a.map(form))
+
+
+def _swapped(number: float) -> str:
+    return f"{number:,.3f}".translate(str.maketrans(",.", ".,"))
+
+
+FORMS: dict[str, str] = {
+    **{name: _named(name).to_csv(index=False) for name in ("Date", "timestamp", "ds", "Date Time")},
+    "index": SERIES.set_index("date").to_csv()[4:],
+    "decimal commas": SERIES.to_csv(index=False, sep=";", decimal=","),
+    **{form: _dated(form).to_csv(index=False) for form in (
+        "%d.%m.%Y %H:%M", "%m/%d/%Y %H:%M", "%d/%m/%Y %H:%M:%S", "%Y/%m/%d %H:%M",
+        "%Y-%m-%dT%H:%M:%SZ", "%m/%d/%Y %I:%M %p")},
+    "two columns": SERIES.assign(date=STEPS.strftime("%Y-%m-%d"), time=STEPS.strftime("%H:%M"))[
+        ["date", "time", "a", "b"]].to_csv(index=False),
+    "backwards": SERIES[::-1].to_csv(index=False),
+    "thousands": _numbered("{:,.3f}".format).to_csv(index=False),
+    "thousands, decimal commas": _numbered(_swapped).to_csv(index=False, sep=";"),
+    "minus signs": _numbered(lambda x: str(x).replace("-", "\u2212")).to_csv(index=False),
+    "exponents": _numbered("{:.9e}".format).to_csv(index=False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_series_in_every_form(form: str, tmp_path: Path) -> None:
+    (tmp_path / "s.csv").write_text(FORMS[form])
+    windows = _read(tmp_path / "s.csv").windows
+    assert windows is not None
+    expected = SERIES[["a", "b"]].to_numpy()
+    scaled = (expected - expected[:42].mean(0)) / expected[:42].std(0)
+    np.testing.assert_allclose(windows.values, scaled, rtol=1e-5, atol=1e-5)
+    assert windows.variables == ("a", "b")
 
 
 def test_constant_series_become_zero(tmp_path: Path) -> None:

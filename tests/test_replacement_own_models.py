@@ -15,7 +15,7 @@ from tcompress.artifact.reader import Artifact
 from tcompress.attention.module import CHILD, GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, InputError, PlanError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration, outputs

@@ -18,7 +18,7 @@ from tcompress.conversion import sensitivity, whole_model_fits
 from tcompress.conversion.converter import convert
 from tcompress.conversion.state import FitWorkplace
 from tcompress.errors import ArtifactError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.hf.build import install_layers
 from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear

@@ -370,7 +370,7 @@ def test_pictures_with_labels_in_folders(place: Path, tmp_path: Path) -> None:
     for name in ("cat", "dog"):
         pictures(tmp_path / "all" / name, 6)
     data = _load(place / "vit", "image-classification", source=[str(tmp_path / "all")])
-    assert data.classes == ("cat", "dog")
+    assert data.labels.names == ("cat", "dog")
 
 
 def test_validation_batches_are_longest_first(place: Path, tmp_path: Path) -> None:

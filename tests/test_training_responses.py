@@ -52,7 +52,7 @@ def test_held_out_pairs_are_not_among_those_trained_on(tmp_path: Path) -> None:
     task = TASKS["response-selection"]()
     options = settings(data={"source": [str(data)], "holdout": 0.2}).data
     found = load_data(SourceModel.open(str(tmp_path / "model")), options, task, seed=0)
-    assert found.classes == ("other response", "right response")
+    assert found.labels.names == ("other response", "right response")
     for part, rows in ((found.train, 22), (found.validation, 8)):
         assert part.labels.tolist() == [1] * rows + [0] * WRONG_PAIRS * rows
 

@@ -14,7 +14,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 
 from tcompress.conversion import sensitivity
 from tcompress.errors import PlanError, RecipeError
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.hf import build as installing
 from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel

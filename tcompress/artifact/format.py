@@ -24,6 +24,7 @@ from tcompress.artifact.checksums import AGAIN as AGAIN
 from tcompress.artifact.checksums import check_format_version
 from tcompress.errors import ArtifactError, first_line, listed
 from tcompress.files import beside, write_text
+from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CALLED, MANIFEST
 from tcompress.models.store import DTYPES
@@ -46,9 +47,15 @@ Entry = LayerPlan | AttentionPlan
 
 
 def needed_version(
-    layers: Sequence[LayerPlan], attention: Sequence[AttentionPlan], *, drawn: bool = False
+    layers: Sequence[LayerPlan],
+    attention: Sequence[AttentionPlan],
+    *,
+    drawn: bool = False,
+    rounded: bool = False,
 ) -> int:
     """Returns the oldest format that can hold a plan, so that older readers can have it."""
+    if rounded:
+        return 5
     if any(entry.is_narrow for entry in layers):
         return 4
     return 3 if drawn else 2 if attention else 1
@@ -63,7 +70,8 @@ def quantization_section(
     """Returns the section of `config.json` from which the model is rebuilt.
 
     Facts are of weights that are less than the class in `architectures`: `stored_as`, the class
-    that they are, and `absent`, names in the model of tensors that are not stored.
+    that they are, and `absent`, names in the model of tensors that are not stored; and `storage`,
+    the bits that they were rounded to.
     """
     kinds = {"layers": layers, "attention": attention, "forms": forms}
     plan = {
@@ -74,7 +82,9 @@ def quantization_section(
     section = {
         "quant_method": CALLED,
         "note": NOTE,
-        "format_version": needed_version(layers, attention, drawn=bool(forms)),
+        "format_version": needed_version(
+            layers, attention, drawn=bool(forms), rounded="storage" in facts
+        ),
         "plan": plan,
         **facts,
     }
@@ -84,6 +94,7 @@ def quantization_section(
 def section_digest(section: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of what a section says, whatever the layout of the file."""
     said = {name: section.get(name) for name in ("format_version", "plan", "stored_as", "absent")}
+    said |= {"storage": section["storage"]} if "storage" in section else {}
     text = json.dumps(said, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -259,11 +270,24 @@ class Stored:
 
     key: str
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # that it is read in
+    rounding: Rounding | None = None  # to fewer bits, where it is packed
 
     @property
     def nbytes(self) -> int:
+        if self.rounding is not None:
+            return self.rounding.nbytes(self.shape)
         return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of what is in the file."""
+        return 1 if self.rounding is not None else self.dtype.itemsize
+
+    def read_back(self, value: Tensor) -> Tensor:
+        """Give the value that is read again, once this one is written."""
+        value = value.to(self.dtype)
+        return value if self.rounding is None else unpack(pack(value, self.rounding))
 
 
 @dataclass(frozen=True)
@@ -277,15 +301,22 @@ class Shard:
 def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
     """Distributes tensors, in the order in which they are made, over files of a largest size."""
     by_key = {item.key: item for item in tensors}
-    meta = {item.key: torch.empty(item.shape, dtype=item.dtype, device="meta") for item in tensors}
+    meta = {item.key: _in_file(item) for item in tensors}
     split = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=largest
     )
     return [
         # Wide elements first: every tensor then starts at a multiple of its element size.
-        Shard(file, tuple(sorted((by_key[key] for key in keys), key=lambda it: -it.dtype.itemsize)))
+        Shard(file, tuple(sorted((by_key[key] for key in keys), key=lambda it: -it.itemsize)))
         for file, keys in split.filename_to_tensors.items()
     ]
+
+
+def _in_file(item: Stored) -> Tensor:
+    """Give a tensor of the form that a file has it in, without values."""
+    if item.rounding is not None:
+        return torch.empty(item.nbytes, dtype=torch.uint8, device="meta")
+    return torch.empty(item.shape, dtype=item.dtype, device="meta")
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
@@ -322,7 +353,8 @@ def _chunks(
     stop = 0
     for item in shard.tensors:
         start, stop = stop, stop + item.nbytes
-        facts = {"dtype": _NAMES[item.dtype], "shape": item.shape}
+        stored = _in_file(item)
+        facts = {"dtype": _NAMES[stored.dtype], "shape": tuple(stored.shape)}
         entries[item.key] = {**facts, "data_offsets": [start, stop]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     header = text + b" " * (-len(text) % 8)
@@ -330,6 +362,8 @@ def _chunks(
     for item in shard.tensors:
         tensor = value(item)
         assert (tuple(tensor.shape), tensor.dtype) == (item.shape, item.dtype), item.key
+        if item.rounding is not None:
+            tensor = pack(tensor, item.rounding)
         if tensor.numel():
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data

@@ -16,7 +16,7 @@ from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
@@ -72,6 +72,7 @@ class Difference(_Section):
 
     baseline: str
     baseline_value: float
+    baseline_interval: Interval | None = None  # of the baseline alone; older ones lack it
     value: float
     interval: Interval | None = None
 
@@ -110,7 +111,7 @@ class Speed(_Section):
 
     batch: int  # sequences or pictures
     length: int  # tokens in a sequence, or in a prompt
-    mode: str  # `eager` or `compiled`
+    mode: str  # `eager` or `compiled` in PyTorch; `onnx`, `onnx-int8`, `onnx-q4` in ONNX Runtime
     phase: str = "forward"  # `prefill` and `decode` fill a cache
     cache: str | None = None  # `dynamic` or `static`
     milliseconds: float  # median
@@ -121,6 +122,8 @@ class Speed(_Section):
     baseline_milliseconds: float
     baseline_peak_bytes: int | None = None
     ratio: float  # time of the baseline over that of the model; above 1 the model is faster
+    # Of the baseline in the runtime of the model, where that is not PyTorch.
+    same_runtime_milliseconds: float | None = None
     spread: float | None = None  # distance of the quartiles of its times, relative to the median
     baseline_spread: float | None = None
     weight_bytes: int | None = None  # of all weights in memory, cached ones included
@@ -139,6 +142,27 @@ class Speed(_Section):
     def is_noisy(self) -> bool:
         """Whether the middle half of either's times differs by more than a fifth of the median."""
         return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
+
+
+class ExportedFile(_Section):
+    """A file for another runtime, beside the model in PyTorch in float32."""
+
+    file: str  # inside the model's folder
+    bits: int  # of most weights: 32, 8 or 4
+    bytes: int
+    difference: float  # largest absolute difference of an output
+    agreement: float  # mean cosine of outputs; 1 is the same
+    milliseconds: float  # median of a pass
+    baseline_milliseconds: float  # of PyTorch, in turn
+    ratio: float  # time of PyTorch over that of the file; above 1 the file is faster
+    left: list[str] = []  # larger tensors in float32, where others have fewer bits
+    protocol: dict[str, Any]  # batch, length, threads, processor, versions
+
+    @property
+    def size(self) -> str:
+        """What a timed pass was of, such as `32 x 32`."""
+        batch, length = self.protocol["batch"], self.protocol.get("length")
+        return f"a batch of {batch}" if length is None else f"{batch} x {length}"
 
 
 class CurvePoint(_Section):
@@ -212,6 +236,7 @@ class Manifest(_Section):
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)
     speed: list[Speed] = Field(default_factory=list)
+    exports: list[ExportedFile] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
 
     @property
@@ -270,10 +295,17 @@ def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], 
     return True
 
 
-def model_card(manifest: Manifest, folder: Path) -> str:
+SAME_OUTPUT = (
+    "Texts whose tokens all stay are written with the same tokens and give the output of the dense "
+    "model, to the last bit."
+)
+
+
+def model_card(manifest: Manifest, folder: Path, architecture: str | None = None) -> str:
     """Renders the card: what was done, what it costs, how to load it.
 
-    Its head is that of the card in the `folder` that the model was made of.
+    Its head is that of the card in the `folder` that the model was made of; the `architecture`, the
+    name of the model's class, says how it is loaded.
     """
     plan, source = manifest.plan, manifest.source
     local, random = Path(source.id).exists(), source.init == "random"
@@ -296,13 +328,13 @@ def model_card(manifest: Manifest, folder: Path) -> str:
             "loading stops with an error. "
         )
     written = render_head(head, tags, base_model=base)
-    found = card(title, body, written, plain=not plan.changes_model)
+    code = loading_code(folder, architecture, plain=not plan.changes_model)
+    found = card(title, body, written, code)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
 
-def card(title: str, body: str, head: str, *, plain: bool) -> str:
-    """Renders a card with such a head; only a `plain` model loads without tcompress."""
-    first = "" if plain else "import tcompress\n"
+def card(title: str, body: str, head: str, code: str) -> str:
+    """Renders a card with such a head, and code that loads the model."""
     return f"""{head}
 
 # {title}
@@ -310,9 +342,7 @@ def card(title: str, body: str, head: str, *, plain: bool) -> str:
 {body}
 
 ```python
-{first}from transformers import AutoModel
-
-model = AutoModel.from_pretrained("PATH")
+{code}
 ```
 """
 
@@ -327,8 +357,9 @@ def _conversion(manifest: Manifest) -> str:
         rows = [("rewritten layers", count, count), ("their parameters", *own), *rows]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     for item in plan.embeddings:
-        rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
-        done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
+        whole = plan.whole_table(item)
+        rows = [("word embedding", f"{whole:,}", f"{item.parameters:,}"), *rows]
+        done.append(f"{item.parameters / whole:.1%} of the word embedding")
     if plan.attention:
         kinds = sorted({entry.layout.mechanism for entry in plan.attention})
         count = f"{len(plan.attention)} block{'s' * (len(plan.attention) > 1)}"
@@ -336,6 +367,11 @@ def _conversion(manifest: Manifest) -> str:
     if plan.depth is not None:
         rows = [("blocks", f"{plan.depth.blocks}", f"{plan.depth.kept}"), *rows]
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
+    if plan.storage is not None:
+        done.append(f"stored in {plan.storage}")
+    if (words := plan.vocabulary) is not None:
+        rows = [("vocabulary", f"{words.before:,}", f"{words.rows:,}"), *rows]
+        done.append(f"vocabulary {words.before:,} -> {words.rows:,} tokens, {words.origin}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -352,6 +388,8 @@ def _start(manifest: Manifest) -> str:
     """What the weights were before any training, and what the rewritten layers lost."""
     if manifest.source.init == "random":
         return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
+    if manifest.plan.cuts_vocabulary_only:
+        return f"{SAME_OUTPUT} "
     facts = manifest.calibration
     data = f"Calibration: {facts.name} ({facts.samples} samples). "
     if not manifest.plan.entries:
@@ -368,8 +406,13 @@ def _start(manifest: Manifest) -> str:
 def _trained(manifest: Manifest) -> str:
     if manifest.training:
         return "\n".join(map(_sentence, manifest.training))
-    random = manifest.source.init == "random"
-    return "Not trained: train before use." if random else "Not healed: fine-tune before use."
+    if manifest.source.init == "random":
+        return "Not trained: train before use."
+    if manifest.plan.cuts_vocabulary_only:
+        return "Other texts are written in shorter pieces."
+    if manifest.plan.only_rounded:
+        return "Rounded to nearest, and not healed: compare it with the dense model before use."
+    return "Not healed: fine-tune before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:

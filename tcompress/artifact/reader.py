@@ -21,7 +21,7 @@ from tcompress.errors import ArtifactError, InputError, Problems, after_colon
 from tcompress.models import SourceModel, resolve
 from tcompress.models.names import CARD, MANIFEST, METHODS
 from tcompress.models.store import WeightStore
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +36,12 @@ class Artifact:
     forms: tuple[FormPlan, ...] = field(repr=False)
     manifest: Manifest | None = field(repr=False)  # None if the model was saved again elsewhere
     store: WeightStore = field(repr=False)
+
+    @property
+    def storage(self) -> Storage | None:
+        """Bits that tensors were rounded to, as `config.json` has it."""
+        found = (_section(self.config) or {}).get("storage")
+        return None if found is None else Storage.model_validate(found)
 
     @classmethod
     def open(cls, folder: Path | str) -> Artifact:

@@ -11,6 +11,7 @@ EXAMPLES = (
     "tcompress bench bert-base-lprod-p4",
     "tcompress bench bert-base-lprod-p4 --against bert-base --batch 1,8",
     "tcompress bench bert-base-lprod-p4 --mode eager,compiled --threads 2",
+    "tcompress bench bert-base-svd --runtime torch,onnx,onnx-int8",
     "tcompress bench bert-base-tt-25 --keep-weights",
     "tcompress bench gpt2-svd-50 --generate 64 --cache dynamic,static",
 )
@@ -21,15 +22,17 @@ def bench(call: Timed, wanted: BenchOptions, trust: Trust, manner: Manner) -> No
     with first_look() as look:
         look.models(*call.models, call.against)
     reach(*call.models, call.against)
+    from tcompress.exports.runtime_files import RuntimeFiles
     from tcompress.latency.benchmark import bench as measure
     from tcompress.reporting.console import speed_table
 
-    with shown_progress(quiet=manner.quiet) as progress:
+    with shown_progress(quiet=manner.quiet) as progress, RuntimeFiles.opened() as files:
         done = measure(
             call.models,
             call.against,
             wanted,
             save=call.save,
+            in_runtime=files,
             progress=progress,
             trust_remote_code=trust.allow_remote_code,
         )

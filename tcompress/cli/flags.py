@@ -80,7 +80,7 @@ def command(
     A parameter `options: Evaluate` gets the model; `said: Given[Evaluate]` what was typed, to be
     put over what a recipe says. Problems of all models are one error. `lines` are examples; with
     `panels`, headings in their order, help shows what stands before a semicolon alone, and leaves
-    the options of attention replacements to `tcompress methods`.
+    the options of some methods to `tcompress methods`.
     """
 
     def add(function: Callable[..., None]) -> Callable[..., None]:
@@ -92,9 +92,12 @@ def command(
     return add
 
 
+_FOLDED = ("tt", "qtt", "tucker")
+
+
 def _folded(function: Callable[..., None]) -> frozenset[str]:
-    """Names the parameters that attention replacements alone have."""
-    replacements = {*replacement_names()}
+    """Names the parameters that attention replacements, tensor trains or Tucker alone have."""
+    replacements = {*replacement_names(), *_FOLDED}
     return frozenset(
         _identifier(part, item)
         for part in _parts(function)

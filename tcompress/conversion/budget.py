@@ -11,6 +11,7 @@ from typing import Any
 
 from tcompress.conversion.candidates import LayerCandidates
 from tcompress.conversion.channels import WidthSite
+from tcompress.conversion.table_candidates import TABLE, TableSite
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
@@ -56,6 +57,7 @@ class BudgetProblem:
     layers: Sequence[LayerCandidates]
     fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
     widths: Sequence[WidthSite] = ()
+    table: TableSite | None = None  # where bits of the word embedding are chosen too
     room: int | None = None
     """Nanoseconds that these layers may take, where time is limited too, or alone."""
 
@@ -133,7 +135,7 @@ class BudgetProblem:
         fits, exceeds, best = 0, spent, None
         for _ in range(ATTEMPTS):
             # A rewritten layer makes up for what those before it lost; a dense one does not.
-            sites = self.sites(methods, may_stay=False, barred=barred)
+            sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
             found = self._allocated([*sites.values()], room)
             plan = self._plan(found, sites)
             over = self._measured(plan) - limit
@@ -196,6 +198,8 @@ class BudgetProblem:
             dense, time = (sum(getattr(m, name) for m in members) for name in ("dense", "time"))
             keys = tuple(chain.from_iterable(parts))
             found[keys] = BudgetSite(keys[0], offered, dense, may_stay, time)
+        if self.table is not None:
+            found[TABLE,] = self.table.site
         return found
 
     def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
@@ -215,13 +219,17 @@ class BudgetProblem:
                 for own, site in zip(costs, sites, strict=True)
             )
             limit, spent = self._limits()
-            raise out_of_reach(budget, limit - spent + least) from error
+            size = limit - spent + least
+            raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
     def _plan(self, found: Allocation, sites: Iterable[tuple[str, ...]]) -> Plan:
-        forms: dict[str, Form | None] = {}
+        forms: dict[str, Any] = {}
         for keys, choice in zip(sites, found.choices, strict=True):
             forms |= dict.fromkeys(keys) if choice.label == DENSE else dict(choice.label)  # type: ignore[call-overload]
-        if forms and not any(forms.values()):
+        plan, place = self.plan, forms.pop(TABLE, None)
+        if self.table is not None and isinstance(place, int):
+            plan = self.table.candidates[place].within(plan)
+        elif forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
@@ -230,7 +238,7 @@ class BudgetProblem:
         if self._budget.is_error:  # of experts no error is known
             chosen = dict.fromkeys({entry.key for entry in self.plan.layers} - self.fixed)
         chosen |= forms
-        return resized(self.plan, self.groups, chosen, self.source)
+        return resized(plan, self.groups, chosen, self.source)
 
     @property
     def _budget(self) -> Budget:
@@ -255,10 +263,11 @@ class BudgetProblem:
     def _limits(self) -> tuple[int, int]:
         """What a plan may measure, and what of it is for the layers that are sized."""
         if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(item.dense * item.unit for item in self.layers))
+            whole = int(self._budget.limit * sum(item.dense for item in self.layers))
             return whole, whole
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        taken = sum(planned.get(item.key, item.dense) * item.unit for item in self.layers)
+        taken = round(sum(planned.get(item.key, item.dense) * item.unit for item in self.layers))
+        taken += 0 if self.table is None else self.table.cost_in(self.plan)
         limit = int(self._budget.limit)
         return limit, taken + limit - self._measured(self.plan)
 

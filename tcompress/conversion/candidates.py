@@ -43,7 +43,7 @@ class LayerCandidates:
     role: str
     dense: int  # its parameters
     left_out: float  # predicted loss of leaving it out
-    unit: int = 1  # what one parameter costs: 1, or its bytes
+    unit: float = 1  # what one parameter costs: 1, or its bytes
     time: int = 0  # nanoseconds that it takes as it is, where time counts
     offers: dict[str, list[Option]] = field(default_factory=dict)
     quick: dict[str, list[Option]] = field(default_factory=dict)
@@ -66,12 +66,12 @@ class LayerCandidates:
         priced = [
             replace(
                 own,
-                cost=own.time if timed else own.cost * self.unit,
+                cost=own.time if timed else round(own.cost * self.unit),
                 label=((self.key, Form(own.label)),),  # type: ignore[arg-type]
             )
             for own in options
         ]
-        dense = self.time if timed else self.dense * self.unit
+        dense = self.time if timed else round(self.dense * self.unit)
         return BudgetSite(self.key, priced, dense, may_stay or not priced, self.time)
 
 

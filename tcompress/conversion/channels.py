@@ -397,7 +397,7 @@ class WidthSite:
 
 
 def width_site(
-    found: Sequence[Widths], entries: Mapping[str, LayerPlan], units: Mapping[str, int]
+    found: Sequence[Widths], entries: Mapping[str, LayerPlan], units: Mapping[str, float]
 ) -> WidthSite | None:
     """Lists what the layers of some couplings may become together.
 
@@ -412,7 +412,7 @@ def width_site(
     options = []
     for chosen in sizes:
         forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
-        cost = sum(_parameters(form) * units[key] for key, form in forms)
+        cost = round(sum(_parameters(form) * units[key] for key, form in forms))
         options.append(Option(cost, sum(map(_loss, found, chosen)), forms))
     return WidthSite(found, sizes, options)
 

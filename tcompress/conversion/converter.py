@@ -65,6 +65,7 @@ from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.roles import Layer
 from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.vocabulary.choice import with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def convert(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
+    source = with_vocabulary(source, recipe, progress)
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, progress or Silent(), data, statistics)
     identity = conversion_identity(source, recipe, plan, job.data, str(job.device))
@@ -149,9 +151,12 @@ def convert(
         checksums = job.write(place)
         manifest = Manifest(
             format_version=needed_version(
-                job.plan.entries, job.plan.attention, drawn=source.seed is not None
+                job.plan.entries,
+                job.plan.attention,
+                drawn=source.seed is not None,
+                rounded=job.plan.storage is not None,
             ),
-            source=source_facts(job.source, source, job.plan),
+            source=source_facts(job.source, source.whole or source, job.plan),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
             calibration=calibration_facts(job.data, job.comparison),
@@ -384,7 +389,8 @@ class _Job:
         self.plan = plan if depth is None else with_depth(plan, depth, self.dense)
         dtype = pick_dtype(self.recipe.dtype)
         parts = (self.plan.entries, dtype, self.plan.attention, self.plan.forms)
-        self.outputs = Outputs.of(self.source, *parts, plain=self.plan.plain is not None)
+        plain, storage = self.plan.plain is not None, self.plan.storage
+        self.outputs = Outputs.of(self.source, *parts, plain=plain, storage=storage)
         blocks = roles_of(self.source).blocks
         self.block_of = {layer.name: block.name for block in blocks for layer in block.layers}
         for entry in self.plan.embeddings:

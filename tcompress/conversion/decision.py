@@ -47,7 +47,13 @@ from tcompress.conversion.plain import plan_in_time
 from tcompress.conversion.prices import Prices, TimeGoal, clock_of
 from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.conversion.state import FitWorkplace
-from tcompress.conversion.substitution import Substitute, Substitutions, SubstitutionWalk
+from tcompress.conversion.substitution import (
+    Substitute,
+    Substitutions,
+    SubstitutionWalk,
+    judged_batches,
+)
+from tcompress.conversion.table_candidates import TableSite, table_candidates, table_site
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError, message_of
 from tcompress.latency.paired_timing import threads
@@ -56,7 +62,7 @@ from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.channels import couplings, whole_heads
-from tcompress.planning.costs import Choice, plan_terms, weight_bytes
+from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.knapsack import Option
 from tcompress.planning.planner import follows_rules, grouped, regrouped, site_of
@@ -106,6 +112,7 @@ class Decision:
     device: torch.device
     _layers: list[LayerCandidates] | None = field(default=None, init=False)
     _clock: ModelClock | None = field(default=None, init=False)
+    _tables: TableSite | None = field(default=None, init=False)
 
     def within(self, error: float, progress: Progress) -> Plan | None:
         """Returns the cheapest plan of so small a predicted error; None if all layers stay."""
@@ -169,6 +176,9 @@ class Decision:
             names = self._worth_trying(replace(problem, room=room), names)
             whole = [name for name in whole if name in names]
         self._try_alone(names, progress)
+        storage = self.plan.storage
+        if self.recipe.chooses_table and storage is not None and storage.embeddings is not None:
+            problem = replace(problem, table=self._table(progress))
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []
 
@@ -308,6 +318,29 @@ class Decision:
             self._substitutions.correct(methods, self._substitution, progress)
             for site in self._widths:
                 site.lose_as_found()
+
+    def _table(self, progress: Progress) -> TableSite:
+        """Measures what the word embedding may become, once."""
+        if self._tables is None:
+            assert self.data is not None
+            count = len(table_candidates(self.source, self.recipe))
+            progress.stage("trying word embeddings", count, "tables")
+            sampler = sampler_of(self.source)
+            width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
+            fitted = [self.data.batches[index] for index in self.data.fitted]
+            samples = sum(len(next(iter(batch.values()))) for batch in fitted)
+            self._tables = table_site(
+                self.source,
+                self.recipe,
+                self.plan,
+                self.data,
+                sampler,
+                judged_batches(self.data, sampler.with_variants, 8 * width),
+                self._substitutions.usual or 1 / samples,
+                self.device,
+                lambda name: progress.advance(1, name),
+            )
+        return self._tables
 
     def _of_block(
         self, block: Block, seen: Mapping[str, LayerStatistics]
@@ -492,7 +525,7 @@ class Decision:
             left_out=sum(constant for _, constant in aims) * rows,
         )
         if budget is not None and budget.unit == "bytes":
-            found.unit = weight_bytes(self.source, entry, self.recipe.dtype)
+            found.unit = parameter_bytes(self.source, entry, self.plan, self.recipe.dtype)
         fine = budget is not None and budget.limits_each
         sharing = next(len(group) for group in block.groups if layer in group)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf, isnan
 from pathlib import Path
@@ -49,10 +49,11 @@ from tcompress.models.names import (
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import roles_of, tied_to
+from tcompress.planning.storage import Widths
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
-from tcompress.structures.modules.shared import FactorsModule
+from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 Cluster = tuple[LayerPlan, ...]
 """Layers that are fitted together: an owner of an input transform and those that share it."""
@@ -83,6 +84,7 @@ class Outputs:
     _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
     """Makes what is not fitted, by name."""
     _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
+    _rounded: dict[str, Stored] | None = None  # tensors of fewer bits, by name
 
     @classmethod
     def of(
@@ -94,6 +96,7 @@ class Outputs:
         forms: Sequence[FormPlan] = (),
         *,
         plain: bool = False,
+        storage: Storage | None = None,
     ) -> Outputs:
         """Lists the outputs of a plan: tables of embeddings among the layers."""
         self = cls(source, dtype, attention=attention)
@@ -138,6 +141,12 @@ class Outputs:
             shapes = dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
             for name, shape in shapes.items():
                 self._add(name, shape, self._key(other.like, "weight"), partial(self._start, other))
+        tables = [entry for entry in layers if entry.kind == "embedding"]
+        widths = Widths.of(source, storage, tables)
+        self.tensors = [
+            replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
+            for item in self.tensors
+        ]
         return self
 
     def _add(
@@ -188,6 +197,13 @@ class Outputs:
             return bias
         tensors = result.layers[entry.key].tensors
         return next(value for name, value in tensors.items() if stored_name(entry, name) == leaf)
+
+    def as_read(self, key: str, value: Tensor) -> Tensor:
+        """Gives a tensor as it is read again: rounded, where that is how it is stored."""
+        if self._rounded is None:
+            self._rounded = {item.key: item for item in self.tensors if item.rounding is not None}
+        item = self._rounded.get(key)
+        return value if item is None else item.read_back(value)
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""
@@ -313,7 +329,7 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         forget_code(folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    write_text(folder / CARD, model_card(manifest, source.folder))
+    write_text(folder / CARD, model_card(manifest, source.folder, source.model_class.__name__))
     config = config_text(source, manifest.plan, dtype)
     sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
     write_manifest(folder, manifest.model_copy(update=sealed))
@@ -332,6 +348,8 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
             facts["stored_as"] = source.model_class.__name__
         if source.keymap.missing:
             facts["absent"] = sorted(source.keymap.missing)
+        if plan.storage is not None:
+            facts["storage"] = plan.storage.model_dump(mode="json", exclude_none=True)
         section = quantization_section(plan.entries, plan.attention, plan.forms, **facts)
         raw |= {WEIGHTS: LOADED_WITH, "quantization_config": section}
     return json.dumps(raw, indent=2) + "\n"
@@ -390,9 +408,12 @@ def check_written(
             Artifact.open(folder)
     written = Reopened(folder, source.model_class, source.keymap.missing)
     store = written.store
-    wanted = {item.key: (tuple(item.shape), item.dtype) for item in outputs.tensors}
-    found = {key: (tuple(store.shape(key)), store.dtype(key)) for key in store.keys()}  # noqa: SIM118
-    wrong = {key for key, _ in wanted.items() ^ found.items()}
+    wanted = {item.key: (tuple(item.shape), item.dtype, item.rounding) for item in outputs.tensors}
+    found = {
+        key: (tuple(store.shape(key)), store.dtype(key), store.rounding(key))
+        for key in store.keys()  # noqa: SIM118
+    }
+    wrong = {key for key in wanted.keys() | found if wanted.get(key) != found.get(key)}
     if wrong:
         raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
     blocks = _compared_blocks(plan, source)
@@ -400,7 +421,7 @@ def check_written(
     for item in outputs.tensors:
         if item.key.startswith(prefixes) or item.key in outputs.positions:
             value = outputs.given(item)
-            if value is not None and not _same(store.tensor(item.key), value):
+            if value is not None and not _same(store.tensor(item.key), item.read_back(value)):
                 raise differs(item.key, "its values are others")
     entries = (*plan.embeddings[:1], *(entry for entry in plan.layers if entry.block in blocks))
     for cluster in {id(c): c for c in outputs.made.values()}.values():
@@ -442,7 +463,7 @@ def _check_cluster(
     factors: SharedFactors,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for entry, wanted in zip(cluster, _fitted(cluster, result, factors), strict=True):
+    for entry, wanted in zip(cluster, _fitted(outputs, cluster, result, factors), strict=True):
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
@@ -457,7 +478,7 @@ def _check_cluster(
 
 
 def _fitted(
-    cluster: Cluster, result: BlockResult, factors: SharedFactors
+    outputs: Outputs, cluster: Cluster, result: BlockResult, factors: SharedFactors
 ) -> Iterator[StructuredLinear]:
     """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
     made: dict[str, StructuredLinear] = {}
@@ -466,7 +487,11 @@ def _fitted(
         borrowed: dict[str, FactorsModule] = {}
         for name, owner in entry.bank_of.items():
             borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
-            exact = {key: item.double() for key, item in factors[owner, name].items()}
+            prefix = f"{owner}.{factors_module(name)}"
+            exact = {
+                key: outputs.as_read(f"{prefix}.{key}", item).double()
+                for key, item in factors[owner, name].items()
+            }
             borrowed[name].load_state_dict(exact, assign=True)
         layer = StructuredLinear(
             entry.parts,
@@ -479,7 +504,8 @@ def _fitted(
         )
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
-                parameter.copy_(tensors[name])
+                key = f"{entry.name}.{stored_name(entry, name)}"
+                parameter.copy_(outputs.as_read(key, tensors[name]))
         made[entry.name] = layer
         yield layer
 

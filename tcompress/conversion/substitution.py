@@ -84,7 +84,7 @@ class SubstitutionWalk(BlockFitter):
         width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
         assert self.sampler is not None
         passes = len(self.substitutes) + 1
-        self._batches = _judged(self.data, self.sampler.with_variants, 4 * width * passes)
+        self._batches = judged_batches(self.data, self.sampler.with_variants, 4 * width * passes)
         self.data = _to_fit(self.data)
         self._dense = [self._model.stream(batch) for batch in self.data.batches]
         self._new = self._dense  # up to its own block a substitute changes nothing
@@ -168,7 +168,7 @@ def _to_fit(data: CalibrationData) -> CalibrationData:
     return replace(part, batches=batches, holdout=[], origins={}, places=places)
 
 
-def _judged(
+def judged_batches(
     data: CalibrationData,
     extended: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
     bytes_per_token: int,
@@ -201,7 +201,7 @@ class Substitutions:
     fraction: float  # kept fraction that sizes are taken close to
     _items: list[tuple[Substitute, Callable[[float], None]]] = field(default_factory=list)
     """Those to try, each with what scales the losses that it tells of."""
-    _usual: float | None = None  # what the output changes by for a predicted loss of one
+    usual: float | None = None  # what the output changes by for a predicted loss of one
 
     def of_layers(
         self,
@@ -263,12 +263,12 @@ class Substitutions:
         changes = walk(substitutes).changes(lambda block: progress.advance(1, block))
         pairs = zip(changes, substitutes, strict=True)
         ratios = [max(0.0, change) / own.predicted for change, own in pairs]
-        if self._usual is None:
-            self._usual = float(np.median(ratios))
-        if self._usual > 0:
+        if self.usual is None:
+            self.usual = float(np.median(ratios))
+        if self.usual > 0:
             found = dict[tuple[str, ...], dict[int, float]]()
             for own, ratio in zip(substitutes, ratios, strict=True):
-                factor = min(MOST, max(LEAST, ratio / self._usual))
+                factor = min(MOST, max(LEAST, ratio / self.usual))
                 found.setdefault(own.kind, {})[order.index(own.block)] = factor
             for own, scale in items:
                 if own.kind in found:

@@ -1,5 +1,6 @@
 """Files and data sets become batches, for calibration, training and evaluation.
 
-`tables` opens them, `examples` takes labelled and unlabelled examples out, `inputs` says what a
-model's forward pass reads. Open `examples.py` first.
+`readers` reads files and folders of every kind as rows, `tables` opens them and knows what columns
+hold, `examples` takes labelled and unlabelled examples out (`labels` are what their classes are to
+a head), `inputs` says what a model's forward pass reads. Open `examples.py` first.
 """

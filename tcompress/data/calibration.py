@@ -337,8 +337,9 @@ class _Sources:
                     hint="name other columns in `calibration.columns`, or give other data",
                 )
             label = self._label(source, table.label)
-            is_plain = table.rows.info.builder_name in ("text", "imagefolder")
-            return _SourceData(label if is_plain else f"{label}:{','.join(named)}", texts, frames)
+            return _SourceData(
+                label if table.is_plain else f"{label}:{','.join(named)}", texts, frames
+            )
 
     def _pieces(self, texts: Sequence[str], table: Table, columns: int) -> list[str]:
         """Further samples out of long documents, where there are fewer texts than are wanted."""

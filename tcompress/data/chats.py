@@ -2,48 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
 
 from tcompress.errors import DataError, first_line
 from tcompress.progress import tell
 
-# Keys of the speaker and of what is said, as most data has them, and as ShareGPT has.
-_KEYS = (("role", "content"), ("from", "value"))
-_SPEAKERS = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+# Keys of who speaks, and of what is said.
+_SPEAKER = ("role", "from", "speaker", "author")
+_SAID = ("content", "value", "text", "message", "utterance")
+# Roles as templates know them, for other words.
+_ROLES = {
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "ai"),
+    "system": ("system",),
+    "tool": ("tool", "observation", "function_response"),
+}
+_ROLE_OF = {word: role for role, words in _ROLES.items() for word in words}
+# Columns that go on with the chat in another one.
+_FIRST, _MORE = "prompt", ("completion", "chosen", "response")
 
-Messages = Sequence[Mapping[str, Any]]
 
-
-def is_chat(feature: Any) -> bool:
-    """Whether a column's type is a list of messages."""
-    item = getattr(feature, "feature", None)
-    return isinstance(item, Mapping) and is_message(item)
+def is_chat(cell: Any) -> bool:
+    """Tell whether a cell is a chat: a list of messages, as it is or written as JSON."""
+    messages = _listed(cell)
+    return bool(messages) and all(isinstance(m, Mapping) and is_message(m) for m in messages)
 
 
 def is_message(item: Mapping[str, Any]) -> bool:
-    """Whether something has the keys of a message."""
-    return any({*keys} <= {*item} for keys in _KEYS)
+    """Tell whether something has the keys of a message."""
+    keys = {*item}
+    if keys & {*_SPEAKER} and keys & {*_SAID, "tool_calls"}:
+        return True
+    roles = {_ROLE_OF.get(key) for key in keys}
+    return {"user", "assistant"} <= roles  # a question and its answer
 
 
-def messages_of(cell: Messages) -> list[dict[str, str]]:
+def _listed(cell: Any) -> list[Any]:
+    """The messages of a cell, of whatever form; none if it is no chat."""
+    if isinstance(cell, str):
+        if not cell.lstrip().startswith(("[{", "[ {")):
+            return []
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            return []
+    if isinstance(cell, Mapping) and len(cell) > 1 and is_message(cell):
+        # As the library gives lists of objects in its older files: an object of lists.
+        columns = [value for value in cell.values() if isinstance(value, list)]
+        if len(columns) < len(cell) or len({*map(len, columns)}) != 1:
+            return []
+        cell = [dict(zip(cell, row, strict=True)) for row in zip(*columns, strict=True)]
+    return cell if isinstance(cell, list) else []
+
+
+def messages_of(cell: Any) -> list[dict[str, Any]]:
     """Write messages with the keys and speakers that templates know."""
-    messages = []
-    for message in cell:
-        speaker, said = next(keys for keys in _KEYS if keys[0] in message)
-        role, content = str(message[speaker]), message.get(said)
-        if isinstance(content, list):  # parts, of which some may be pictures
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            content = "".join(part for part in parts if isinstance(part, str))
-        messages.append({"role": _SPEAKERS.get(role, role), "content": content or ""})
+    messages: list[dict[str, Any]] = []
+    for message in _listed(cell):
+        speaker = next((key for key in _SPEAKER if key in message), None)
+        if speaker is None:
+            turns = [(key, value) for key, value in message.items() if key in _ROLE_OF and value]
+            messages += [{"role": _ROLE_OF[key], "content": str(said)} for key, said in turns]
+            continue
+        role = str(message[speaker])
+        said = next((message[key] for key in _SAID if message.get(key) is not None), None)
+        if isinstance(said, list):  # parts, of which some may be pictures
+            parts = [part.get("text") if isinstance(part, dict) else part for part in said]
+            said = "".join(part for part in parts if isinstance(part, str))
+        written = {"role": _ROLE_OF.get(role.lower(), role), "content": str(said or "")}
+        calls = message.get("tool_calls")
+        messages.append(written | ({"tool_calls": calls} if calls else {}))
     return messages
 
 
 def as_plain_text(cell: Any) -> Any:
     """Write a chat as what is said, a message a line; other cells are left as they are."""
-    if not isinstance(cell, list):
+    if not is_chat(cell):
         return cell
     return "\n".join(message["content"] for message in messages_of(cell))
+
+
+def joined_chats(rows: Any) -> Any:
+    """Put the beginning of chats, where a column of its own has it, before those that go on."""
+    names = rows.column_names
+    more = next((name for name in _MORE if name in names), None)
+    if _FIRST not in names or more is None or not len(rows):
+        return rows
+    if not is_chat(rows[0][_FIRST]) or not is_chat(rows[0][more]):
+        return rows
+    whole = [
+        json.dumps([*messages_of(one), *messages_of(two)])
+        for one, two in zip(rows[_FIRST], rows[more], strict=True)
+    ]
+    return rows.add_column("", whole).remove_columns([_FIRST, more]).rename_column("", more)
 
 
 class ChatWriter:
@@ -53,13 +106,16 @@ class ChatWriter:
         self._tokenizer, self._name = tokenizer, name
         self._refused = self._written = 0
         self._reason = ""
+        # The token that a tokenizer begins texts with, which a template may write as well.
+        start = getattr(tokenizer, "bos_token", None)
+        self._start = start if start and _begins_with(tokenizer, tokenizer.bos_token_id) else ""
 
     def __call__(self, cell: Any) -> Any:
         """Write a cell if it is a chat."""
-        if not isinstance(cell, list):
-            return cell
-        if not cell:
+        if cell == []:
             return None
+        if not is_chat(cell):
+            return cell
         if not getattr(self._tokenizer, "chat_template", None):
             raise DataError(
                 f"`{self._name}` holds chats, and the model's tokenizer has no chat template",
@@ -72,8 +128,7 @@ class ChatWriter:
             self._reason = first_line(error)
             return None
         self._written += 1
-        start = self._tokenizer.bos_token
-        return text.removeprefix(start) if start else text  # which the tokenizer adds again
+        return text.removeprefix(self._start)
 
     def close(self) -> None:
         """Tell how many chats the template refused, if there were any."""
@@ -83,3 +138,8 @@ class ChatWriter:
         if not self._written:
             raise DataError(f"`{self._name}`: {why}", hint="give the chats as text")
         tell(f"{self._name}: {why}: left out")
+
+
+def _begins_with(tokenizer: Any, token: int) -> bool:
+    ids: list[int] = tokenizer("a")["input_ids"]
+    return ids[:1] == [token]

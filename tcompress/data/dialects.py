@@ -8,11 +8,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.column_names import USUAL
+from tcompress.data.column_names import is_usual
 from tcompress.errors import DataError
 
 SAMPLE = 2**16  # bytes that the dialect is decided from
@@ -41,11 +41,13 @@ class Dialect:
     quoted: bool = True  # whether quotes around a cell are no part of it
     padded: bool = False  # whether a blank follows every separator
     skipped: int = 0  # lines before the header
+    escape: str | None = None  # what stands before quotes within quotes, unless they are doubled
     header: bool = True
     decimal: str = "."
     names: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()  # names of those that are read
     rows: int = 0
+    remarks: bool = False  # whether lines before the header are remarks
 
     @property
     def words(self) -> str:
@@ -54,6 +56,8 @@ class Dialect:
         said = ["one column" if self.separator == _NONE else f"{kind or self.separator}-separated"]
         said += [] if self.quoted or self.separator == _NONE else ["without quoting"]
         said += [] if self.header else ["without header"]
+        said += ["after remarks"] if self.remarks else []
+        said += ["with backslashes before quotes"] if self.escape else []
         said += ["decimal commas"] if self.decimal == "," else []
         left = {*self.names} - {*self.columns}
         said += ["without the numbers of rows"] if self.names and self.names[0] in left else []
@@ -67,6 +71,7 @@ class Dialect:
             "sep": self.separator,
             "quoting": csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE,
             "skipinitialspace": self.padded,
+            "escapechar": self.escape,
             "skiprows": self.skipped,
             "header": 0 if self.header else None,
             "names": list(self.names),
@@ -84,8 +89,11 @@ def dialect_of(path: Path, name: str, usual: str) -> Dialect:
     """
     lines = _sample(path)
     skipped, declared = 0, _DECLARED.fullmatch(lines[0]) if lines else None
+    remarks = 0 if declared else _remarks(path, lines, usual)
     if declared:
         skipped, lines = 1, lines[1:]
+    elif remarks:
+        skipped, lines = remarks, [line for line in lines if not line.startswith("#")]
     separator = declared[1] if declared else _separator(lines, usual)
     scan = _fitting_scan(path, Dialect(separator, skipped=skipped), lines, usual, name)
     dialect, rows = scan.dialect, _parsed(lines, scan.dialect)
@@ -105,12 +113,27 @@ def dialect_of(path: Path, name: str, usual: str) -> Dialect:
         dialect.quoted,
         dialect.padded,
         skipped,
+        dialect.escape,
         header,
         _decimal(rows[1:] if header else rows, separator),
         names,
         columns,
         scan.rows - header,
+        remarks > 0,
     )
+
+
+def _remarks(path: Path, lines: Sequence[str], usual: str) -> int:
+    """Count lines before a table that begin with `#`; such a line may be the header itself."""
+    first = next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    if not first or first == len(lines):
+        return 0
+    dialect = Dialect(_separator(lines[first:], usual))
+    last, next_one = _parsed(lines[first - 1 : first], dialect), _parsed(lines[first:], dialect)
+    if len(next_one[0]) < 2 or len(last[0]) == len(next_one[0]):
+        return 0
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        return next(at for at, line in enumerate(file) if line.strip() and line[0] != "#")
 
 
 def _sample(path: Path) -> list[str]:
@@ -132,6 +155,7 @@ def _format(dialect: Dialect) -> dict[str, Any]:
         "delimiter": dialect.separator,
         "quoting": csv.QUOTE_MINIMAL if dialect.quoted else csv.QUOTE_NONE,
         "skipinitialspace": dialect.padded,
+        "escapechar": dialect.escape,
     }
 
 
@@ -168,7 +192,7 @@ def _separator(lines: Sequence[str], usual: str) -> str:
 
 def _after_remark(lines: Sequence[str]) -> str | None:
     """The separator of a table that begins after a line of something else."""
-    if lines and lines[0].strip(' \r\n"').casefold() in USUAL:
+    if lines and is_usual(lines[0].strip(' \r\n"')):
         return None  # one column of texts
     for separator in _SEPARATORS:
         rows = _parsed(lines[1:], Dialect(separator))
@@ -221,7 +245,7 @@ class Scan:
 
     @property
     def names_rows(self) -> bool:
-        """Whether rows have a number in front that the header has no name for."""
+        """Tell whether rows have a number in front that the header has no name for."""
         return {*self.widths} == {len(self.first) + 1} and self.rows > 1 and any(self.counts)
 
     @property
@@ -231,7 +255,7 @@ class Scan:
 
     @property
     def fits(self) -> bool:
-        """Whether all lines are rows of one table."""
+        """Tell whether all lines are rows of one table."""
         return self.broken is None and self.misfit is None and bool(self.first)
 
     @property
@@ -284,11 +308,15 @@ def _fitting_scan(
     quoted = _scanned(path, _with(dialect, padded=padded))
     if quoted.fits and usual != "\t" and quoted.lines == quoted.rows:
         return quoted
+    if usual != "\t" and not quoted.fits and _holds(path, b'\\"'):
+        escaped = _scanned(path, replace(_with(dialect, padded=padded), escape="\\"))
+        if escaped.fits:
+            return escaped
     plain = _scanned(path, _with(dialect, padded=padded, quoted=False))
     # Where each line is a whole row, quotes that join lines belong to texts.
     joins = plain.width > 1 and plain.fits and plain.rows > quoted.rows
     literal = joins or (usual == "\t" and not _says_quotes(path, dialect))
-    scans = [plain, quoted] if literal and _has_quotes(path) else [quoted, plain]
+    scans = [plain, quoted] if literal and _holds(path, b'"') else [quoted, plain]
     for scan in scans:
         if scan.fits:
             return scan
@@ -311,17 +339,24 @@ def _misfit(scan: Scan, name: str) -> DataError:
         text = f"`{name}`, line {scan.broken}: a cell begins with a quote that does not end it"
         return DataError(text, "double the quotes within cells, and put such cells into quotes")
     width = next(width for width, line in scan.widths.items() if line == misfit)
+    first = len(scan.first)
+    hint = (
+        "give each line as many cells, with double quotes around cells that hold the separator; "
+        "or name a file with a text in each line `.txt`"
+    )
+    if kind == "tab" and first > 1 and min(scan.widths) >= first:
+        hint = f"leave out what follows the first {first}: `cut -f1-{first} {name} > NEW.tsv`"
     return DataError(
         f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
-        f"line {scan.dialect.skipped + 1} has {len(scan.first)}",
-        hint="give each line as many cells, with double quotes around cells that hold the "
-        "separator; or name a file with a text in each line `.txt`",
+        f"line {scan.dialect.skipped + 1} has {first}",
+        hint,
     )
 
 
-def _has_quotes(path: Path) -> bool:
+def _holds(path: Path, mark: bytes) -> bool:
+    """Tell whether a line of a file has a mark."""
     with path.open("rb") as file:
-        return any(b'"' in block for block in iter(lambda: file.read(2**20), b""))
+        return any(mark in line for line in file)
 
 
 def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
@@ -349,7 +384,7 @@ def _joint(kinds: set[str]) -> str:
 
 
 def _says_quotes(path: Path, dialect: Dialect) -> bool:
-    """Whether cells in quotes need them, or a column has them throughout, where quotes begin."""
+    """Tell whether cells in quotes need them, or a column has them throughout."""
     mark = f'{dialect.separator}"'
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines, size = list[str](), 0
@@ -388,8 +423,7 @@ def _has_header(rows: Rows) -> bool:
     rows = [row for row in rows[1:] if row != rows[0]]  # files put together have several headers
     columns = [[row[at].strip() for row in rows if at < len(row)] for at in range(len(first))]
     if any(
-        cell.casefold() in USUAL and cell not in below
-        for cell, below in zip(first, columns, strict=True)
+        is_usual(cell) and cell not in below for cell, below in zip(first, columns, strict=True)
     ):
         return True
     if len(first) > 1 and [cell for cell in first if cell] == [

@@ -12,8 +12,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from tcompress.data.column_names import COLUMN_NAMES, ROLES
+from tcompress.data.chats import as_plain_text
+from tcompress.data.column_names import COLUMN_NAMES, ROLES, plain_name
+from tcompress.data.folders import names_picture
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
+from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
+from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
 from tcompress.data.numbers import (
     decimals,
     has_doubtful_commas,
@@ -30,66 +34,13 @@ from tcompress.data.tables import (
     opened,
     text_columns,
     with_derived,
+    with_pairs,
 )
 from tcompress.errors import DataError, listed
 from tcompress.progress import tell
 
-_NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
-_PARTING = re.compile(r"[\s_-]+")
-
-
-def label_names(config: Any) -> list[str]:
-    """The names that a model gives its labels, in their order."""
-    return [str(config.id2label[index]) for index in sorted(config.id2label)]
-
-
-def by_name(labels: Sequence[str], classes: Sequence[str]) -> list[int] | None:
-    """The label of each class, if every class is called as one label is; `LABEL_3` is called 3.
-
-    Case does not count, nor what parts words: `not_entailment` is `Not entailment`.
-    """
-    place = {_called(name): index for index, name in enumerate(labels)}
-    wanted = [_called(name) for name in classes]
-    if len(place) < len(labels) or len(set(wanted)) < len(wanted) or not {*wanted} <= {*place}:
-        return None
-    return [place[name] for name in wanted]
-
-
-def _called(name: str) -> str | int:
-    number = _NUMBER.fullmatch(name)
-    return int(number[1]) if number else _PARTING.sub(" ", name.casefold()).strip()
-
-
-def doubts(labels: Sequence[str], classes: Sequence[str]) -> str | None:
-    """What is doubtful about matching by order, and how to end it; None if there are no names."""
-    head, data = f"the model calls its labels {few(labels)}", f"the data {few(classes)}"
-    if not are_numbers(classes):
-        change = "call the classes as the model does"
-        if are_numbers(labels):
-            change = "name them as `id2label` in the model's `config.json`"
-        return f"{head}, {data}; they are matched by their order: if that is another, {change}"
-    if are_numbers(labels):
-        return None
-    return (
-        f"{head}, the data has numbers, which are matched by order ({classes[0]} is "
-        f"`{labels[0]}`): if they mean others, write names in place of numbers, or name a column "
-        "that has them: `--columns label=COLUMN`"
-    )
-
-
-def are_numbers(names: Sequence[str]) -> bool:
-    """Tells whether some are numbers, or as good as numbers."""
-    return any(_NUMBER.fullmatch(name) for name in names)
-
-
-def few(names: Sequence[str]) -> str:
-    """Lists the first names."""
-    shown = ", ".join(f"`{name}`" for name in names[:4])
-    return shown + (", ..." if len(names) > 4 else "")
-
-
 Target = Literal["class", "score"]
-_LISTS = ("list", "largelist", "sequence")  # kinds of columns
+_MOST_COLUMNS = 12  # that a message names
 
 
 @dataclass(frozen=True)
@@ -101,6 +52,8 @@ class Needs:
     target: Target | None = None  # `class`, `score`, or None if nothing is to be predicted
     volume: bool = False  # whether an example has a volume
     unlabelled: bool = False  # whether data without targets will do
+    several: bool = False  # whether an example may have several classes
+    chats: bool = False  # whether a text may be a chat, which each model writes by its template
     instead: str = "give other data"  # what else may be done where targets are missing
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
@@ -116,12 +69,18 @@ class Examples:
     # One or two texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
     images: tuple[bytes, ...] = ()  # contents of picture files
+    chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
     # Class ids, or scores; None if nothing is to be predicted.
-    targets: list[int] | list[float] | None = None
-    classes: tuple[str, ...] = ()  # names of the classes in the order of their ids; () for scores
+    targets: Targets | None = None
+    labels: Classes = NO_CLASSES  # what the ids mean
     volumes: Volumes | None = None  # (examples, *shape)
     windows: Windows | None = None  # windows of a series
     whole: bool = True  # whether the file holds one split only, so that the name of it says nothing
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in the order of their ids; none for scores."""
+        return self.labels.names
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -156,25 +115,67 @@ def load_examples(
             made = windows_of(table, split, needs.window)
             made = made.chosen(_sampled(len(made), limit, seed).tolist())
             return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
-        table = with_derived(table, (columns or {}).values())
-        table = with_numbers(table, needs.target, columns or {})
-        chosen = _chosen(table, needs, dict(columns or {}))
-        if needs.unlabelled:  # as test splits often are
-            chosen = {
-                role: column
-                for role, column in chosen.items()
-                if role not in ("label", "score") or not {*table.rows.unique(column)} <= {None, -1}
-            }
-        rows = table.rows.select_columns(list(chosen.values()))
-        # Classes are those of the whole data, whichever of it is drawn.
-        classes = _classes(table, chosen["label"]) if "label" in chosen else Classes()
-        if limit is not None and limit < len(rows):
-            tell(f"{table.label}: {limit:,} of {len(rows):,} rows are drawn")
-            rows = rows.select(_sampled(len(rows), limit, seed))
+        given = dict(columns or {})
+        joined = given.pop("label", "") if _is_joined(table, given.get("label", "")) else ""
+        table = with_derived(table, given.values())
+        if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
+            table = with_pairs(table)
+        table = with_numbers(table, needs.target, given)
+        chosen = _chosen(table, needs, given, joined)
+        labels = _labels(table, chosen, needs)
+        if needs.unlabelled and _is_withheld(table, chosen, labels):  # as test splits often are
+            chosen = {role: name for role, name in chosen.items() if role not in ("label", "score")}
+            labels = None
+        rows = table.rows.select_columns([name for name in chosen.values() if name != joined])
+        places = np.arange(len(rows)) if labels is None else _labelled(table, chosen, labels)
+        if limit is not None and limit < len(places):
+            tell(f"{table.label}: {limit:,} of {len(places):,} rows are drawn")
+            places = places[_sampled(len(places), limit, seed)]
+        if len(places) < len(rows):
+            rows = rows.select(places)
         data = rows.to_dict()
+        if labels is not None:
+            data[chosen["label"]] = [labels.ids[place] for place in places.tolist()]
         if needs.texts[0] == 2:
             data = _pairs(table, data, chosen)
-        return _read(table, data, chosen, classes, split)
+        # Classes are those of the whole data, whichever of it is drawn.
+        classes = NO_CLASSES if labels is None else labels.classes
+        return _read(table, data, chosen, places.tolist(), classes, split)
+
+
+def _is_joined(table: Table, name: str) -> bool:
+    """Tell whether a name stands for several columns, joined by `+`."""
+    parts, columns = name.split("+"), table.rows.column_names
+    return len(parts) > 1 and name not in columns and all(part in columns for part in parts)
+
+
+def _labels(table: Table, chosen: Mapping[str, str], needs: Needs) -> Labels | None:
+    if "label" not in chosen:
+        return None
+    return read_labels(table, chosen["label"], several=needs.several)
+
+
+def _is_withheld(table: Table, chosen: Mapping[str, str], labels: Labels | None) -> bool:
+    """Tell whether a column of labels or scores holds none."""
+    if labels is not None:
+        return not len(labels.classes)
+    return "score" in chosen and {*table.rows.unique(chosen["score"])} <= {None, -1}
+
+
+def _labelled(table: Table, chosen: Mapping[str, str], labels: Labels) -> NDArray[np.int64]:
+    """Rows with a label; those without are left out only where the data says so itself."""
+    missing = [row for row, value in enumerate(labels.ids) if value is None]
+    if not missing:
+        return np.arange(len(labels.ids))
+    if not len(labels.classes):
+        text = "rows without a label"
+        raise _incomplete(table, chosen["label"], text, "choose a labelled split")
+    if not labels.partial:
+        text = (
+            f"rows without a label: {len(missing):,} of {len(labels.ids):,}, row {missing[0] + 1}"
+        )
+        raise _incomplete(table, chosen["label"], f"{text} first", "remove those rows")
+    return np.setdiff1d(np.arange(len(labels.ids)), missing)
 
 
 def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
@@ -183,8 +184,9 @@ def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]
     if role is None:
         return table
     kinds, rows = kinds_of(table), table.rows
-    names = [columns[role]] if role in columns else COLUMN_NAMES[role]
-    for name in [name for name in kinds if name in names or name.lower() in names]:
+    given = columns.get(role)
+    fits = (name == given if given else plain_name(name) in COLUMN_NAMES[role] for name in kinds)
+    for name in [name for name, fit in zip(kinds, fits, strict=True) if fit]:
         if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
             continue
         if role == "score" and "float" in kinds[name]:
@@ -224,19 +226,26 @@ def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed:
         split=split,
         fingerprint=_fingerprint((item.tobytes() for item in volumes), targets),
         targets=targets,
-        classes=classes if needs.target else (),
+        labels=Classes(classes, tuple(range(len(classes)))) if needs.target else Classes(),
         volumes=volumes,
         whole=False,
     )
 
 
-def _chosen(table: Table, needs: Needs, given: dict[str, str]) -> dict[str, str]:
+def _chosen(table: Table, needs: Needs, given: dict[str, str], joined: str) -> dict[str, str]:
+    """Choose a column for each role; `joined` are several of labels."""
     kinds = kinds_of(table)
     wanted = _roles(needs)
-    check_columns(table, kinds, given)
+    check_columns(table, kinds, given, needs)
     chosen = {role: column for role, column in given.items() if role in wanted}
+    if joined and not needs.several:
+        text = f"`{joined}` are several columns of labels, of which this task reads one"
+        raise DataError(text, "name one column")
+    if joined:
+        chosen["label"] = joined
+    taken = {*given.values(), *joined.split("+")}
     for role in (role for role in wanted if role not in chosen):
-        guess = _guess(table, kinds, role, {*given.values(), *chosen.values()})
+        guess = _guess(table, kinds, role, taken | {*chosen.values()}, needs)
         if guess is not None:
             chosen[role] = guess
     missing = [role for role, needed in wanted.items() if needed and role not in chosen]
@@ -249,19 +258,26 @@ def _without(
     missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
 ) -> DataError:
     """Says which columns are missing, why those of such a name do not do, and which others may."""
-    has = ", ".join(f"`{column}` ({kind})" for column, kind in kinds.items())
+    has = ", ".join(f"`{column}` ({kind})" for column, kind in [*kinds.items()][:_MOST_COLUMNS])
+    has += f" and {len(kinds) - _MOST_COLUMNS} more" if len(kinds) > _MOST_COLUMNS else ""
     text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
     offers: dict[str, str] = {}
     mend = ""
     for role in missing:
-        named = [column for column in kinds if column.lower() in COLUMN_NAMES[role]]
+        named = [column for column in kinds if plain_name(column) in COLUMN_NAMES[role]]
         named += [column for column in kinds if role == "text" and kinds[column] == "chat"]
-        reasons = [why for column in named if (why := _unfit(table, kinds, role, column))]
+        reasons = [why for column in named if (why := _unfit(table, kinds, role, column, needs))]
         text += "".join(f"; {why}" for why in reasons)
         mend = "mend it, or " if reasons else mend
         free = [column for column in kinds if column not in {*taken, *offers.values()}]
-        fits = [column for column in free if _unfit(table, kinds, role, column) == ""]
+        fits = [column for column in free if _unfit(table, kinds, role, column, needs) == ""]
+        fits = _likely(table, fits) if role == "label" else fits
+        marks = columns_of_marks({name: kinds[name] for name in fits}, table)
+        if role == "label" and needs.several and len(marks) > 1:  # one for each class
+            fits = ["+".join(marks)]
         offers |= {role: fits[0]} if fits else {}
+    if missing == ["label"] and [*kinds.values()] == ["image"]:
+        text += "; the names of folders are classes where there are several, all at one depth"
     other = needs.instead if missing in (["label"], ["score"]) else "give other data"
     if len(offers) < len(missing):
         other = "" if other == "give other data" else f", or {other}"
@@ -270,15 +286,27 @@ def _without(
     return DataError(text, f"name it: `--columns {names}`, or {other}")
 
 
-def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> str:
-    """Why a column cannot have a role; nothing if it can."""
+def _unfit(
+    table: Table, kinds: Mapping[str, str], role: str, column: str, needs: Needs | None = None
+) -> str:
+    """Say why a column cannot have a role; nothing if it can."""
     kind = kinds[column]
     numbers = role == "score" or (role == "label" and "float" in kind)
-    if role == "label" and kind in _LISTS:
-        return f"`{column}` holds lists, and an example can have one label only"
+    if role == "label" and kind in LISTS:
+        several = needs is not None and needs.several
+        text = (
+            "lists of other things than names or numbers"
+            if several
+            else ("lists, and an example of this task can have one label only")
+        )
+        return "" if several and _lists_labels(table, column) else f"`{column}` holds {text}"
     if role == "text" and kind == "chat":
+        if needs is not None and needs.chats:
+            return ""
         return f"`{column}` holds chats, which this task does not read; write them as text"
     if not numbers:
+        if role == "image" and kind == "text":
+            return f"`{column}` names {_named_pictures(table, column)}"
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
     cells = table.rows[column]
     for row, cell in enumerate(cells):
@@ -291,16 +319,43 @@ def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str) -> st
     return ""
 
 
-def check_columns(table: Table, kinds: Mapping[str, str], given: Mapping[str, str]) -> None:
+def _named_pictures(table: Table, column: str) -> str:
+    """Say what a column of text holds that should hold pictures."""
+    first = next((cell for cell in table.rows[:50][column] if cell), "")
+    if re.match(r"https?://", first):
+        return f"addresses such as `{first[:60]}`, from which nothing is fetched"
+    if names_picture(first):
+        return f"files such as `{first[:60]}`, which are not beside `{table.label}`"
+    return "no pictures"
+
+
+def _likely(table: Table, columns: Sequence[str]) -> list[str]:
+    """Put columns with few different values first, and leave those out that number the rows."""
+    counts = {name: len(table.rows.unique(name)) for name in columns}
+    total = len(table.rows)
+    several = [name for name in columns if counts[name] < total or total < 3]
+    return sorted(several, key=counts.__getitem__)
+
+
+def _lists_labels(table: Table, column: str) -> bool:
+    """Tell whether a column holds lists of names, of numbers or of yes and no."""
+    inner = getattr(table.rows.features[column], "feature", None)
+    kind = str(getattr(inner, "dtype", ""))
+    return "string" in kind or "int" in kind or "float" in kind or kind == "bool"
+
+
+def check_columns(
+    table: Table, kinds: Mapping[str, str], given: Mapping[str, str], needs: Needs | None = None
+) -> None:
     """Refuses columns named by role that are not there, or do not fit."""
     for role, column in given.items():
         if role not in ROLES:
             text = f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}"
             raise DataError(text, "write, for example, `text=review,label=stars`")
         check_column(table, kinds, column)
-        if not _fits(role, kinds[column]):
+        why = _unfit(table, kinds, role, column, needs)
+        if why and not _fits(role, kinds[column]):
             text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
-            why = _unfit(table, kinds, role, column) if role in ("label", "score") else ""
             raise DataError(f"{text}; {why}" if why else text, "name another column")
 
 
@@ -319,14 +374,27 @@ def _roles(needs: Needs) -> dict[str, bool]:
     return roles
 
 
-def _guess(table: Table, kinds: Mapping[str, str], role: str, taken: set[str]) -> str | None:
+def _guess(
+    table: Table, kinds: Mapping[str, str], role: str, taken: set[str], needs: Needs
+) -> str | None:
     free = {column: kind for column, kind in kinds.items() if column not in taken}
-    by_name = {column.lower(): column for column, kind in free.items() if _fits(role, kind)}
+    by_name = {
+        plain_name(column): column
+        for column, kind in reversed([*free.items()])  # of equal names the first one counts
+        if _fits(role, kind) or (role == "label" and _is_of_lists(table, column, kind, needs))
+    }
     guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
+    if role == "text" and needs.chats:
+        guesses = [column for column, kind in free.items() if kind == "chat"] or guesses
     if not guesses and role in ("image", "text"):
         guesses = [column for column, kind in free.items() if kind == role]
-        guesses = text_columns(table, guesses) if role == "text" else guesses
+        if role == "text":  # a single one beside chats is their id
+            guesses = [] if "chat" in free.values() else text_columns(table, guesses)
     return next(iter(guesses), None)
+
+
+def _is_of_lists(table: Table, column: str, kind: str, needs: Needs) -> bool:
+    return needs.several and kind in LISTS and _lists_labels(table, column)
 
 
 def _fits(role: str, kind: str) -> bool:
@@ -336,9 +404,9 @@ def _fits(role: str, kind: str) -> bool:
         "pair": kind == "text",
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
-        "shape": kind in _LISTS,
+        "shape": kind in LISTS,
         "label": kind in ("classlabel", "text", "bool") or number,
-        "score": number or "float" in kind,
+        "score": number or "float" in kind or kind == "bool",
     }[role]
 
 
@@ -360,46 +428,45 @@ def _read(
     table: Table,
     data: Mapping[str, list[Any]],
     chosen: Mapping[str, str],
+    rows: Sequence[int],
     classes: Classes,
     split: str,
 ) -> Examples:
+    """Reads cells of so numbered rows."""
     texts = [
-        [str(content(cell) or "") for cell in data[chosen[role]]]
+        [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
         for role in ("text", "pair")
         if role in chosen
     ]
+    is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"
     images: list[bytes] = []
-    for cell in data[chosen["image"]] if "image" in chosen else ():
-        if not isinstance(picture := content(cell), bytes):
-            raise _incomplete(table, chosen["image"], "a row without a picture", "remove that row")
+    for row, cell in zip(rows, data[chosen["image"]] if "image" in chosen else (), strict=False):
+        if not isinstance(picture := content(cell, row + 1), bytes):
+            what = f"no picture in row {row + 1}"
+            raise _incomplete(table, chosen["image"], what, "remove that row")
         images.append(picture)
     volumes = None
     if "volume" in chosen:
         cells, shapes = data[chosen["volume"]], data[chosen["shape"]]
         volumes = volumes_of(cells, shapes, f"`{table.label}`")
         images = list(cells)  # for the fingerprint
-    targets = _targets(table, data, chosen, classes)
+    targets = data[chosen["label"]] if "label" in chosen else _scores(table, data, chosen)
     return Examples(
         name=f"{table.label}:{','.join(chosen.values())}",
         split=split,
         fingerprint=_fingerprint(chain(map(str.encode, chain(*texts)), images), targets),
         texts=tuple(texts),
         images=tuple(images) if volumes is None else (),
+        chats=tuple(data[chosen["text"]]) if is_chat else (),
         targets=targets,
-        classes=classes.names,
+        labels=classes,
         volumes=volumes,
     )
 
 
-def _targets(
-    table: Table, data: Mapping[str, list[Any]], chosen: Mapping[str, str], classes: Classes
-) -> list[int] | list[float] | None:
-    if "label" in chosen:
-        index = {name: index for index, name in enumerate(classes.names)}
-        cells = data[chosen["label"]]
-        return [
-            index[cell] if isinstance(cell, str) else int(cell) - classes.start for cell in cells
-        ]
+def _scores(
+    table: Table, data: Mapping[str, list[Any]], chosen: Mapping[str, str]
+) -> list[float] | None:
     if "score" not in chosen:
         return None
     scores = [float("nan") if cell is None else float(cell) for cell in data[chosen["score"]]]
@@ -409,7 +476,7 @@ def _targets(
     return scores
 
 
-def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> str:
+def _fingerprint(contents: Iterable[bytes], targets: Sequence[Any] | None) -> str:
     digest = hash_of(contents)
     digest.update(repr(targets).encode())
     return digest.hexdigest()
@@ -418,33 +485,3 @@ def _fingerprint(contents: Iterable[bytes], targets: Sequence[float] | None) -> 
 def _incomplete(table: Table, column: str, what: str, instead: str) -> DataError:
     has = f"column `{column}` of `{table.label}` has {what}"
     return DataError(has, hint=f"{instead}, or name another column")
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Names of classes in the order of their ids, and the number that the first has in the data."""
-
-    names: tuple[str, ...] = ()
-    start: int = 0
-
-
-def _classes(table: Table, column: str) -> Classes:
-    """Classes of a column of labels."""
-    names = getattr(table.rows.features[column], "names", None)
-    labels = set(table.rows.unique(column))
-    if None in labels or labels == {-1}:
-        raise _incomplete(table, column, "rows without a label", "choose a labelled split")
-    if names and min(labels) >= 0:
-        return Classes(tuple(names))
-    if any(isinstance(label, str) for label in labels):
-        return Classes(tuple(sorted(labels)))
-    if min(labels) < 0:
-        raise DataError(
-            f"column `{column}` of `{table.label}` has the label {min(labels)}; "
-            "labels count from 0",
-            hint="renumber the labels, or give their names",
-        )
-    count = int(max(labels))
-    # Stars, and other labels that count from 1: a class that there is not is not to be learnt.
-    start = 1 if labels == {*range(1, count + 1)} and count > 1 else 0
-    return Classes(tuple(str(label) for label in range(start, count + 1)), start)

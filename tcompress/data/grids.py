@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +18,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data.column_names import plain_name
+from tcompress.data.numbers import decimals, is_missing, number
 from tcompress.data.tables import Table, kinds_of
 from tcompress.errors import DataError, first_line, listed
+from tcompress.progress import tell
 
 ARCHIVE = ".npz"
 
@@ -79,6 +84,10 @@ def as_input(volume: NDArray[np.uint8]) -> Tensor:
 
 
 DATE = "date"
+_DATES = {"date", "datetime", "timestamp", "time", "ds", "datehour", "utctimestamp", "datum"}
+_DAYS = ("%Y/%m/%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%d.%m.%y",
+         "%m/%d/%y", "%d %b %Y", "%b %d, %Y")  # fmt: skip
+_CLOCKS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
 _PARTS, _SHARES = ("train", "validation", "test"), (0.7, 0.1, 0.2)
 # The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
 _ETT = frozenset({"HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"})
@@ -133,9 +142,14 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     Rows are in order of time; `window` has the time steps that are seen, and those to forecast.
     """
     columns, kinds, place = table.rows.to_dict(), kinds_of(table), table.label
-    hours = _hours_in_order(columns, place)
-    names = tuple(name for name in columns if name != DATE)
-    others = [f"`{name}` ({kinds[name]})" for name in names if not kinds[name].startswith(_NUMBERS)]
+    date, times = _dates(columns, kinds, place)
+    hours, backwards = _hours_in_order(times, place)
+    if backwards:
+        columns = {name: cells[::-1] for name, cells in columns.items()}
+        tell(f"{place}: its rows are in falling order of time, and read from the end")
+    names = tuple(name for name in columns if name not in date)
+    columns |= {name: _as_numbers(columns[name], name, kinds[name], place) for name in names}
+    others = [f"`{name}` ({kinds[name]})" for name in names if columns[name] is None]
     if others or not names:
         raise DataError(
             f"`{place}` has columns that are no series: {', '.join(others)}"
@@ -163,22 +177,83 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
 
 
-def _hours_in_order(columns: Mapping[str, Sequence[Any]], place: str) -> float:
-    """Hours between two rows; checks that dates rise."""
-    if DATE not in columns:
+def _dates(
+    columns: Mapping[str, Sequence[Any]], kinds: Mapping[str, str], place: str
+) -> tuple[set[str], NDArray[np.datetime64]]:
+    """Find the columns that say when a row was, and these times in seconds."""
+    named = [name for name in columns if name == DATE]
+    named += [name for name in columns if plain_name(name) in _DATES and name not in named]
+    if not named:  # as the index of a table is written
+        named = [name for name in columns if name.startswith("Unnamed") and kinds[name] == "text"]
+    if not named:
         hint = "give a table with a column `date` and one column for each series"
         raise DataError(f"`{place}` has no column `{DATE}`; it has {listed(columns)}", hint)
+    cells, date = columns[named[0]], {named[0]}
+    clock = next((name for name in named[1:] if _is_clock(columns[name])), None)
+    if clock is not None:
+        cells, date = (
+            [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)],
+            {*date, clock},
+        )
+    return date, _times(cells, named[0], place)
+
+
+def _is_clock(cells: Sequence[Any]) -> bool:
+    return all(re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", str(cell)) for cell in cells)
+
+
+def _times(cells: Sequence[Any], name: str, place: str) -> NDArray[np.datetime64]:
+    """Read times, as ISO 8601 writes them or with the day or the month first."""
+    import pandas
+
     try:
-        dates = np.array(columns[DATE], dtype="datetime64[s]")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # zones are taken into account
+            return np.array(cells, dtype="datetime64[s]")
     except (ValueError, TypeError) as error:
-        text = f"column `{DATE}` of `{place}` holds no dates ({first_line(error)})"
-        raise DataError(text, "write dates as `2020-01-31 23:50:00`") from error
-    steps = np.diff(dates).astype(np.int64)
+        reason = first_line(error)
+    read = []
+    for day in _DAYS:
+        for clock in _CLOCKS:
+            try:
+                found = pandas.to_datetime(pandas.Series(cells), format=day + clock)
+            except (ValueError, TypeError):
+                continue
+            read.append(found.to_numpy().astype("datetime64[s]"))
+    # Of days and months that may be either, those that rise.
+    read.sort(key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
+    if not read:
+        text = f"column `{name}` of `{place}` holds no dates ({reason})"
+        raise DataError(text, "write dates as `2020-01-31 23:50:00`")
+    return read[0]
+
+
+def _hours_in_order(times: NDArray[np.datetime64], place: str) -> tuple[float, bool]:
+    """Hours between two rows, and whether they fall; checks that they do the one or the other."""
+    steps = np.diff(times).astype(np.int64)
+    backwards = len(steps) > 1 and bool((steps < 0).all())
+    steps = -steps if backwards else steps
     if (steps < 0).any():
         row = int(np.argmax(steps < 0)) + 1
         hint = "sort the rows by date"
         raise DataError(f"row {row} of `{place}` is earlier than the row before it", hint)
-    return float(np.median(steps)) / 3600 if len(steps) else 0.0
+    return (float(np.median(steps)) / 3600 if len(steps) else 0.0), backwards
+
+
+def _as_numbers(cells: Sequence[Any], name: str, kind: str, place: str) -> Sequence[Any] | None:
+    """Read cells as numbers, whatever their type; None if most are something else."""
+    if kind.startswith(_NUMBERS) or kind == "bool":
+        return cells
+    if kind != "text":
+        return None
+    numbers = decimals(cells)
+    if numbers is not None:
+        return numbers
+    bad = [row for row, cell in enumerate(cells) if number(cell) is None and not is_missing(cell)]
+    if bad and 2 * len(bad) < len(cells):
+        text = f"column `{name}` of `{place}` has no number in row {bad[0] + 1} (`{cells[bad[0]]}`)"
+        raise DataError(text, "fill in what is missing, or remove the column")
+    return None
 
 
 def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]:

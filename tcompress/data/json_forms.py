@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.chats import is_message
+from tcompress.data.column_names import is_usual
 from tcompress.errors import DataError, listed
 
 _START = 2**16
+_OBJECTS = re.compile(r"\s*\[\s*\{")
+_MESSAGE = (("role", "content"), ("from", "value"))  # keys of a message of a chat
 
 
 def as_lines(path: Path, copy: Path, name: str, split: str) -> tuple[Path, str]:
@@ -20,31 +24,66 @@ def as_lines(path: Path, copy: Path, name: str, split: str) -> tuple[Path, str]:
     """
     with path.open(encoding="utf-8-sig") as file:
         start = file.read(_START)
-    if start.startswith("[") or _is_lines(start):
+    if (_OBJECTS.match(start) and not _begins_with_list(start)) or _is_lines(start):
         return path, ""
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        document = json.loads(text)
     except ValueError:
-        return path, ""  # which whoever reads it explains
-    rows, where = (document, "") if isinstance(document, list) else _rows(document, name, split)
+        try:
+            document = [json.loads(line) for line in text.split("\n") if line.strip()]
+        except ValueError:
+            return path, ""  # which whoever reads it explains
+    rows, where = _items(document) if isinstance(document, list) else _rows(document, name, split)
     with copy.open("w", encoding="utf-8") as file:
         for row in rows:
             file.write(json.dumps(row if isinstance(row, dict) else {"text": row}) + "\n")
     return copy, where
 
 
+def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
+    """Find the rows of a list: objects, texts, chats, or lists of cells below one of names."""
+    if not document or not all(isinstance(item, list) for item in document):
+        return document, ""
+    if all(map(_is_chat, filter(None, document))):
+        return ({"messages": item} for item in document), "chats"
+    first, width = document[0], len(document[0])
+    named = all(isinstance(cell, str) for cell in first) and len({*first}) == width
+    named = named and (
+        any(is_usual(cell) for cell in first)
+        or any(type(cell) is not str for row in document[1:] for cell in row)
+    )
+    names = first if named else [f"column{number + 1}" for number in range(width)]
+    for number, row in enumerate(document, 1):
+        if len(row) != width:
+            text = f"row {number} has {len(row)} cells, row 1 has {width}"
+            raise DataError(f"the list of lists does not fit: {text}", "give all as many")
+    return (dict(zip(names, row, strict=True)) for row in document[named:]), "lists of cells"
+
+
+def _begins_with_list(start: str) -> bool:
+    """Tell whether each line is a list, such as a chat."""
+    first, _, rest = start.lstrip().partition("\n")
+    if not rest.lstrip().startswith("["):
+        return False
+    with suppress(ValueError):
+        return isinstance(json.loads(first), list)
+    return False
+
+
 def _is_lines(start: str) -> bool:
-    """Whether the first line is an object by itself and has another one after it."""
-    lines = start.lstrip().splitlines()
+    """Tell whether the first line is an object by itself and has another one after it."""
+    lines = start.lstrip().split("\n")
     if len(start) >= _START and len(lines) < 2:
         return False
     try:
         first = json.loads(lines[0])
     except (ValueError, IndexError):
         return False
+    if not isinstance(first, dict):
+        return False
     rest = any(line.strip() for line in lines[1:])
-    flat = isinstance(first, dict) and not any(isinstance(v, dict | list) for v in first.values())
-    return rest or flat
+    return rest or not any(isinstance(value, dict | list) for value in first.values())
 
 
 def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
@@ -57,6 +96,11 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     values = [*document.values()]
     if any(isinstance(value, list) and value and _is_chat(value) for value in values):
         return [document], ""
+    rows = document.get("rows")
+    if isinstance(rows, list) and _is_table(rows):
+        inside = [row["row"] for row in rows if isinstance(row.get("row"), dict)]
+        if len(inside) == len(rows):  # as the hub shows data
+            return inside, "key `rows`"
     lists = {key: value for key, value in document.items() if _is_table(value)}
     if len(lists) > 1:
         if split in lists:
@@ -73,8 +117,13 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if all(isinstance(value, dict) for value in values):
         if all(str(key).isdigit() for value in values for key in value):
             return _columns({key: [*value.values()] for key, value in document.items()}), "columns"
-        if len({tuple(value) for value in values}) == 1:
+        if len(values) > 1 and len({tuple(value) for value in values}) == 1:
             return values, "rows under keys of their own"
+    inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
+    if len(inner) == 1 and any(isinstance(value, list | dict) for value in inner[0][1].values()):
+        key, value = inner[0]
+        found, where = _rows(value, name, split)
+        return found, f"key `{key}`, {where}" if where else f"key `{key}`"
     return [document], ""
 
 
@@ -83,7 +132,10 @@ def _is_table(value: Any) -> bool:
 
 
 def _is_chat(value: list[Any]) -> bool:
-    return all(isinstance(row, dict) and is_message(row) for row in value)
+    """Tell whether a list is one chat, and no table with columns such as `author` and `text`."""
+    return all(
+        isinstance(row, dict) and any({*keys} <= {*row} for keys in _MESSAGE) for row in value
+    )
 
 
 def _columns(columns: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:

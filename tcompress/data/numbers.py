@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 _DECIMAL = re.compile(r"[+-]?(\d+[.,]?\d*|[.,]\d+)([eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(,\d{3})+")
+# Signs of thousands that can be nothing else.
+_GROUPED = (
+    (re.compile(r"[+-]?\d{1,3}(,\d{3})+\.\d+"), ",", "."),
+    (re.compile(r"[+-]?\d{1,3}(\.\d{3})+,\d+"), ".", ","),
+    (re.compile(r"[+-]?\d{1,3}([ \u00a0\u202f]\d{3})+(\.\d+)?"), " ", "."),
+    (re.compile(r"[+-]?\d{1,3}([ \u00a0\u202f]\d{3})+,\d+"), " ", ","),
+)
 _WHOLE = re.compile(r"[+-]?\d+[.,]0*")  # with a decimal sign: `1` may be the name of a class
 
 
 def number(cell: Any) -> float | None:
     """Read one cell as a number; None if it holds another thing."""
-    if isinstance(cell, bool | int | float):
-        return float(cell)
-    if isinstance(cell, str) and _DECIMAL.fullmatch(cell.strip()):
-        return float(cell.strip().replace(",", "."))
+    if isinstance(cell, bool | int | float | Decimal):
+        return float(cell) if cell == cell else None
+    if not isinstance(cell, str):
+        return None
+    text = cell.strip().replace("\u2212", "-")
+    if _DECIMAL.fullmatch(text):
+        return float(text.replace(",", "."))
+    for form, group, point in _GROUPED:
+        if form.fullmatch(text):
+            plain = re.sub(r"[ \u00a0\u202f]", "", text) if group == " " else text
+            return float(plain.replace(group, "").replace(point, "."))
     return None
 
 
 def has_doubtful_commas(cells: Sequence[Any]) -> bool:
-    """Whether commas in numbers may be of thousands, or stand beside decimal points."""
+    """Tell whether commas in numbers may be of thousands, or stand beside decimal points."""
     texts = [cell.strip() for cell in cells if isinstance(cell, str)]
-    commas = [text for text in texts if "," in text]
+    commas = [text for text in texts if "," in text and _DECIMAL.fullmatch(text)]
     points = any("." in text and number(text) is not None for text in texts)
     return bool(commas) and (points or all(map(_THOUSANDS.fullmatch, commas)))
 
 
 def decimals(cells: Sequence[Any]) -> list[float | None] | None:
-    """Read a column as numbers, and None where nothing is; None if other things are in it."""
-    if has_doubtful_commas(cells):
+    """Read a column as numbers, and None where nothing is; None if other things are in it.
+
+    Where a cell has signs of thousands and of decimals, all cells have these.
+    """
+    texts = [cell.strip() for cell in cells if isinstance(cell, str) and not is_missing(cell)]
+    signs = {
+        (group, point)
+        for form, group, point in _GROUPED[:2]
+        for text in texts
+        if form.fullmatch(text)
+    }
+    if signs:
+        cells = _without_groups(cells, signs) or [""]
+    elif has_doubtful_commas(cells):
         return None
     numbers = [number(cell) for cell in cells]
     missing = [is_missing(cell) for cell in cells]
@@ -39,6 +66,23 @@ def decimals(cells: Sequence[Any]) -> list[float | None] | None:
     ):
         return None
     return numbers
+
+
+def _without_groups(cells: Sequence[Any], signs: set[tuple[str, str]]) -> list[Any] | None:
+    """Write numbers without their signs of thousands; None if cells have others."""
+    if len(signs) > 1:
+        return None
+    [(group, point)] = signs
+    form = re.compile(rf"[+-]?(\d{{1,3}}(\{group}\d{{3}})+|\d+)(\{point}\d+)?")
+    plain: list[Any] = []
+    for cell in cells:
+        if not isinstance(cell, str) or is_missing(cell):
+            plain.append(cell)
+        elif form.fullmatch(cell.strip()):
+            plain.append(cell.strip().replace(group, "").replace(point, "."))
+        else:
+            return None
+    return plain
 
 
 def whole_numbers(cells: Sequence[Any]) -> list[int | None] | None:
@@ -54,5 +98,5 @@ def whole_numbers(cells: Sequence[Any]) -> list[int | None] | None:
 
 
 def is_missing(cell: Any) -> bool:
-    """Whether a cell holds nothing."""
+    """Tell whether a cell holds nothing."""
     return cell is None or cell != cell or (isinstance(cell, str) and not cell.strip())

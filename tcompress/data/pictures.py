@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from tcompress.data.tables import Picture
 from tcompress.errors import DataError, first_line
+from tcompress.progress import tell
 
 Pixels = NDArray[np.uint8]  # (height, width, channels)
 
 WHITE, BLACK = 255, 0
+_WIDEST, _NARROW = 65535.0, 4096  # white of 16 bits; what cameras of 12 bits do not reach
 _BACKGROUNDS = (WHITE, BLACK)
 
 
@@ -24,11 +26,11 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
     as its file says.
     """
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image, ImageOps, UnidentifiedImageError
     except ImportError as error:
         hint = "pip install pillow"
         raise DataError("reading pictures needs Pillow, which is not installed", hint) from error
-    name = f"`{data.file}`, " if isinstance(data, Picture) and data.file else ""
+    name = f"{data.file}, " if isinstance(data, Picture) and data.file else ""
     try:
         with Image.open(io.BytesIO(data)) as image:
             upright = ImageOps.exif_transpose(image)
@@ -40,7 +42,9 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
         raise DataError(text, error.hint) from error
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
-        text = f"{name}a picture of {place} cannot be decoded ({first_line(error)})"
+        unknown = isinstance(error, UnidentifiedImageError)
+        reason = "of no known format" if unknown else first_line(error)
+        text = f"{name}a picture of {place} cannot be decoded ({reason})"
         raise DataError(text, "remove it, or name the right column") from error
     return pixels.reshape(*pixels.shape[:2], channels)
 
@@ -58,7 +62,12 @@ def _in_bytes(image: Any, kind: str | None) -> Any:
     elif image.mode == "I" and kind == "TIFF":
         largest, allowed = 255.0, "from 0 to 255"  # of 32 bits, which nobody fills
     else:
-        largest, allowed = 65535.0, "from 0 to 65535"
+        largest, allowed = _WIDEST, "from 0 to 65535"
+    if largest == _WIDEST and 0 < high < _NARROW:
+        tell(
+            f"pictures of 16 bits with values up to {_NARROW - 1} only are dark: where that is "
+            f"their white, scale them to {_WIDEST:g}"
+        )
     if not 0 <= low <= high <= largest:
         raise DataError(
             f"of mode `{image.mode}`, has values from {low:g} to {high:g}, where {allowed} have "

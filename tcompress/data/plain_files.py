@@ -12,8 +12,7 @@ from typing import Any
 
 from tcompress.errors import DataError, first_line
 
-_OPENERS: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open, ".xz": lzma.open}
-PACKED = tuple(_OPENERS)
+PACKED = (".bz2", ".gz", ".xz")
 _MARKS = {  # the longer ones first: one of UTF-32 begins as one of UTF-16 does
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -21,42 +20,48 @@ _MARKS = {  # the longer ones first: one of UTF-32 begins as one of UTF-16 does
     codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
 }
+_PACKED: dict[bytes, Any] = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 _BLOCK = 2**20
 
 
 def ending(path: Path) -> str:
     """Give the ending that says what a file holds: `.csv` of `a.csv` and of `a.CSV.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes[-1:] and suffixes[-1] in _OPENERS:
+    if suffixes[-1:] and suffixes[-1] in PACKED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
 
-def plain_file(path: Path, cache: Path, *, text: bool) -> Path:
-    """Give a file itself if it is plain, and else a copy in `cache` that is; text is UTF-8."""
-    copy = cache / "copies" / f"{path.name.split('.')[0]}{ending(path)}"
-    copy.parent.mkdir(exist_ok=True)
-    opener = _OPENERS.get(path.suffix.lower())
-    if opener is not None:
-        try:
-            with opener(path) as packed, copy.open("wb") as file:
-                shutil.copyfileobj(packed, file, _BLOCK)
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-            text_of = f"`{path.name}` cannot be unpacked ({first_line(error)})"
-            raise DataError(text_of, "give the complete file") from error
-        plain = copy
-    else:
-        plain = path
-    if not text:
-        return plain
-    with plain.open("rb") as file:
+def unpacked(path: Path, cache: Path) -> Path:
+    """Give a file itself if it is not packed, and else a copy in `cache` that is not.
+
+    Names may be wrong: programs unpack what they download, or pack what they send.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+    opener = next((found for mark, found in _PACKED.items() if start.startswith(mark)), None)
+    if opener is None:
+        return path
+    copy = cache / f"data{ending(path)}"
+    try:
+        with opener(path) as packed, copy.open("wb") as file:
+            shutil.copyfileobj(packed, file, _BLOCK)
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
+        text = f"`{path.name}` cannot be unpacked ({first_line(error)})"
+        raise DataError(text, "give the complete file") from error
+    return copy
+
+
+def in_utf8(path: Path, cache: Path, name: str) -> Path:
+    """Give a file of text itself if it is in UTF-8, and else a copy in `cache` that is."""
+    with path.open("rb") as file:
         encoding = _encoding(file.read(64))
-    _check(plain, path.name, encoding)
+    _check(path, name, encoding)
     if encoding == "utf-8":
-        return plain
-    written = copy.with_name(f"utf8-{copy.name}")
+        return path
+    written = cache / f"utf8-{ending(path)}"
     with (
-        plain.open(encoding=encoding, newline="") as read,
+        path.open(encoding=encoding, newline="") as read,
         written.open("w", encoding="utf-8", newline="") as file,
     ):
         shutil.copyfileobj(read, file, _BLOCK)

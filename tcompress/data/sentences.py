@@ -50,7 +50,7 @@ class Pooling:
 
 def _pooled(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
     inside = mask.bool().unsqueeze(-1)
-    rows = torch.arange(len(hidden), device=hidden.device)
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
     if mode == "cls":  # the first one that counts: a prompt before it may not
         return hidden[rows, mask.bool().int().argmax(1)]
     if mode == "max":
@@ -141,6 +141,7 @@ class SentenceEncoder:
 
     pooling: Pooling = Pooling()
     layers: tuple[Callable[[Tensor], Tensor], ...] = ()  # after pooling, in order
+    normalized: bool = False  # whether a module after them scales vectors to length 1
     dimensions: int | None = None  # the first ones, that are kept
     similarity: str = "cosine"  # or `dot`, `euclidean`, `manhattan`
     default: Prompt = Prompt()
@@ -198,6 +199,13 @@ class SentenceEncoder:
             vectors = layer(vectors)
         return vectors[:, : self.dimensions]
 
+    def vectors(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        """Makes embeddings as sentence-transformers returns them, of texts without a prompt."""
+        vectors = self.pooling(hidden, mask)
+        for layer in self.layers:
+            vectors = layer(vectors)
+        return (unit_length(vectors) if self.normalized else vectors)[:, : self.dimensions]
+
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
         """Makes embeddings of length 1 of texts with the default prompt; zeros of padding alone."""
         return unit_length(self.embed(hidden, mask))
@@ -222,6 +230,8 @@ class SentenceEncoder:
             return -torch.cdist(one, two, power, compute_mode="donot_use_mm_for_euclid_dist")
         return one @ two.T
 
+
+Layers = tuple[Callable[[Tensor], Tensor], ...]
 
 PLAIN = SentenceEncoder()  # models whose folder says nothing
 
@@ -258,7 +268,11 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
         lower=bool(texts.get("do_lower_case")),
         stated=True,
     )
-    encoder = replace(encoder, layers=_layers(modules, encoder, source, last=last))
+    layers = _layers(modules, source, last=last)
+    # Of no effect on cosines, which scale vectors anyway.
+    normalized = bool(layers) and layers[-1] is unit_length and encoder.similarity == "cosine"
+    layers = _without_last(layers) if normalized else layers
+    encoder = replace(encoder, layers=layers, normalized=normalized)
     prompts = _prompts(root, said)
     if not options.get("include_prompt", True):
         prompts = {name: _counted(prompt, source, encoder) for name, prompt in prompts.items()}
@@ -322,9 +336,7 @@ def _modes(options: Mapping[str, Any], source: SourceModel) -> tuple[str, ...]:
 _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Dropout")
 
 
-def _layers(
-    modules: list[tuple[str, Path]], encoder: SentenceEncoder, source: SourceModel, *, last: bool
-) -> tuple[Callable[[Tensor], Tensor], ...]:
+def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool) -> Layers:
     """Reads the modules after pooling, as far as they are known."""
     unknown = [kind for kind, _ in modules if kind not in (*_WITHOUT_WEIGHTS, *_READERS)]
     if unknown and last:
@@ -339,10 +351,14 @@ def _layers(
             break
         if kind in _READERS:
             layers.append(_READERS[kind](folder))
-    # Of no effect on cosines, which scale vectors anyway.
-    while layers and layers[-1] is unit_length and encoder.similarity == "cosine":
-        layers.pop()
     return tuple(layers)
+
+
+def _without_last(layers: Layers) -> Layers:
+    """Leave out what scales to length 1 at the end."""
+    while layers and layers[-1] is unit_length:
+        layers = layers[:-1]
+    return layers
 
 
 def _dense(folder: Path) -> Dense:

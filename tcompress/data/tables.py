@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import glob
 import hashlib
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,30 +14,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tcompress.data.chats import as_plain_text, is_chat
-from tcompress.data.dialects import EMPTY, dialect_of, types_that_differ
-from tcompress.data.json_forms import as_lines, first_bad_line
-from tcompress.data.plain_files import ending, plain_file
-from tcompress.errors import DataError, after_colon, first_line, folder_content, listed
-from tcompress.models.names import cached_where_unreachable, is_path, missing_path
-from tcompress.progress import tell
-
-_BUILDERS = {
-    ".arrow": "arrow",
-    ".csv": "csv",
-    ".json": "json",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".parquet": "parquet",
-    ".psv": "csv",
-    ".tab": "csv",
-    ".tsv": "csv",
-    ".txt": "text",
-}
-_SEPARATORS = {".psv": "|", ".tab": "\t", ".tsv": "\t"}  # of others: a comma
-_JSON_PART = 10 << 20  # bytes that the library takes at a time, and finds types of
-_MOST_NAMES = 12
-_IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+from tcompress.data.chats import as_plain_text, is_chat, joined_chats
+from tcompress.data.folders import IMAGES
+from tcompress.data.plain_files import ending
+from tcompress.data.readers import BUILDERS, read_local, without_rows
+from tcompress.errors import DataError, after_colon, first_line, listed
+from tcompress.models.names import cached_where_unreachable, expanded, is_path, missing_path
 
 
 @dataclass(frozen=True)
@@ -48,6 +28,7 @@ class Table:
 
     rows: Any  # a `datasets.Dataset`
     label: str
+    is_plain: bool = False  # whether it is a list of texts or pictures: a column needs no name
 
 
 @contextmanager
@@ -60,15 +41,19 @@ def opened(name: str, split: str) -> Iterator[Table]:
     import datasets
 
     check_data([name])
-    path = Path(name).expanduser()
-    local = path.exists()
+    path = expanded(name)
+    local, is_plain = path.exists(), False
     with ExitStack() as stack:
         cache = ""
         stack.enter_context(_quiet() if local else cached_where_unreachable())
         try:
             folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
             cache = stack.enter_context(folder)
-            rows = _read(path if local else name, split, cache)
+            if local:
+                rows, is_plain = read_local(path, split, Path(cache))
+            else:
+                repo, _, config = name.partition(":")
+                rows = datasets.load_dataset(repo, config or None, split=split)
         except DataError:
             raise
         except Exception as error:
@@ -76,11 +61,21 @@ def opened(name: str, split: str) -> Iterator[Table]:
             full = _full(str(path) if local else name, cache, error)
             raise full or _explanation(str(path) if local else name, error) from error
         if not len(rows):
-            raise _without_rows(name)
+            raise without_rows(name)
         for column, feature in rows.features.items():
             if isinstance(feature, datasets.Image):
                 rows = rows.cast_column(column, datasets.Image(decode=False))
-        yield Table(rows, path.resolve().name if local else name)
+        rows = _flat(joined_chats(rows))
+        yield Table(rows, path.resolve().name if local else name, is_plain)
+
+
+def _flat(rows: Any) -> Any:
+    """Make columns of the parts of objects, such as `translation.en`; not of chats and pictures."""
+    objects = [name for name, feature in rows.features.items() if isinstance(feature, dict)]
+    apart = [name for name in objects if {*rows.features[name]} & {"bytes"}]
+    apart += [name for name in objects if any(map(is_chat, rows[:1][name]))]
+    pictures = any(not isinstance(f, dict) and hasattr(f, "decode") for f in rows.features.values())
+    return rows if not objects or apart or pictures else rows.flatten()
 
 
 def check_data(names: Iterable[str]) -> None:
@@ -102,124 +97,12 @@ def _problem(name: str) -> DataError | None:
     path = Path(name)
     meant = (
         is_path(name)
-        or ending(path) in {*_BUILDERS, *_IMAGES}
+        or ending(path) in {*BUILDERS, *IMAGES}
         or (path.parent != Path() and path.parent.is_dir())
     )
-    if not meant or path.expanduser().exists():
+    if not meant or expanded(name).exists():
         return None
     return DataError(*missing_path(name, "file or folder"))
-
-
-def _read(path: Path | str, split: str, cache: str) -> Any:
-    import datasets
-
-    if isinstance(path, str):
-        repo, _, config = path.partition(":")
-        return datasets.load_dataset(repo, config or None, split=split)
-    place = str(path.absolute())
-    if path.is_file():
-        return _read_file(path, split, Path(cache))
-    if (path / "state.json").is_file():  # written by `Dataset.save_to_disk`
-        return datasets.load_from_disk(place)
-    if (path / "dataset_dict.json").is_file():
-        return datasets.load_from_disk(place)[split]
-    found = Counter(ending(file) for file in path.rglob("*") if file.is_file())
-    images = sum(found[suffix] for suffix in _IMAGES)
-    tables = sum(found[suffix] for suffix in _BUILDERS)
-    if not images and not tables:
-        hint = f"give a folder of images, or of files that end in {listed(_BUILDERS)}"
-        raise DataError(f"`{path}` has no data files; it holds {folder_content(path)}", hint)
-    if images >= tables:
-        # Named, because the library would take the commonest ending, be it a stray note's.
-        return datasets.load_dataset("imagefolder", data_dir=place, split=split, cache_dir=cache)
-    if files := _delimited(path, split):
-        parts = []
-        for number, file in enumerate(files):
-            copies = Path(cache) / f"part{number}"
-            copies.mkdir()
-            parts.append(_read_file(file, split, copies))
-        return datasets.concatenate_datasets(parts)
-    return datasets.load_dataset(place, split=split, cache_dir=cache)
-
-
-def _delimited(folder: Path, split: str) -> list[Path]:
-    """Files of a split in a folder, if all of them are delimited text.
-
-    Which they are the library says, but where a file of its own (`README.md`) says other things.
-    """
-    from datasets.data_files import DataFilesList, get_data_patterns
-
-    readme = folder / "README.md"
-    if readme.is_file() and readme.read_text(encoding="utf-8", errors="replace")[:3] == "---":
-        return []
-    base = glob.escape(str(folder.absolute()))
-    patterns = get_data_patterns(base)
-    if split not in patterns:
-        return []
-    names = DataFilesList.from_patterns(patterns[split], base_path=base)
-    files = [Path(name) for name in names if ending(Path(name)) in _BUILDERS]
-    return files if all(_BUILDERS[ending(file)] == "csv" for file in files) else []
-
-
-def _read_file(path: Path, split: str, cache: Path) -> Any:
-    import datasets
-
-    kind = _BUILDERS.get(ending(path))
-    if kind is None:
-        text = f"`{path}` is of no known kind; data files end in {listed(_BUILDERS)}"
-        is_packed = ending(path) in (".7z", ".tar", ".tgz", ".zip", ".zst")
-        hint = "unpack it" if is_packed else "give such a file, a folder of images or a hub id"
-        raise DataError(text, hint)
-    if not path.stat().st_size:
-        raise _without_rows(str(path))
-    plain = plain_file(path, cache, text=kind in ("csv", "json", "text"))
-    if kind == "csv":
-        dialect = dialect_of(plain, path.name, _SEPARATORS.get(ending(path), ","))
-        if not dialect.rows:
-            raise _without_rows(str(path))
-        types = types_that_differ(plain, dialect)
-        features = {name: datasets.Value(kind) for name, kind in types.items()}
-        how: Any = {"features": datasets.Features(features)} if features else {}
-        rows = _built(kind, plain, cache, **dialect.options, **EMPTY, **how)
-        _tell(path, rows, dialect.words)
-        return rows
-    if kind != "json":
-        return _built(kind, plain, cache)
-    lines, where = as_lines(plain, cache / "lines.jsonl", path.name, split)
-    rows = _read_lines(lines, path, cache)
-    if where:
-        _tell(path, rows, where)
-    return rows
-
-
-def _read_lines(lines: Path, path: Path, cache: Path) -> Any:
-    """Reads JSON lines; types that differ between parts of a file are those of all of it."""
-    try:
-        return _built("json", lines, cache, chunksize=_JSON_PART)
-    except Exception as error:
-        if (bad := first_bad_line(lines)) is not None:
-            text = f"`{path.name}`, line {bad[0]}: it is no JSON ({bad[1]})"
-            raise DataError(text, "mend or remove that line") from error
-        size = lines.stat().st_size + 1
-        if size <= _JSON_PART:
-            raise
-        return _built("json", lines, cache, chunksize=size)
-
-
-def _built(kind: str, path: Path, cache: Path, **options: Any) -> Any:
-    import datasets
-
-    files = [glob.escape(str(path.absolute()))]
-    return datasets.load_dataset(
-        kind, data_files=files, split="train", cache_dir=str(cache), **options
-    )
-
-
-def _tell(path: Path, rows: Any, how: str) -> None:
-    names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
-    more = len(rows.column_names) - _MOST_NAMES
-    columns = f"columns {names}" + (f" and {more} more" if more > 0 else "")
-    tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
 
 
 def _full(name: str, cache: str, error: BaseException) -> DataError | None:
@@ -246,7 +129,7 @@ def _explanation(place: str, error: Exception) -> DataError:
     cause = error.__cause__ or error  # the library wraps what went wrong
     text = first_line(cause)
     if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
-        return _without_rows(place)
+        return without_rows(place)
     if "Unknown split" in text or isinstance(error, KeyError):
         return DataError(f"`{place}` has no such split ({text})", hint="name one of its splits")
     if "Config name is missing" in text:
@@ -263,10 +146,6 @@ def _explanation(place: str, error: Exception) -> DataError:
         )
     hint = "check the file; it must be complete, with text in UTF-8"
     return DataError(f"`{place}` cannot be read as data ({type(cause).__name__}: {text})", hint)
-
-
-def _without_rows(place: str) -> DataError:
-    return DataError(f"`{place}` holds no rows", hint="give other data")
 
 
 @contextmanager
@@ -292,6 +171,7 @@ Kind = Literal["text", "image"]
 
 _MAGIC = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"BM", b"RIFF", b"II*\0", b"MM\0*")
 _PROBED_ROWS = 200
+_PROBED_CHATS = 20
 
 
 def columns_of(
@@ -344,13 +224,22 @@ def kinds_of(table: Table) -> dict[str, str]:
             return "image"
         if dtype in ("binary", "large_binary", "binary_view"):  # of a picture's file, perhaps
             return "bytes"
-        if is_chat(feature):
-            return "chat"
         if isinstance(feature, datasets.Value):
             return "text" if dtype in ("string", "large_string", "string_view") else str(dtype)
         return type(feature).__name__.lower()
 
-    return {name: kind(feature) for name, feature in table.rows.features.items()}
+    kinds = {name: kind(feature) for name, feature in table.rows.features.items()}
+    maybe = [name for name, kind in kinds.items() if kind in ("text", "list", "dict", "json")]
+    if maybe:
+        first = table.rows.select_columns(maybe)[:_PROBED_CHATS]
+        kinds |= {name: "chat" for name in maybe if _holds_chats(first[name])}
+    return kinds
+
+
+def _holds_chats(cells: Sequence[Any]) -> bool:
+    """Tell whether cells that are not empty are chats."""
+    filled = [cell for cell in cells if cell]
+    return bool(filled) and all(map(is_chat, filled))
 
 
 def text_columns(table: Table, names: Sequence[str]) -> list[str]:
@@ -375,7 +264,9 @@ def draw_cells(
     parts = [table.rows.select_columns([name]) for name in columns]
     order = np.random.default_rng(seed).permutation(len(table.rows) * len(columns))
     places = (divmod(int(index), len(columns)) for index in order)
-    return _distinct((content(write(parts[at][row][columns[at]])) for row, at in places), count)
+    return _distinct(
+        (content(write(parts[at][row][columns[at]]), row + 1) for row, at in places), count
+    )
 
 
 def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
@@ -405,7 +296,7 @@ def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
 
 
 class Picture(bytes):
-    """Content of a picture's file, which knows what the file is called."""
+    """Content of a picture's file, which knows what the file is called, or which row has it."""
 
     file: str = ""
 
@@ -416,8 +307,11 @@ class Picture(bytes):
         return made
 
 
-def content(cell: Any) -> str | bytes | None:
-    """Give a cell's text or the bytes of its picture; None if it is empty."""
+def content(cell: Any, row: int | None = None) -> str | bytes | None:
+    """Give a cell's text or the bytes of its picture; None if it is empty.
+
+    A picture whose file has no name is known by its `row`, from 1.
+    """
     if isinstance(cell, dict):
         path, cell = cell.get("path"), cell.get("bytes")
         if cell is None and path:
@@ -426,10 +320,14 @@ def content(cell: Any) -> str | bytes | None:
             except OSError as error:
                 text = f"the picture `{path}` cannot be read ({error.strerror})"
                 raise DataError(text, "check that the file is where the data set says") from error
+        if path and not cell:
+            raise DataError(f"the picture `{path}` is empty", "remove it")
         if cell and path:
-            return Picture.of(cell, str(path))
+            return Picture.of(cell, f"`{path}`")
     if isinstance(cell, str):
         return cell if cell.strip() else None  # blanks within a text belong to it
+    if isinstance(cell, bytes) and cell and row is not None:
+        return Picture.of(cell, f"row {row}")
     return cell or None
 
 
@@ -497,6 +395,20 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
             made = [_text(cell) for cell in rows[name]]
             rows = rows.remove_columns([name]).add_column(name, made)
     return replace(table, rows=rows)
+
+
+def with_pairs(table: Table) -> Table:
+    """Adds the two texts of each cell as columns, where one column has lists of two."""
+    rows = table.rows
+    for name in [name for name in rows.column_names if _holds_lists(rows, name)]:
+        cells = rows[name][:]
+        if all(cell is not None and len(cell) == 2 for cell in cells):
+            for place in range(2):
+                column = f"sentence{place + 1}"
+                column = column if column not in rows.column_names else f"{name}.{column}"
+                rows = rows.add_column(column, [cell[place] for cell in cells])
+            return replace(table, rows=rows)
+    return table
 
 
 def _holds_lists(rows: Any, name: str) -> bool:

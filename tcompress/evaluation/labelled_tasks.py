@@ -14,64 +14,68 @@ from scipy.special import softmax
 from torch import Tensor
 
 from tcompress.data.encoding import has_processor_file, image_reader
-from tcompress.data.examples import Examples, Needs, by_name, doubts, few, label_names
+from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
+from tcompress.data.labels import is_independent, label_names, matched
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
     Array,
     Statistic,
     agreement,
+    agreement_of_sets,
     auc,
     class_statistics,
     ratio,
+    set_statistics,
 )
-from tcompress.evaluation.task_base import Runner, Task, checked, signature
+from tcompress.evaluation.task_base import Runner, Task, checked
 from tcompress.models import SourceModel
 
 Places = NDArray[np.int64]
 
 
-def _label_order(config: Any, examples: Examples) -> list[int] | None:
-    """The label of each class, if every class is called as a label is; there must be enough."""
-    names, classes = label_names(config), examples.classes
-    if len(names) < len(classes):
-        raise DataError(
-            f"the model's head has {len(names)} {'label' if len(names) == 1 else 'labels'}, but "
-            f"`{examples.name}` has {len(classes)} classes ({few(classes)})",
-            "give a model that was trained on this task, or name another label column",
-        )
-    return by_name(names, classes)
-
-
 class _ClassTask(Task):
-    """Class of an example; labels are matched by name if they are called so, else by order."""
+    """Classes of an example: one, or several where the data has lists of them.
+
+    Labels of the head are matched by name if they are called so, else by number.
+    """
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
-        _label_order(source.config, examples)
+        if examples.targets is not None:
+            matched(label_names(source.config), examples.labels, examples.name)
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         self.predictions = scores = self.logits(runner).numpy()
-        labelled = self.examples.targets is not None
-        made = self._against_labels(runner.model.config, scores) if labelled else []
-        same = self.reference is not None and self.reference.shape == scores.shape
-        return [*made, *agreement(scores, self.reference)] if same else made
+        config = runner.model.config
+        made = [] if self.examples.targets is None else self._against_labels(config, scores)
+        if self.reference is None or self.reference.shape != scores.shape:
+            return made
+        compared = agreement_of_sets if is_independent(config) else agreement
+        return [*made, *compared(scores, self.reference)]
 
     def _against_labels(self, config: Any, scores: Array) -> list[Statistic]:
-        names, classes = label_names(config), self.examples.classes
-        order = _label_order(config, self.examples)
-        self.facts["labels_matched_by"] = "index" if order is None else "name"
-        note = doubts(names, classes) if order is None else None
-        self.notes = [note] if note else []
-        of_class = np.array(range(len(classes)) if order is None else order)
+        names, classes = label_names(config), self.examples.labels
+        match = matched(names, classes, self.examples.name)
+        self.facts["labels_matched_by"] = match.by
+        self.notes = [match.doubt] if match.doubt else []
+        if classes.several != is_independent(config):
+            self.notes.append(_several_words(several=classes.several))
+        of_class = np.array(match.labels)
+        if classes.several:
+            self.facts["decision"] = "each label by itself, at a probability of one half"
+            truth = np.zeros(scores.shape, dtype=bool)
+            for row, ids in enumerate(self.examples.targets or ()):
+                truth[row, of_class[[*ids]]] = True  # type: ignore[misc]
+            return set_statistics(scores > 0, truth)
         class_of = np.full(len(names), -1)  # labels that the data has no class for
-        class_of[of_class] = np.arange(len(classes))
-        truth = np.asarray(self.examples.targets)
-        accuracy, *others = class_statistics(class_of[scores.argmax(-1)], truth, len(classes))
-        return [accuracy, *self.of_scores(scores, of_class, truth), *others]
+        class_of[of_class[of_class >= 0]] = np.flatnonzero(of_class >= 0)
+        right = np.asarray(self.examples.targets)
+        accuracy, *others = class_statistics(class_of[scores.argmax(-1)], right, len(classes))
+        return [accuracy, *self.of_scores(scores, of_class, right), *others]
 
     @abstractmethod
     def logits(self, runner: Runner) -> Tensor:
@@ -82,17 +86,34 @@ class _ClassTask(Task):
         return []
 
 
+def _several_words(*, several: bool) -> str:
+    key = "`problem_type: multi_label_classification`"
+    if several:
+        return (
+            f"the data has several labels an example, and the model's config does not say {key}: "
+            "each of its labels is taken for a yes or no of its own"
+        )
+    return (
+        f"the model's config says {key}, and the data has one label an example: the likeliest "
+        "label counts"
+    )
+
+
 class Classification(_ClassTask):
     """Class of one text or of two."""
 
     name = "classification"
-    needs = Needs(texts=(1, 2), target="class", unlabelled=True)
+    needs = Needs(texts=(1, 2), target="class", unlabelled=True, several=True)
     head = "classification"
 
     def prepare(self) -> None:
         self._rows = self.reader.encode(*self.examples.texts)
-        self.signature = signature(self._rows)
+        self.signature = self.reader.signature(self._rows)
         self.facts["truncated"] = self.reader.truncated(self._rows, *self.examples.texts)
+
+    @property
+    def compares_texts(self) -> bool:
+        return self.reader.vocabulary is not None
 
     def logits(self, runner: Runner) -> Tensor:
         return runner.logits(self._rows, self.reader.pad)
@@ -122,7 +143,7 @@ class ImageClassification(_GridTask):
     """Class of an image."""
 
     name = "image-classification"
-    needs = Needs(image=True, target="class", unlabelled=True)
+    needs = Needs(image=True, target="class", unlabelled=True, several=True)
     input_name = "pixel_values"
 
     def prepare(self) -> None:

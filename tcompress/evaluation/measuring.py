@@ -34,6 +34,8 @@ from tcompress.evaluation.scores import (
     same_measurement,
 )
 from tcompress.evaluation.task_base import Task
+from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.fields import RuntimeName
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
@@ -67,8 +69,15 @@ class _Measurement:
     device: torch.device
     progress: Progress
     save: bool
+    in_runtime: RuntimeFiles
 
-    def of(self, name: str, source: SourceModel, against: Sequence[Baseline] = ()) -> ModelScores:
+    def of(
+        self,
+        name: str,
+        source: SourceModel,
+        against: Sequence[Baseline] = (),
+        runtime: RuntimeName = "torch",
+    ) -> ModelScores:
         """Measures a model on all sets, beside a baseline's numbers on them if there is one."""
         wanted = self.wanted
         with _about(source):
@@ -76,21 +85,32 @@ class _Measurement:
                 self.task(source, examples, self.max_length, wanted)
                 for examples in self.sets.values()
             ]
-            dtype = pick_dtype(wanted.dtype)
-            model = load_model(source, self.task.head, dtype=dtype, device=self.device)
+            model: Any
+            if runtime == "torch":
+                dtype = pick_dtype(wanted.dtype)
+                model = load_model(source, self.task.head, dtype=dtype, device=self.device)
+            else:
+                name, model = f"{name} ({runtime})", self.in_runtime(source, runtime)
             others: Sequence[Baseline | None] = against or [None] * len(tasks)
             sets = [
-                self._on(data, task, model, name, other)
+                self._on(data, task, model, name, other, runtime)
                 for data, task, other in zip(self.sets, tasks, others, strict=True)
             ]
         return ModelScores(name, self.task.unit, tuple(sets))
 
     def _on(
-        self, data: str, task: Task, model: PreTrainedModel, name: str, baseline: Baseline | None
+        self,
+        data: str,
+        task: Task,
+        model: PreTrainedModel,
+        name: str,
+        baseline: Baseline | None,
+        runtime: RuntimeName,
     ) -> SetScores:
         """Measures a model on one set."""
         wanted, stage = self.wanted, Path(name).name
-        if baseline is not None and baseline.signature == task.signature:
+        same = baseline is not None and baseline.signature == task.signature
+        if baseline is not None and (same or task.compares_texts):
             task.reference = baseline.predictions
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
@@ -107,12 +127,15 @@ class _Measurement:
         options = (task.signature, wanted.bootstrap, wanted.seed, task.predictions)
         own = Baseline.of(name, statistics, task.examples.name, *options)
         protocol = self._protocol(data, task, model)
+        if runtime != "torch":
+            protocol["runtime"] = runtime
         metrics = metrics_of(statistics, own, baseline, protocol)
         notes = list(task.notes)
-        if baseline is not None and own.signature != baseline.signature:
+        if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         # A folder in the hub's cache is not the user's to change.
-        stores = self.save and local_folder(name) is not None
+        # The numbers of a manifest are those of its weights in PyTorch.
+        stores = self.save and runtime == "torch" and local_folder(name) is not None
         return SetScores(
             metrics=tuple(metrics),
             protocol=protocol,
@@ -172,22 +195,28 @@ def evaluate(
         check_data(wanted.data)
     with problems.collected():
         device = pick_device(wanted.device)
+        if wanted.runtime != ("torch",) and device.type != "cpu":
+            text = f"ONNX Runtime runs on the CPU, not on `{device}`"
+            raise InputError(text, "give `--device cpu`, or leave `--runtime` out")
     problems.report()
     task = TASKS[wanted.task]
-    compares = known is not None or len(names) > 1
+    compares = known is not None or len(names) * len(wanted.runtime) > 1
     sets = _examples(wanted, task, [*sources.values()], compares=compares)
     if known and len(known) != len(sets):
         text = f"the baseline was measured on {len(known)} sets, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
     length = _common_length(task, sets.values(), sources.values(), wanted)
-    run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save)
-    if known is not None:
-        return [run.of(name, sources[name], known) for name in names]
-    base, own = run.of(first, sources[first]), names.index(first)
-    return [
-        base if place == own else run.of(name, sources[name], base.baseline)
-        for place, name in enumerate(names)
-    ]
+    runs = [(name, runtime) for name in names for runtime in wanted.runtime]
+    with RuntimeFiles.opened() as files:
+        run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save, files)
+        if known is not None:
+            return [run.of(name, sources[name], known, runtime) for name, runtime in runs]
+        base = run.of(first, sources[first], runtime=wanted.runtime[0])
+        reference = runs.index((first, wanted.runtime[0]))
+        return [
+            base if index == reference else run.of(name, sources[name], base.baseline, runtime)
+            for index, (name, runtime) in enumerate(runs)
+        ]
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:

@@ -159,6 +159,39 @@ def agreement(logits: ArrayLike, reference: ArrayLike) -> list[Statistic]:
     return [ratio(AGREEMENT, same), ratio(DIVERGENCE, apart, higher_is_better=False)]
 
 
+def set_statistics(predicted: ArrayLike, true: ArrayLike) -> list[Statistic]:
+    """Makes micro F1, macro F1 and how often all labels of an example are right.
+
+    # (units, labels) of bool each
+    """
+    guess, truth = np.asarray(predicted, dtype=bool), np.asarray(true, dtype=bool)
+    columns = [marks.astype(float) for marks in (guess & truth, guess, truth)]
+    totals = np.stack([marks.sum(axis=1) for marks in columns], axis=1)
+
+    def micro(sums: Array) -> Array:
+        return np.asarray(2 * sums[:, 0] / (sums[:, 1] + sums[:, 2]))
+
+    return [
+        of_sums("micro_f1", totals, micro),
+        of_sums("macro_f1", sparse.csr_matrix(np.hstack(columns)), _macro_f1),
+        ratio("subset_accuracy", (guess == truth).all(axis=1)),
+    ]
+
+
+def agreement_of_sets(logits: ArrayLike, reference: ArrayLike) -> list[Statistic]:
+    """Makes how often two models choose the same labels, and KL(reference || model) in nats.
+
+    Every label is a yes or no of its own.  # (units, labels) each
+    """
+    own, other = (np.asarray(found, float) for found in (logits, reference))
+    apart = np.zeros(len(own))
+    for sign in (1, -1):
+        one, two = (-np.logaddexp(0, -sign * found) for found in (own, other))
+        apart += (np.exp(two) * (two - one)).sum(axis=-1)
+    same = ((own > 0) == (other > 0)).all(axis=-1)
+    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, apart, higher_is_better=False)]
+
+
 def _marked(labels: NDArray[Any], classes: int) -> Any:
     """Marks the class of each example; -1 is not marked.  # (units, classes)."""
     places = (np.arange(len(labels)), np.maximum(labels, 0))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     register_quantization_config,
@@ -22,12 +22,19 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, verify_shapes
+from tcompress.artifact.format import (
+    AGAIN,
+    Rebuilt,
+    parse_plan,
+    section_digest,
+    verify_shapes,
+)
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.build import install_attention, install_forms, install_layers
+from tcompress.linalg.rounding import read_header, unpack
 from tcompress.models.keymap import KeyMap
-from tcompress.models.names import CALLED, METHOD, METHODS, WEIGHTS
+from tcompress.models.names import CALLED, METHOD, METHODS, WEIGHTS, is_only_rounded
 from tcompress.models.store import SafetensorsShard
 from tcompress.structures.modules.linear import StructuredLinear
 
@@ -61,6 +68,27 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
         return made
 
 
+class _Unpack(ConversionOps):  # type: ignore[misc]
+    """Gives tensors that are stored in fewer bits their numbers back, before anything else."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.shapes: dict[int, tuple[int, ...]] = {}  # by bytes, for devices without values
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {
+            key: list(map(self._whole, items)) if isinstance(items, list) else self._whole(items)
+            for key, items in input_dict.items()
+        }
+
+    def _whole(self, tensor: Any) -> Any:
+        if tensor.dtype != torch.uint8 or tensor.ndim != 1:
+            return tensor
+        if tensor.is_meta:
+            return torch.empty(self.shapes[len(tensor)], dtype=self.dtype, device="meta")
+        return unpack(tensor).to(self.dtype)
+
+
 class TCompressConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """The `quantization_config` section of a converted model's `config.json`."""
 
@@ -79,6 +107,35 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def is_serializable(self) -> bool:
         return True
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses to leave packed tensors on the disk: modules would read them as they are."""
+        places = device_map.values() if isinstance(device_map, Mapping) else ()
+        if "disk" in places and hasattr(self.quantization_config, "storage"):
+            raise ArtifactError(
+                "tensors in fewer bits are unpacked when they are loaded, and cannot stay on the "
+                "disk, where `device_map` puts some",
+                "give more memory or other devices, or load a dense copy: "
+                "`tcompress export MODEL --to dense`",
+            )
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """Lets packed tensors through as they are, and has them unpacked when they are read."""
+        shape = param.get_shape() if hasattr(param, "get_shape") else param.shape
+        kind = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
+        bytes_ = len(shape) == 1 and kind in ("U8", torch.uint8)
+        header = read_header(param, shape[0]) if bytes_ else None
+        if header is None:
+            return super().get_new_dtype(converter, param, dtype)
+        if not isinstance(converter, WeightConverter):
+            converter.quantization_operation = operation = _Unpack(dtype)
+        elif isinstance(converter.operations[0], _Unpack):
+            operation = converter.operations[0]
+        else:
+            operation = _Unpack(dtype)
+            converter.operations.insert(0, operation)
+        operation.shapes[header.nbytes] = header.shape
+        return None
 
     # It trains, with `Trainer` too, and compiles like other models.
     is_trainable = is_qat_trainable = is_compileable = True
@@ -140,6 +197,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         # With the quantizer attached, saving, casting and training take special paths that an
         # ordinary model does not need.
         model.is_quantized = False
+        self._forget_storage(model.config)
         for part in model.modules():
             vars(part).pop("_init_weights", None)
         names = [
@@ -153,6 +211,18 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             if hasattr(model, name):
                 delattr(model, name)
         return model
+
+    @staticmethod
+    def _forget_storage(config: Any) -> None:
+        """Takes fewer bits out of the config: the model has all of them, and is saved with them."""
+        section = getattr(config, "quantization_config", None)
+        if not isinstance(section, TCompressConfig) or not hasattr(section, "storage"):
+            return
+        if is_only_rounded(section.to_dict()):
+            del config.quantization_config
+            return
+        del section.storage
+        section.digest = section_digest(vars(section))
 
 
 def _fuses(item: Any, names: Collection[str]) -> bool:

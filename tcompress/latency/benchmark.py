@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -16,7 +17,7 @@ from tcompress.errors import InputError
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
 from tcompress.latency import paired_timing
 from tcompress.latency.generation import check_generates
-from tcompress.latency.paired_timing import PairedTiming, TimedModel, threads
+from tcompress.latency.paired_timing import InRuntime, PairedTiming, TimedModel, threads
 from tcompress.latency.passes import Clock
 from tcompress.latency.sizes import LENGTHS, RandomInputs, cells
 from tcompress.models import ALIASES, SourceModel
@@ -46,10 +47,13 @@ def bench(
     *,
     save: bool = True,
     clock: Clock = time.perf_counter,
+    in_runtime: InRuntime | None = None,
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Bench, ...]:
     """Times models against dense ones: the one that is named, or that of each model's manifest.
+
+    `in_runtime` opens a model in another runtime than PyTorch, where the settings ask for one.
 
     With `save`, times are kept in the manifests, also what was measured before an error. Models
     that cannot be found or run, or take other inputs than the baseline, are an `InputError`.
@@ -61,6 +65,9 @@ def bench(
             hint = "leave one of the two options out"
             raise InputError("compiled passes use no kept weights", hint)
         paired_timing.require_compiler(device)
+    if settings.runtime != ("torch",) and device.type != "cpu":
+        text = f"ONNX Runtime is timed on the CPU, not on `{device}`"
+        raise InputError(text, "give `--device cpu`, or leave `--runtime` out")
     # All errors of names come first.
     pairs = [_pair(name, against, settings, trust_remote_code) for name in models]
     found: list[Bench] = []
@@ -76,10 +83,15 @@ def bench(
             loaded = load_model(model[1], dtype=dtype or own, device=device)
             kept = keep_weights(loaded) if settings.keep_weights else None
             timed = TimedModel(*model, loaded, kept)
-            timing = PairedTiming(timed, dense, inputs, device, dtype or own, settings, clock)
+            options = (inputs, device, dtype or own, settings, clock, in_runtime or _torch_alone)
+            timing = PairedTiming(timed, dense, *options)
             found.append(_bench(timing, save, progress or Silent()))
             del timing, timed, loaded  # freed before the next one is loaded
     return tuple(found)
+
+
+def _torch_alone(source: SourceModel, runtime: str) -> Any:
+    raise InputError(f"`{runtime}` cannot be opened here", "leave `runtime` out")
 
 
 def _pair(
@@ -107,7 +119,7 @@ def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     settings, inputs, model = timing.settings, timing.inputs, timing.model
     wanted = settings.length or inputs.fitting(LENGTHS, settings.generate or 0)
     lengths = wanted if inputs.has_length else (timing.own_length(),)
-    grid = cells(settings.batches, lengths, settings.mode, settings.caches)
+    grid = cells(settings.batches, lengths, settings.modes, settings.caches)
     progress.stage(f"timing {model.name}", len(grid), "sizes")
     found: list[Speed] = []
     try:

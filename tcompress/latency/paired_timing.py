@@ -17,11 +17,13 @@ from torch import Tensor, nn
 
 from tcompress.artifact.manifest import Speed, environment
 from tcompress.errors import InputError, TCompressError, first_line
+from tcompress.fields import RuntimeName
 from tcompress.latency.generation import Generation
 from tcompress.latency.passes import Clock, Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.options import Bench
+from tcompress.runtimes.onnx_module import OnnxModule
 
 WARM_UPS = 2
 
@@ -36,6 +38,22 @@ def device_name(device: torch.device) -> str:
     lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return next(iter(named), "") or platform.processor() or platform.machine()
+
+
+_INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512bw", "avx2", "asimddp")
+"""Of processors, for products of bytes, the fastest first, as Linux names them."""
+
+
+def instructions() -> str:
+    """Name the fastest instructions for products of bytes that this processor has.
+
+    Without those of VNNI or AMX an int8 model takes about twice as long as with them.
+    """
+    table = Path("/proc/cpuinfo")
+    text = table.read_text(encoding="utf-8") if table.is_file() else ""
+    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
+    flags = next(lines, "").split()
+    return next((name for name in _INSTRUCTIONS if name in flags), platform.machine())
 
 
 @contextmanager
@@ -93,14 +111,19 @@ class TimedModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory that parameters and buffers take, and cached dense weights."""
+        """Memory that parameters and buffers take, and cached dense weights; bytes of a file."""
+        if isinstance(self.model, OnnxModule):
+            return self.model.nbytes
         held = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in held) + (self.kept_bytes or 0)
 
 
+InRuntime = Callable[[SourceModel, RuntimeName], nn.Module]
+
+
 @dataclass(frozen=True, eq=False)
 class PairedTiming:
-    """Times a model and its baseline in turn."""
+    """Times a model and its baseline in turn; in another runtime, the baseline in both."""
 
     model: TimedModel
     baseline: TimedModel
@@ -109,6 +132,7 @@ class PairedTiming:
     dtype: torch.dtype  # what both compute in
     settings: Bench  # repeats and seed
     clock: Clock
+    in_runtime: InRuntime  # opens either in another runtime than PyTorch
 
     def own_length(self) -> int:
         """Tokens of a picture or sound, whose length cannot be chosen."""
@@ -122,26 +146,32 @@ class PairedTiming:
             torch.compiler.reset()  # past a few shapes the compiler silently falls back to eager
         inputs = self._batch(cell.batch, cell.length)
         with torch.inference_mode():
-            one = self._warmed(self.model, cell, inputs)
-            other = self._warmed(self.baseline, cell, inputs)
+            timed = self.model
+            if cell.mode == "eager" or cell.mode == "compiled":
+                passes = [self._warmed(item, cell, inputs) for item in (timed, self.baseline)]
+            else:
+                timed, same = (self._opened(item, cell.mode) for item in (timed, self.baseline))
+                pairs = ((timed, cell), (self.baseline, cell._replace(mode="eager")), (same, cell))
+                passes = [self._warmed(item, how, inputs) for item, how in pairs]
             repeats, wait = self.settings.repeats, waiting(self.device)
-            taken = turns((one, other), self.clock, wait)
+            taken = turns(passes, self.clock, wait)
             times = list(zip(*islice(taken, repeats), strict=True))
-            peaks = [item.peak_bytes(self.device) for item in (one, other)]
-        seconds, reference = map(median, times)
+            peaks = [item.peak_bytes(self.device) for item in passes[:2]]
+        seconds, reference, *others = map(median, times)
         tokens = 1 if cell.phase == "decode" else cell.length
         return Speed(
             **cell._asdict(),
             milliseconds=1e3 * seconds,
             tokens_per_second=cell.batch * tokens / seconds,
-            peak_bytes=peaks[0],
+            peak_bytes=None if others else peaks[0],  # PyTorch sees its own memory alone
             baseline=self.baseline.name,
             baseline_milliseconds=1e3 * reference,
             baseline_peak_bytes=peaks[1],
             ratio=reference / seconds,
+            same_runtime_milliseconds=1e3 * others[0] if others else None,
             spread=spread(times[0]),
             baseline_spread=spread(times[1]),
-            weight_bytes=self.model.weight_bytes,
+            weight_bytes=timed.weight_bytes,
             baseline_weight_bytes=self.baseline.weight_bytes,
             protocol=self._protocol(cell),
         )
@@ -153,6 +183,7 @@ class PairedTiming:
             **({"new_tokens": new} if cell.cache else {}),
             "device": self.device.type,
             "device_name": device_name(self.device),
+            **({"instructions": instructions()} if self.device.type == "cpu" else {}),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "repeats": self.settings.repeats,
@@ -168,6 +199,9 @@ class PairedTiming:
 
     def _batch(self, batch: int, length: int) -> dict[str, Tensor]:
         return self.inputs.batch(batch, length, self.settings.seed, self.device, self.dtype)
+
+    def _opened(self, timed: TimedModel, runtime: RuntimeName) -> TimedModel:
+        return TimedModel(timed.name, timed.source, self.in_runtime(timed.source, runtime))
 
     def _warmed(self, timed: TimedModel, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
         """Returns a pass that was run before: compiled, and with warm caches."""

@@ -29,7 +29,7 @@ from tcompress.models import SourceModel
 from tcompress.options.steps import CacheName
 from tcompress.roles.find import find_roles
 
-Mode = Literal["eager", "compiled"]
+Mode = Literal["eager", "compiled", "onnx", "onnx-int8", "onnx-q4"]
 Phase = Literal["forward", "prefill", "decode"]
 LENGTHS = (32, 128)
 
@@ -55,7 +55,7 @@ class Cell(NamedTuple):
 def cells(
     batches: Sequence[int],
     lengths: Sequence[int],
-    modes: Sequence[Mode],
+    modes: Sequence[str],
     caches: Sequence[CacheName] = (),
 ) -> list[Cell]:
     """Lists the grid without repetitions, eager passes first: they cost no compilation.

@@ -42,6 +42,7 @@ from tcompress.models.names import (
     WEIGHTS,
     auxiliary_files,
     encodes_sentences,
+    is_only_rounded,
     local_folder,
     read_config,
     resolve,
@@ -49,6 +50,7 @@ from tcompress.models.names import (
     without_code,
 )
 from tcompress.models.store import Shard, TensorInfo, WeightStore
+from tcompress.models.vocabulary import Vocabulary
 
 
 def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
@@ -133,6 +135,8 @@ class SourceModel:
     origin: Path | None = None  # the folder that was given, where `folder` is a copy to be read
     # Class that `architectures` names, of a sentence encoder that is run without its head.
     headed: type[PreTrainedModel] | None = None
+    vocabulary: Vocabulary | None = None  # of a model with fewer tokens, those that are left
+    whole: SourceModel | None = field(default=None, repr=False)  # the same with all its tokens
 
     @classmethod
     def open(
@@ -159,6 +163,7 @@ class SourceModel:
             copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
+        raw = raw if converted else _without_rounding(raw)
         ours = _method(raw) in METHODS
         if not (converted and ours):
             _refuse_quantised(raw, folder)
@@ -166,6 +171,8 @@ class SourceModel:
             copies.append(with_settings(folder, mended))
             folder = copies[-1].folder
         found = cls.described(folder, {}, trust_remote_code, token)
+        if not converted:
+            found = replace(found, settings=_without_rounding(found.settings))
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
             snapshot = (sentence_root(origin) or origin).name
@@ -288,6 +295,11 @@ class SourceModel:
                 return before + name.removeprefix(now)
         return name
 
+    @property
+    def rows_gone(self) -> int:
+        """Parameters that the model had for tokens that are left out."""
+        return self.vocabulary.parameters if self.vocabulary else 0
+
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""
         return _on_meta(self.model_class, self.config).eval()
@@ -369,6 +381,16 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
 def _method(raw: dict[str, Any]) -> Any:
     section = raw.get("quantization_config")
     return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
+    """Take our section out of settings where tensors are in fewer bits, and nothing else is new.
+
+    Readers of weights undo that by themselves, so that such a model is as good as any.
+    """
+    if not is_only_rounded(raw.get("quantization_config")):
+        return raw
+    return {key: value for key, value in raw.items() if key != "quantization_config"}
 
 
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:

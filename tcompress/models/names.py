@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -147,7 +148,8 @@ METHODS = (
 WEIGHTS = "transformers_weights"
 LOADED_WITH = f"this model needs tcompress: `{INSTALL}`, then `import tcompress` before loading it"
 # 1: structured layers. 2: also attention replacements. 3: also models that began at random.
-FORMAT_VERSION = 4
+# 4: also fewer channels. 5: also tensors in fewer bits.
+FORMAT_VERSION = 5
 MANIFEST = "tcompress.json"
 
 ALIASES: dict[str, str] = {
@@ -195,6 +197,10 @@ ALIASES: dict[str, str] = {
 }
 """Short names for well-known models."""
 
+NO_ONNX = (
+    "an ONNX file is what a model is exported to, and is not read back: give the folder that has "
+    "`config.json` and `model.safetensors`"
+)
 NO_GGUF = (
     "a GGUF file holds weights that are quantised for another program: give the model that it was "
     "made from, a hub id or a folder written by `save_pretrained`"
@@ -217,7 +223,7 @@ def resolve(
 
 def find_locally(name: str, revision: str | None = None, *, weights: bool = True) -> Path | None:
     """Give the folder as `resolve` does, None where the hub is to be asked; refuse other names."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     alone = not weights and path.name == "config.json" and path.is_file()
     folder = path.parent if alone else local_folder(name)
     if folder is not None:
@@ -235,12 +241,21 @@ def find_locally(name: str, revision: str | None = None, *, weights: bool = True
     return None
 
 
+def expanded(name: str) -> Path:
+    """Give the path that a name means: as it stands if that is there, else from a user's home."""
+    path = Path(name)
+    try:
+        return path if os.path.lexists(path) else path.expanduser()
+    except (RuntimeError, ValueError):  # of `~name` for nobody; no path at all
+        return path
+
+
 def local_folder(name: str) -> Path | None:
     """Give the local folder that `name` means, or None if it is not one."""
     if not name.strip():
         return None
     try:
-        folder = Path(name).expanduser()
+        folder = expanded(name)
         return folder if folder.is_dir() else None
     except (OSError, ValueError):  # longer than names may be
         return None
@@ -252,7 +267,7 @@ def default_output_name(name: str, suffix: str) -> str:
     if name not in ALIASES:
         base = Path(name.replace("\\", "/")).name
         if base in ("", "..", "~"):
-            base = Path(name).expanduser().resolve().name or "model"
+            base = expanded(name).resolve().name or "model"
     return re.sub(r"[^\w.-]+", "-", f"{base}-{suffix}").strip("-")
 
 
@@ -264,8 +279,8 @@ def is_path(name: str) -> bool:
 
 def _no_folder(name: str, path: Path) -> SourceError:
     hint = "give a folder written by `save_pretrained`, or a hub id"
-    if path.suffix.lower() == ".gguf":
-        hint = NO_GGUF
+    if path.suffix.lower() in (".gguf", ".onnx"):
+        hint = NO_GGUF if path.suffix.lower() == ".gguf" else NO_ONNX
     elif (path.parent / "config.json").is_file():
         hint = f"give the folder `{path.parent}`"
     text = f"`{name}` is a file, but a model is a folder with `config.json` and weights"
@@ -274,7 +289,7 @@ def _no_folder(name: str, path: Path) -> SourceError:
 
 def missing_path(name: str, what: str) -> tuple[str, str]:
     """Write the message and the hint for a path that leads nowhere."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     parent = next((folder for folder in path.absolute().parents if folder.is_dir()), Path("/"))
     try:
         content = folder_content(parent)
@@ -283,6 +298,14 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
         content, near = "files that may not be listed", []
     hint = f"did you mean {listed(near)}" if near else "check the path"
     return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
+
+
+def is_only_rounded(section: Any) -> bool:
+    """Tell whether a section of `config.json` is ours, and all of it is fewer bits."""
+    if not isinstance(section, dict) or section.get("quant_method") not in METHODS:
+        return False
+    plan = section.get("plan")
+    return "storage" in section and isinstance(plan, dict) and not any(plan.values())
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -302,6 +325,9 @@ def _hint_without_config(folder: Path) -> str:
         return "this is a diffusers pipeline: give the folder of one transformer inside it"
     if any(folder.glob("*.gguf")):
         return NO_GGUF
+    if any(folder.glob("*.onnx")):
+        around = folder.absolute().parent
+        return f"give the folder `{around}`" if (around / "config.json").is_file() else NO_ONNX
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
     if inner:
         return f"did you mean `{inner[0]}`"

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from tcompress.errors import SourceError, after_colon, first_line, folder_content, listed, read_json
+from tcompress.linalg.rounding import Packed, Rounding, read_header, unpack
+from tcompress.models.names import NO_ONNX
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +39,15 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Element type (by its name in torch), its size in bytes, and shape of a stored tensor."""
+    """Element type (by its name in torch), its size in bytes, and shape of a stored tensor.
+
+    Of one that is stored in fewer bits they are those that it is read in.
+    """
 
     kind: str
     itemsize: int
     shape: tuple[int, ...]
+    rounding: Rounding | None = None
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorInfo:
@@ -57,6 +63,9 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
+        """Bytes in the file."""
+        if self.rounding is not None:
+            return self.rounding.nbytes(self.shape)
         return math.prod(self.shape) * self.itemsize
 
 
@@ -85,6 +94,7 @@ class SafetensorsShard(Shard):
                 found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
                 kinds = {key: item.get_dtype() for key, item in found.items()}
                 shapes = {key: tuple(item.get_shape()) for key, item in found.items()}
+                packed = {key: _packed(item) for key, item in found.items()}
         except SafetensorError as error:
             raise SourceError(
                 f"`{path.name}` is truncated or has a damaged header ({first_line(error)}); "
@@ -93,13 +103,16 @@ class SafetensorsShard(Shard):
         for key in (key for key, kind in kinds.items() if kind not in DTYPES):
             kind = f"element type `{kinds[key]}`, which is not supported"
             raise SourceError(f"`{path.name}` stores `{key}` with {kind}")
-        self.infos = {key: TensorInfo(*DTYPES[kinds[key]], shapes[key]) for key in kinds}
+        self.infos = {
+            key: TensorInfo(*DTYPES[kinds[key]], shapes[key]) if info is None else _unpacked(info)
+            for key, info in packed.items()
+        }
 
     def read(self, key: str) -> Tensor:
         try:
             with safe_open(self.path, "pt") as file:
                 tensor: Tensor = file.get_tensor(key)
-                return tensor.clone()
+                return tensor.clone() if self.infos[key].rounding is None else unpack(tensor)
         except SafetensorError as error:
             raise SourceError(
                 f"`{self.path}` cannot be read any more, it was changed since opening "
@@ -111,6 +124,18 @@ class SafetensorsShard(Shard):
         with self.path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         return hashlib.sha256(header + _sampled(self.path)).digest()
+
+
+def _packed(item: Any) -> Packed | None:
+    """Reads the header of a tensor that is stored in fewer bits, without reading the tensor."""
+    if item.get_dtype() != "U8" or len(item.get_shape()) != 1:
+        return None
+    return read_header(item, item.get_shape()[0])
+
+
+def _unpacked(info: Packed) -> TensorInfo:
+    itemsize = next(size for kind, size in DTYPES.values() if kind == info.kind)
+    return TensorInfo(info.kind, itemsize, info.shape, info.rounding)
 
 
 class TorchShard(Shard):
@@ -262,6 +287,17 @@ class WeightStore:
         inside = {new: self.name_inside(old) for new, old in names.items()}
         return WeightStore(self.folder, self._shards, where, inside)
 
+    def viewed(self, view: Callable[[Shard, Mapping[str, str]], Shard]) -> WeightStore:
+        """Give the same tensors read in another way, by a view of each file; same fingerprint.
+
+        `view` takes a file and the names in it of its tensors, by their names here.
+        """
+        names: dict[str, dict[str, str]] = {file: {} for file in self._shards}
+        for key, file in self._where.items():
+            names[file][key] = self.name_inside(key)
+        shards = {file: view(shard, names[file]) for file, shard in self._shards.items()}
+        return WeightStore(self.folder, shards, self._where, self._inside)
+
     def name_inside(self, key: str) -> str:
         """Name of a tensor in its file; another one only in a renamed view."""
         return self._inside.get(key, key)
@@ -294,6 +330,10 @@ class WeightStore:
 
     def nbytes(self, key: str) -> int:
         return self._info(key).nbytes
+
+    def rounding(self, key: str) -> Rounding | None:
+        """Bits that a tensor is stored in, where these are fewer than those of its dtype."""
+        return self._info(key).rounding
 
     def file_of(self, key: str) -> str:
         return self._where[key]
@@ -332,6 +372,8 @@ def _no_weights(folder: Path) -> SourceError:
     hint = "save the model with `save_pretrained`, which writes `model.safetensors`"
     if any(folder.glob("*-of-*")):
         hint = "the index of the shards is missing: download it too"
+    elif any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
+        hint = NO_ONNX
     return SourceError(
         f"`{folder}` holds no weights: expected one of {listed(_LAYOUTS)}, "
         f"found {folder_content(folder)}",

@@ -101,10 +101,44 @@ class Timed(Section):
 class Exported(Section):
     """What `export` writes."""
 
-    model: str = option(..., "folder of a converted model", positional=True, **FOLDER)
-    to: Literal["dense"] = option(
-        "dense", "`dense`: a plain model that computes the same, with dense weights"
+    model: str = option(
+        ...,
+        "folder, short name or hub id; for `dense` the folder of a converted model",
+        positional=True,
+        **MODEL,
     )
+    to: Literal["dense", "onnx"] = option(
+        "dense",
+        "`dense`: a plain model that computes the same, with dense weights; `onnx`: files for ONNX "
+        "Runtime, sentence-transformers and transformers.js beside the model",
+    )
+
+
+class OnnxFiles(Section):
+    """Which ONNX files `export` writes."""
+
+    panel = "ONNX files"
+
+    int8: bool = option(
+        False, "add a file with weights of 8 bits, which computes the same on every CPU"
+    )
+    bits: Literal[8, 4] | None = option(
+        None, "add a file with weights of so many bits; 8 is `--int8`, 4 are in blocks of 32"
+    )
+    embedding_bits: Literal[8, 4] = option(8, "bits of embeddings in the file with 8")
+    sentence_embedding: bool | None = option(
+        None,
+        "a second output, pooled and normalised in the graph; default for sentence encoders",
+    )
+    dense: bool = option(
+        False, "multiply structured weights out, so that the files are as large as before"
+    )
+
+    @property
+    def bits_of_files(self) -> tuple[int, ...]:
+        """Bits of the weights of each file, float32 first."""
+        chosen = {8} if self.int8 else set()
+        return (32, *sorted(chosen | ({self.bits} if self.bits else set()), reverse=True))
 
 
 class Reported(Section):
@@ -120,6 +154,22 @@ class Reported(Section):
         "write a page too: one file with tables and charts that needs no network",
         panel=OUTPUT,
         metavar="FILE",
+    )
+    figures: str | None = option(
+        None, "write the page's pictures to this folder, as SVG", panel=OUTPUT, **FOLDER
+    )
+
+
+class Tables(Section):
+    """Tables for spreadsheets and papers."""
+
+    panel = OUTPUT
+
+    csv: str | None = option(
+        None, "write all numbers as CSV too, in full precision", metavar="FILE"
+    )
+    latex: str | None = option(
+        None, "write a table for LaTeX too, with intervals; it needs `booktabs`", metavar="FILE"
     )
 
 

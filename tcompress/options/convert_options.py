@@ -194,6 +194,11 @@ class Calibration(Section):
         return self.source == ("none",)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Data of the user's own, beside which the shipped one may stand."""
+        return () if self.source in (("none",), ("builtin",)) else self.source
+
+    @property
     def count(self) -> int:
         """Number of images, and the least number of texts."""
         return self.samples or FEWEST
@@ -356,6 +361,15 @@ class Convert(Section):
         "`attention_layers` they are where `attention` stands",
         panel=BLOCKS,
     )
+    vocab: Annotated[int, Field(gt=0, le=10**7)] | Literal["data"] | None = option(
+        None,
+        "tokens that stay; `data`: those that the data of `--calib` needs, all of which is "
+        "counted; a number: so many, the most frequent ones of the data, or without data of the "
+        "tokenizer's own ranks; special tokens always stay, and letters or bytes, so that any text "
+        "can be written",
+        panel=BLOCKS,
+        metavar="data|N",
+    )
     target: float | None = option(
         None, "kept fraction of the rewritten layers' parameters", panel=GOAL, **FRACTION
     )
@@ -483,6 +497,27 @@ class Convert(Section):
     dtype: DType | None = option(
         None, "dtype of the output; default as the source", panel=OUTPUT, metavar="NAME"
     )
+    bits: Literal[8, 4] | None = option(
+        None,
+        "bits that weights are stored in, rounded to nearest; on disk alone, since loading gives "
+        "them their dtype back",
+        panel=OUTPUT,
+        metavar="8|4",
+    )
+    embedding_bits: Literal[8, 4, 3, "none"] | None = option(
+        None,
+        "the same of the word embedding and a head tied to it; default `bits`; under "
+        "`target_bytes`, where data tells losses, bits and low rank are chosen",
+        panel=OUTPUT,
+        metavar="8|4|3|none",
+    )
+    group_size: int | None = option(
+        None,
+        "numbers that share a scale with 4 or 3 bits; default 32; with 8 bits it is a row",
+        panel=OUTPUT,
+        ge=8,
+        le=4096,
+    )
     device: Device = option("auto", DEVICES, panel=OUTPUT, metavar="NAME", complete="devices")
     max_shard_size: str = option(
         "2GB",
@@ -499,6 +534,7 @@ class Convert(Section):
             self._depth_problems(),
             self._budget_problems(),
             self._plain_problems(),
+            self._vocab_problems(),
         )
         problems = list(chain.from_iterable(found))
         if problems:
@@ -545,8 +581,9 @@ class Convert(Section):
             yield "`attention_layers` needs `attention`, since it is about replacements"
         if self.method is None:
             scratch = self.init == "random"
-            if not (self.changes_depth or self.embeddings or self.attention or scratch):
-                yield "there is nothing to do: give `method`, `attention`, or `keep_layers`"
+            others = (self.changes_depth, self.embeddings, self.attention, self.vocab, self.rounds)
+            if not (any(others) or scratch):
+                yield "there is nothing to do: give `method`, `attention`, `keep_layers` or `bits`"
             alone = (*BUDGETS, *WIDTHS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
             if given:
@@ -609,6 +646,17 @@ class Convert(Section):
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
+    def _vocab_problems(self) -> Iterator[str]:
+        if self.vocab is None:
+            return
+        if self.init == "random":
+            yield (
+                "`vocab` leaves out tokens of a trained model: with `init: random` give "
+                "`vocab_size` in the configuration"
+            )
+        elif self.vocab == "data" and not self.calibration.files:
+            yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
+
     def _plain_problems(self) -> Iterator[str]:
         if not self.plain:
             return
@@ -623,6 +671,8 @@ class Convert(Section):
         if given:
             names = ", ".join(given)
             yield f"with `plain` all layers are ordinary, and of one width: leave {names} out"
+        if self.rounds:
+            yield "fewer bits are read by tcompress alone: leave `plain` out, or the bits"
         if self.init == "random":
             yield "with `init: random` give widths in the configuration, in place of `plain`"
         if self.keep_neurons is not None and any(getattr(self, name) for name in SIZES):
@@ -632,6 +682,11 @@ class Convert(Section):
     def changes_depth(self) -> bool:
         """Whether blocks are dropped, or put on top."""
         return any(getattr(self, name) is not None for name in DEPTH)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is stored in fewer bits."""
+        return self.bits is not None or self.embedding_bits not in (None, "none")
 
     @property
     def chooses_depth(self) -> bool:
@@ -661,7 +716,23 @@ class Convert(Section):
         words = [part.name for part in (self.attention, self.method) if part is not None]
         words += ["depth"] if self.changes_depth else []
         words += ["embeddings"] if self.embeddings else []
+        words += ["vocab"] if self.vocab else []
+        words += self.bit_words
         return " + ".join(words) or "dense"
+
+    @property
+    def chooses_table(self) -> bool:
+        """Whether a budget of bytes chooses what becomes of the word embedding too."""
+        free = self.embeddings is None and self.embedding_bits is None and self.init != "random"
+        sized = self.target_bytes is not None and self.allocation == "loss"
+        return free and sized and self.by_loss
+
+    @property
+    def bit_words(self) -> list[str]:
+        """How many bits are stored, such as `4bit`, or `8bit` and `words4bit`."""
+        words = [] if self.bits is None else [f"{self.bits}bit"]
+        own = self.embedding_bits
+        return words if own in (None, self.bits) else [*words, f"words{own}bit"]
 
     @property
     def within_blocks(self) -> Convert:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from tcompress.fields import DATASET, Device, DType, Section, Sources, option
+from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sources, option
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
@@ -225,6 +225,13 @@ class Evaluate(Section):
     batch_size: int | None = option(
         None, "inputs in a batch; numbers do not depend on it", gt=0, le=10**6
     )
+    runtime: tuple[RuntimeName, ...] = option(
+        ("torch",),
+        "`torch`, and ONNX Runtime with weights of 32, 8 or 4 bits: `onnx`, `onnx-int8`, "
+        "`onnx-q4`; each model is measured in each of them",
+        metavar="NAME,NAME,...",
+        min_length=1,
+    )
     dtype: DType | None = option(None, "dtype of the run; default as stored")
     device: Device = "auto"
     seed: int = option(0, "seed of all draws", ge=0, lt=2**32)
@@ -286,6 +293,13 @@ class Bench(Section):
         "has its full length from the start, and compiled steps need it",
         metavar="dynamic,static",
     )
+    runtime: tuple[RuntimeName, ...] = option(
+        ("torch",),
+        "`torch`, and ONNX Runtime with weights of 32, 8 or 4 bits: `onnx`, `onnx-int8`, "
+        "`onnx-q4`; the dense model is timed in each of them too",
+        metavar="NAME,NAME,...",
+        min_length=1,
+    )
     repeats: int = option(7, "timed passes of each model; medians count", gt=0, le=10**6)
     threads: int | None = option(None, "threads on a CPU; default PyTorch's", gt=0, le=4096)
     keep_weights: bool = option(
@@ -300,6 +314,12 @@ class Bench(Section):
         return self.batch or ((1, 8) if self.generate else (1, 8, 32))
 
     @property
+    def modes(self) -> tuple[str, ...]:
+        """Ways of running a pass: those of PyTorch, then other runtimes."""
+        others = tuple(name for name in self.runtime if name != "torch")
+        return (*(self.mode if "torch" in self.runtime else ()), *others)
+
+    @property
     def caches(self) -> tuple[CacheName, ...]:
         """Those to fill, if anything is generated."""
         return (self.cache or ("dynamic",)) if self.generate else ()
@@ -308,6 +328,8 @@ class Bench(Section):
     def _check_caches(self) -> Bench:
         if self.cache and not self.generate:
             raise ValueError("`cache` belongs to `generate`: give the number of tokens too")
+        if self.generate and self.runtime != ("torch",):
+            raise ValueError("`generate` is timed in PyTorch alone: leave `runtime` out")
         if self.generate and "compiled" in self.mode and "static" not in self.cache:
             raise ValueError("compiled steps need a cache of one length: add `static` to `cache`")
         return self

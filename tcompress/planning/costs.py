@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import Any
 
 import torch
 
 from tcompress.errors import PlanError
+from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel
-from tcompress.options import Convert
+from tcompress.options import Convert, Embeddings
 from tcompress.options.convert_options import Budget
-from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
-from tcompress.planning.sites import structure_of, tied_to
+from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
+from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
+from tcompress.planning.storage import Widths
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -137,30 +140,47 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
-    keys = copied_keys(source, plan)
-    total = sum(prod(store.shape(key)) * _itemsize(store.dtype(key), dtype) for key in keys)
-    for path in keymap.apart(rewritten_names(source, plan.entries)).values():
-        own = store.dtype(keymap.sources(path).keys[0])
-        total += keymap.model.get_parameter_or_buffer(path).numel() * _itemsize(own, dtype)
+    widths = Widths.of(source, plan.storage, plan.embeddings)
+
+    def size(key: str, shape: Sequence[int], like: str) -> int:
+        kept = _cast(store.dtype(like), dtype)
+        rounding = widths.rounding(key, shape, kept)
+        return prod(shape) * kept.itemsize if rounding is None else rounding.nbytes(shape)
+
+    total = sum(size(key, store.shape(key), key) for key in copied_keys(source, plan))
+    for name, path in keymap.apart(rewritten_names(source, plan.entries)).items():
+        shape = keymap.model.get_parameter_or_buffer(path).shape
+        total += size(name, shape, keymap.sources(path).keys[0])
     for entry in plan.entries:
-        kept = entry.parameters - entry.biases_saved
-        total += kept * weight_bytes(source, entry, dtype)
+        like = weight_keys(source, entry)[0]
+        for name, shape in entry.tensor_shapes.items():
+            total += size(f"{entry.name}.{name}", shape, like)
+        total -= entry.biases_saved * weight_bytes(source, entry, dtype)
     for other in plan.attention:
         path = keymap.runtime_name(other.like) or other.like
-        own = store.dtype(keymap.sources(f"{path}.weight").keys[0])
-        total += other.parameters * _itemsize(own, dtype)
+        like = keymap.sources(f"{path}.weight").keys[0]
+        total += sum(size(name, shape, like) for name, shape in other.tensor_shapes.items())
     return total
 
 
 def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
     """Bytes of one number of a rewritten weight."""
-    return _itemsize(source.store.dtype(weight_keys(source, entry)[0]), dtype)
+    return _cast(source.store.dtype(weight_keys(source, entry)[0]), dtype).itemsize
 
 
-def _itemsize(own: torch.dtype, asked: str | None) -> int:
+def parameter_bytes(source: SourceModel, entry: LayerPlan, plan: Plan, dtype: str | None) -> float:
+    """Bytes of one number of a rewritten weight, with its share of a scale where it is rounded."""
+    rounding = None if plan.storage is None else plan.storage.weights
+    if rounding is None:
+        return weight_bytes(source, entry, dtype)
+    return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)
+
+
+def _cast(own: torch.dtype, asked: str | None) -> torch.dtype:
     if asked is None or not own.is_floating_point:
-        return own.itemsize
-    return getattr(torch, asked).itemsize
+        return own
+    found: torch.dtype = getattr(torch, asked)
+    return found
 
 
 STAND_IN = 0.5
@@ -168,6 +188,7 @@ STAND_IN = 0.5
 
 _MOST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
 _UNSPENT = 0.001  # of a budget, not worth another plan
+_TABLE_SHARE = 0.25  # of a word embedding, where its low rank is pointed to
 _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 """Targets of two digits, from a thousandth on."""
 
@@ -236,7 +257,8 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {budget.unit}"
+        left = " with the tokens that stay" if source.vocabulary else ""
+        text = f"`{budget}` asks for nothing: the dense model{left} has {whole:,} {budget.unit}"
         raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
@@ -248,7 +270,7 @@ def _largest(
         over = size_of(plan, source, recipe) - limit
         counts_bytes = budget.unit == "bytes"
         pairs = [
-            (entry, weight_bytes(source, entry, recipe.dtype) if counts_bytes else 1)
+            (entry, parameter_bytes(source, entry, plan, recipe.dtype) if counts_bytes else 1.0)
             for entry in plan.layers
         ]
         own = sum(entry.parameters * unit for entry, unit in pairs)
@@ -261,21 +283,77 @@ def _largest(
     if fits:
         best = max(fits)
         return best, fits[best]
-    fraction, sizes = STAND_IN, []  # layers refuse to become as small as the others
+    fraction, sizes = STAND_IN, dict[int, Plan]()  # layers refuse to become as small as the others
     for _ in range(_STEPS):
         with suppress(PlanError):
             plan = plan_of(fraction)
-            sizes.append(size_of(plan, source, recipe))
-            if sizes[-1] <= limit:
+            size = size_of(plan, source, recipe)
+            sizes.setdefault(size, plan)
+            if size <= limit:
                 return fraction, plan
         fraction *= _STEP
-    raise out_of_reach(budget, min(sizes, default=0))
+    raise out_of_reach(budget, source, recipe, sizes[min(sizes)] if sizes else plan_of(None))
 
 
-def out_of_reach(budget: Budget, smallest: int) -> PlanError:
-    """Says that a budget is too small, and how small it may be."""
+def out_of_reach(
+    budget: Budget, source: SourceModel, recipe: Convert, smallest: Plan, size: int | None = None
+) -> PlanError:
+    """Says that a budget is too small, how small it may be, and what else would make it smaller.
+
+    Args:
+        budget: What was asked for.
+        source: The dense model.
+        recipe: All that was asked for.
+        smallest: A plan with the smallest sizes that layers take.
+        size: What it measures, where candidates are smaller still.
+    """
+    size = size_of(smallest, source, recipe) if size is None else size
+    if budget.unit != "bytes":
+        return PlanError(
+            f"`{budget}` is out of reach: the smallest possible is {size:,} {budget.unit}",
+            "embeddings and norms count and stay as they are; allow more, offer a method with "
+            "smaller sizes, keep fewer layers dense, or drop blocks too",
+        )
+    ways = sorted(_smaller_ways(source, recipe, smallest, size), key=lambda way: way[1])
+    others = ", ".join(f"{options} {_megabytes(bytes_)}" for options, bytes_ in ways)
     return PlanError(
-        f"`{budget}` is out of reach: the smallest possible is {smallest:,} {budget.unit}",
-        "embeddings and norms count and stay as they are; allow more, offer a method with "
-        "smaller sizes, keep fewer layers dense, or drop blocks too",
+        f"`{budget}` is out of reach: the smallest possible is {_megabytes(size)}",
+        (f"the smallest with each of these added: {others}; " if others else "")
+        + "or allow more, keep fewer layers dense, or drop blocks too",
     )
+
+
+def _megabytes(bytes_: int) -> str:
+    """Writes bytes so that what is read off is enough: rounded up, to a hundredth."""
+    return f"{-(-bytes_ // 10**4) / 100:.2f} MB"
+
+
+def _smaller_ways(
+    source: SourceModel, recipe: Convert, plan: Plan, size: int
+) -> Iterator[tuple[str, int]]:
+    """Lists other options, and what a plan of such sizes would take with each of them."""
+    before = disk_bytes(source, plan, recipe.dtype)
+    own = plan.storage or Storage()
+
+    def measured(options: str, dtype: str | None = recipe.dtype, **changes: Any) -> Any:
+        other = plan.model_copy(update=changes)
+        bytes_ = size - before + disk_bytes(source, other, dtype)
+        return [(f"`{options}`", bytes_)] if bytes_ < size else []
+
+    for bits in (8, 4):
+        rounding = Rounding.usual(bits, recipe.group_size)
+        storage = own.model_copy(update={"embeddings": rounding})
+        yield from measured(f"--embedding-bits {bits}", storage=storage)
+        both = Storage(weights=rounding, embeddings=rounding)
+        table = f" --embedding-bits {bits}" if recipe.embedding_bits else ""
+        yield from measured(f"--bits {bits}{table}", storage=both)
+    if recipe.embeddings is None:
+        options = Embeddings(method=LowRankSpec(), target=_TABLE_SHARE)
+        with suppress(PlanError):
+            tables = plan_embeddings(options, source, roles_of(source))
+            text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
+            if recipe.chooses_table and own.embeddings is not None:
+                text = f"--embedding-bits {own.embeddings.bits} {text}"
+            yield from measured(text, embeddings=tables)
+    if recipe.dtype is None:
+        yield from measured("--dtype bfloat16", "bfloat16")

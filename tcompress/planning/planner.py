@@ -15,7 +15,7 @@ from tcompress.options.method_options import AutoSpec
 from tcompress.planning.channels import Coupling, couplings
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
-from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan
+from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan, Storage
 from tcompress.planning.plain import plan_plain
 from tcompress.planning.sites import (
     check_patterns,
@@ -31,6 +31,7 @@ from tcompress.planning.sites import (
     structure_of,
     with_guard,
 )
+from tcompress.planning.storage import planned_storage
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
@@ -315,11 +316,12 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
+    storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
         plan = plan_plain(recipe, source, lambda own: _plan(own, source, label))
     else:
         plan = plan_within(
-            recipe, source, lambda target: _plan(recipe.with_target(target), source, label)
+            recipe, source, lambda target: _plan(recipe.with_target(target), source, label, storage)
         )
     plan = covered(plan, source)
     notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
@@ -381,7 +383,7 @@ def regrouped(
         own = small
 
 
-def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
+def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | None = None) -> Plan:
     model, roles = source.keymap.model, roles_of(source)
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, roles))
     roles = replace(roles, blocks=(*roles.blocks, *named))
@@ -403,11 +405,13 @@ def _plan(recipe: Convert, source: SourceModel, label: str) -> Plan:
         attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
         forms=plan_forms(recipe, source, roles),
+        storage=storage,
         left=(*attention.left, *planner.left, *refused),
         source=source.id,
         family=roles.family,
         method=label,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=source.vocabulary,
+        parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
         block_parameters=sum(parameter.numel() for parameter in inside),
         warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
     )
@@ -478,7 +482,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for own in names.values() for name in own]
-    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
+    known = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
     steps = [name.split(".") for name in known]
     above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
@@ -489,7 +493,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             counts["rewritten"] += size
         elif any(name.rpartition(".")[0] in unused for name in own):
             counts["replaced"] += size
-        elif any(name in tables or _is_table(name) for name in own):
+        elif any(name in tables or is_table(name) for name in own):
             counts["embeddings"] += size
         elif tensor.ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
@@ -500,7 +504,8 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
     left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    total = sum(tensor.numel() for tensor in names)
+    counts["vocabulary"] = source.rows_gone
+    total = sum(tensor.numel() for tensor in names) + source.rows_gone
     return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
 
 
@@ -509,7 +514,8 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
     own = plan.coverage
     assert own is not None
     layers = min(own.rewritten, plan.dense_rewritten)
-    outside = own.total - own.dropped - own.embeddings - (own.rewritten - layers)
+    tables = own.embeddings + own.vocabulary + own.rewritten - layers
+    outside = own.total - own.dropped - tables
     forced = [item for item in own.left if item.reason not in chosen]
     reached = layers + own.replaced + sum(i.parameters for i in own.left if i.reason in chosen)
     if 2 * reached < outside and forced:
@@ -521,7 +527,7 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
         )
 
 
-def _is_table(name: str) -> bool:
+def is_table(name: str) -> bool:
     """Whether a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
     return any(word in leaf for word in ("embed", "position", "token"))

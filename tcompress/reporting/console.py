@@ -26,6 +26,8 @@ from tcompress.reporting.table_rows import (
     sets_note,
     size,
     start_text,
+    storage_rows,
+    vocabulary_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -41,10 +43,12 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
     machines = list(dict.fromkeys(map(fmt.machine_text, speeds)))
     several = len(machines) > 1
     table = fmt.table()
+    same = any(speed.same_runtime_milliseconds for speed in speeds)
     table.caption = "\n".join([*([] if several else machines), *fmt.speed_notes(speeds)]) or None
     for name in ("batch", "length", "mode", *(("machine",) if several else ())):
         table.add_column(name, justify="right" if name in ("batch", "length") else "left")
-    for name in ("time", "dense", "ratio", "tokens/s", "memory", "dense"):
+    middle = "dense there" if same else "tokens/s"  # a screen has no room for both
+    for name in ("time", "dense", "ratio", middle, "memory", "dense"):
         table.add_column(name, justify="right", no_wrap=True)
     for speed in speeds:
         table.add_row(
@@ -55,11 +59,18 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             fmt.median_text(speed.milliseconds, speed.spread),
             fmt.median_text(speed.baseline_milliseconds, speed.baseline_spread),
             fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
-            f"{speed.tokens_per_second:,.0f}",
+            _same_runtime(speed) if same else f"{speed.tokens_per_second:,.0f}",
             fmt.memory_text(speed.peak_bytes, speed.weight_bytes),
             fmt.memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
         )
     return table
+
+
+def _same_runtime(speed: Speed) -> str:
+    time = speed.same_runtime_milliseconds
+    if time is None:
+        return ""
+    return f"{fmt.milliseconds_text(time)} {fmt.ratio_text(time / speed.milliseconds, 2)}"
 
 
 def render(reports: Sequence[ModelReport], per_layer: bool = False) -> RenderableType:
@@ -94,12 +105,14 @@ def render_plan(
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
         ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
-        *(("word embedding", item.dense_parameters, item.parameters) for item in plan.embeddings),
+        *(("word embedding", plan.whole_table(item), item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
+    rows += [] if plan.vocabulary is None else vocabulary_rows(plan.vocabulary)
     rows += plain_rows(plan.plain)
     rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
+    rows += storage_rows(plan.storage)
     rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
         rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
@@ -187,7 +200,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{parameters.now:,}",
-        f"{parameters.kept:.1%}",
+        fmt.share_text(parameters.kept),
         *([] if error is None else [fmt.error_text(error)]),
     ]
 

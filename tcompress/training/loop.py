@@ -30,6 +30,7 @@ from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_m
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
 from tcompress.training.rates import EXAMPLES, find_rate, rate_for
+from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import (
     HEALING_STEPS,
     SURE,
@@ -107,6 +108,7 @@ class Loop:
         again = [data.train] if self._most > self.per_epoch else []
         self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
+        self.rounded = RoundedWeights.of(setup)
         self.pace = Pace(options.minutes, options.evaluate_every, self.spent)
         self._told = False  # how many steps the time allows
         self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device
@@ -185,7 +187,7 @@ class Loop:
         if setup.options.minutes is not None and self.accelerator.num_processes == 1:
             self.pace.reserve(self._writing)
             how["seconds"] = self.pace.left(self._seconds())
-        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, **how)
+        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
 
@@ -288,6 +290,22 @@ class Loop:
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)
+        while True:
+            try:
+                return self._rate_found(count, size)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                clear_device_cache(garbage_collection=True)
+                if size == 1:
+                    return None  # the first step says what to do
+                size //= 2
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+
+    def _rate_found(self, count: int, size: int) -> float:
+        """Find the highest rate by two times so many examples, of which `size` are read at once."""
+        setup = self.setup
         one, two = (
             [part.tolist() for part in torch.arange(first, first + count).split(size)]
             for first in (0, count)
@@ -296,14 +314,12 @@ class Loop:
         for batch in self.losses.on_host(one):
             self._gradients(batch)
         self.model.eval()
-        rate = find_rate(
+        return find_rate(
             setup.trained,
             self.losses.loss_on(two),
-            highest=highest_rate(options),
-            batch_size=options.batch_size * self.accelerator.num_processes,
+            highest=highest_rate(setup.options),
+            batch_size=setup.options.batch_size * self.accelerator.num_processes,
         )
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
@@ -323,7 +339,8 @@ class Loop:
         alone = state.step < block_steps(self.setup.options, state.total)
         while True:
             try:
-                return self.losses.gradients(batch, state.parts, alone=alone)
+                with self.rounded.applied(self.setup.trained, quick=True):
+                    return self.losses.gradients(batch, state.parts, alone=alone)
             except RuntimeError as error:
                 # Another process would wait for ever for the gradients of this one.
                 final = state.parts >= count or self.accelerator.num_processes > 1
@@ -399,7 +416,8 @@ class Loop:
         size = max(1, self.setup.options.batch_size // self.state.parts)
         while True:
             try:
-                return self.losses.validate(size)
+                with self.rounded.applied(self.setup.trained):
+                    return self.losses.validate(size)
             except RuntimeError as error:
                 self._check_memory(error, size, final=size == 1)
                 size //= 2

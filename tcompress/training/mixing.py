@@ -22,6 +22,7 @@ from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
+from tcompress.training.rounded import RoundedWeights
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the start to the end."""
@@ -54,6 +55,7 @@ def best_mix(
     losses: Losses,
     start: Mapping[str, Tensor],
     sampler: OutputSampler,
+    rounded: RoundedWeights,
     *,
     seconds: float = inf,
     heard: Callable[[], None] = lambda: None,
@@ -76,7 +78,8 @@ def best_mix(
             taught = losses.taught(inputs).output
             for share in SHARES:
                 line.go(share)
-                own = setup.observer.run(inputs).output
+                with rounded.applied(setup.trained, state=share):
+                    own = setup.observer.run(inputs).output
                 change = compared[share].add(source, taught, own, inputs)
                 found[share].setdefault(source, []).append(change)
             heard()

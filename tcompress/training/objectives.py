@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import kl_div, log_softmax
+from torch.nn.functional import kl_div, log_softmax, logsigmoid
 from transformers import PreTrainedModel
 
 from tcompress.attention.module import UnusedProjection
@@ -142,6 +142,7 @@ class Setting:
 
     temperature: float = 2.0  # softening of the teacher's logits
     per_token: bool = False  # whether logits are predictions of tokens, rather than of examples
+    independent: bool = False  # whether each logit is a yes or no of its own
     heads: int = 1  # of relations of attention
     causal: bool = False  # whether tokens see only those before them
     sentences: SentenceEncoder = PLAIN
@@ -198,6 +199,9 @@ class Logits(Objective):
         if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
             return (student.logits.float() - teacher.logits.float()).square().sum()
         soft = self.setting.temperature
+        if self.setting.independent:
+            pair = student.logits.float() / soft, teacher.logits.float() / soft
+            return _binary_divergence(*pair).sum() * soft**2
         own = log_softmax(student.logits.float() / soft, -1)
         wanted = log_softmax(teacher.logits.float() / soft, -1)
         # The squared temperature lets the gradient keep its size.
@@ -205,6 +209,15 @@ class Logits(Objective):
         if lost.ndim > 1:
             lost = lost * token_weights(batch, lost)
         return lost.sum()
+
+
+def _binary_divergence(own: Tensor, wanted: Tensor) -> Tensor:
+    """Divergence of probabilities of yes and no from those wanted, by logits."""
+    parts = [
+        logsigmoid(sign * wanted).exp() * (logsigmoid(sign * wanted) - logsigmoid(sign * own))
+        for sign in (1, -1)
+    ]
+    return parts[0] + parts[1]
 
 
 class Hidden(Objective):

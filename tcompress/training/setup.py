@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
 from tcompress.data.inputs import inputs_of
+from tcompress.data.labels import is_independent
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
@@ -212,13 +213,10 @@ def set_up(
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
+    head = head_options(task, data, source, teacher if "logits" in names else None)
+    task = task and task.suited_to(data.labels)
     begun = time.perf_counter()
-    model = load_model(
-        source,
-        task.head if task else None,
-        dtype=torch.float32,
-        **head_options(task, data, source, teacher if "logits" in names else None),
-    )
+    model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
     opening = time.perf_counter() - begun
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
@@ -246,6 +244,7 @@ def set_up(
     setting = Setting(
         temperature=options.temperature,
         per_token=_predicted(type(model)) != "classes",
+        independent=is_independent(model.config),
         heads=getattr(source.config.get_text_config(), "num_attention_heads", None) or 1,
         causal=any(
             getattr(module, "is_causal", False) is True for module in observer.modules[-1].modules()

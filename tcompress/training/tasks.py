@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from scipy.stats import mannwhitneyu, spearmanr
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from tcompress.data.examples import Examples, Needs, others, places_of
 from tcompress.data.inputs import IGNORED
+from tcompress.data.labels import Classes
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.hf.opening import Head
@@ -43,6 +44,10 @@ class Task(ABC):
         """Makes examples out of those that are trained, or validated, on."""
         return examples
 
+    def suited_to(self, labels: Classes) -> Task:
+        """The task as data with such labels has it."""
+        return self
+
     @abstractmethod
     def loss(self, seen: Observed, batch: Batch) -> Tensor:
         """Sum of the loss over labels."""
@@ -57,11 +62,11 @@ class Task(ABC):
 
 
 class Classification(Task):
-    """One class for one or two texts."""
+    """One class for one or two texts, or several where the data has lists of them."""
 
     name = "classification"
     head: ClassVar[Head | None] = "classification"
-    needs = Needs((1, 2), target="class")
+    needs = Needs((1, 2), target="class", several=True)
     validated = "accuracy"
     higher_is_better = True
 
@@ -74,13 +79,46 @@ class Classification(Task):
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         return float((predictions == labels).double().mean())
 
+    def suited_to(self, labels: Classes) -> Task:
+        return SeveralClasses(self.sentences) if labels.several else self
+
 
 class ImageClassification(Classification):
-    """One class for a picture."""
+    """One class for a picture, or several."""
 
     name = "image-classification"
     head = "image-classification"
-    needs = Needs(image=True, target="class")
+    needs = Needs(image=True, target="class", several=True)
+
+    def suited_to(self, labels: Classes) -> Task:
+        return SeveralClassesOfImages(self.sentences) if labels.several else self
+
+
+class _Several(Classification):
+    """Every label of an example is a yes or no of its own."""
+
+    validated = "micro_f1"
+
+    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+        logits = _logits(seen)
+        return binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+
+    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+        return _logits(seen) > 0
+
+    def score(self, predictions: Tensor, labels: Tensor) -> float:
+        """F1 over all labels of all examples; 0 where none is right."""
+        guess, truth = predictions.bool(), labels.bool()
+        total = int(guess.sum() + truth.sum())
+        return 2 * int((guess & truth).sum()) / total if total else 0.0
+
+
+class SeveralClasses(_Several):
+    """Several classes for one or two texts."""
+
+
+class SeveralClassesOfImages(_Several, ImageClassification):
+    """Several classes for a picture."""
 
 
 class RankedClassification(Classification):
@@ -121,7 +159,7 @@ class ResponseSelection(RankedClassification):
     def prepare(self, examples: Examples) -> Examples:
         """Calls the pairs right ones; wrong ones come later, once data is held out."""
         classes = ("other response", "right response")
-        return replace(examples, targets=[1] * len(examples), classes=classes)
+        return replace(examples, targets=[1] * len(examples), labels=Classes(classes, (0, 1)))
 
     def expand(self, examples: Examples, seed: int) -> Examples:
         """Adds pairs of each first text with second texts of others, as class 0."""

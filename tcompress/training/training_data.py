@@ -14,16 +14,7 @@ from numpy.typing import NDArray
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder, image_reader, pieces_of
-from tcompress.data.examples import (
-    Examples,
-    Needs,
-    are_numbers,
-    by_name,
-    check_columns,
-    doubts,
-    label_names,
-    load_examples,
-)
+from tcompress.data.examples import Examples, Needs, check_columns, load_examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
     IGNORED,
@@ -35,6 +26,7 @@ from tcompress.data.inputs import (
     inputs_of,
     window_of,
 )
+from tcompress.data.labels import Classes, are_numbers, is_independent, label_names, matched
 from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.data.written import written_texts
@@ -62,7 +54,7 @@ class Data:
     validation: Encoded
     name: str
     fingerprint: str
-    classes: tuple[str, ...]
+    labels: Classes
     pad: int
     held: dict[str, Encoded] = field(default_factory=dict)
     """Without a task: what is held out, by source, and text that ships beside it."""
@@ -101,7 +93,7 @@ def load_data(
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
     notes = [_few(found.name, len(train))] if len(train) < FEW else []
-    return Data(train, validation, found.name, digest, found.classes, pad, sources, notes)
+    return Data(train, validation, found.name, digest, found.labels, pad, sources, notes)
 
 
 def _few(name: str, count: int) -> str:
@@ -283,7 +275,7 @@ class _Reader:
             return self._series(examples)
         if self.inputs.grid is not None or self.encoder is None:
             read = self._picture_reader(examples)
-            labels = None if examples.targets is None else torch.tensor(examples.targets)
+            labels = None if examples.targets is None else _targets_of(examples)
             return Encoded([0] * len(examples), lambda place, _: [read(place)], labels)
         # Of a model that writes text long texts may be cut anywhere.
         if name == "causal-lm" or (name is None and self._is_causal):
@@ -299,7 +291,7 @@ class _Reader:
         found = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
         labels = None
         if examples.targets is not None:
-            labels = torch.tensor(examples.targets)
+            labels = _targets_of(examples)
             if pairs:
                 low, high = labels.min(), labels.max()
                 labels = (labels - low) / (high - low).clamp_min(1e-12)
@@ -377,7 +369,8 @@ def _joined(parts: Sequence[Examples]) -> Examples:
         text = f"`{first.name}` and `{parts[1].name}` are series, of which one can be trained on"
         raise DataError(text, "give one file with all series")
     for part in parts[1:]:
-        if part.classes != first.classes or len(part.texts) != len(first.texts):
+        same = part.classes == first.classes and part.labels.several == first.labels.several
+        if not same or len(part.texts) != len(first.texts):
             raise DataError(
                 f"`{first.name}` and `{part.name}` do not go together: they have "
                 f"{len(first.classes)} and {len(part.classes)} classes, and {len(first.texts)} and "
@@ -394,21 +387,42 @@ def _joined(parts: Sequence[Examples]) -> Examples:
         texts=tuple([text for own in column for text in own] for column in columns),
         images=tuple(image for part in parts for image in part.images),
         targets=None if first.targets is None else targets,
+        labels=replace(
+            first.labels, absent=frozenset.intersection(*(p.labels.absent for p in parts))
+        ),
         volumes=np.concatenate(volumes) if volumes else None,
     )
 
 
+def _targets_of(examples: Examples) -> torch.Tensor:
+    """Targets of examples: (examples,), or with several labels marks (examples, classes)."""
+    if not examples.labels.several:
+        return torch.tensor(examples.targets)
+    marks = torch.zeros(len(examples), len(examples.labels))
+    for row, ids in enumerate(cast(list[tuple[int, ...]], examples.targets)):
+        marks[row, [*ids]] = 1.0
+    return marks
+
+
 def _with_classes(held: Examples, train: Examples) -> Examples:
     """Numbers the classes of held-out data as those of the training data."""
-    used = {held.classes[int(target)] for target in held.targets or ()}
-    unknown = [name for name in held.classes if name in used and name not in train.classes]
+    if held.classes == train.classes or held.targets is None:
+        return held
+    unknown = [held.classes[index] for index in held.labels.used]
+    unknown = [name for name in unknown if name not in train.classes]
     if unknown:
         text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
         raise DataError(text, "give data sets with the same classes")
-    if held.classes == train.classes or held.targets is None:
-        return held
-    targets = [train.classes.index(held.classes[int(target)]) for target in held.targets]
-    return replace(held, targets=targets, classes=train.classes)
+    places = {
+        index: train.classes.index(name)
+        for index, name in enumerate(held.classes)
+        if name in train.classes
+    }
+    targets: Any = [
+        tuple(places[one] for one in target) if isinstance(target, tuple) else places[int(target)]
+        for target in held.targets
+    ]
+    return replace(held, targets=targets, labels=train.labels)
 
 
 def _split_off(
@@ -453,20 +467,47 @@ def head_options(
         if has:
             _check_labels(data.name, 1, source.config.num_labels, "score")
         return {"num_labels": 1, "problem_type": "regression"}
-    if not data.classes:
+    if not len(data.labels):
         return {}
     if has:
         _number_like(data, source)
-        _check_labels(data.name, len(data.classes), source.config.num_labels, "classes")
-        return {}
-    if len(data.classes) == 1:
-        text = f"`{data.name}` has one class, `{data.classes[0]}`: there is nothing to tell apart"
+        _check_labels(data.name, len(data.labels), source.config.num_labels, "classes")
+        return _problem(data, source)
+    if len(data.labels) == 1 and not data.labels.several:
+        [only] = data.labels.names
+        text = f"`{data.name}` has one class, `{only}`: there is nothing to tell apart"
         raise DataError(text, "name another label column, or give data with all classes")
     if teacher is not None and has_head(teacher, task.head):
         _number_like(data, teacher)
-    names = dict(enumerate(data.classes))
+    names = dict(enumerate(data.labels.names))
     numbers = {name: index for index, name in names.items()}
-    return {"num_labels": len(names), "id2label": names, "label2id": numbers}
+    kind = {"problem_type": SEVERAL} if data.labels.several else {}
+    return {"num_labels": len(names), "id2label": names, "label2id": numbers, **kind}
+
+
+SEVERAL = "multi_label_classification"
+"""Name in Transformers of heads of which each label is a yes or no of its own."""
+
+
+def _problem(data: Data, source: SourceModel) -> Mapping[str, Any]:
+    """The kind of a head that is there: that of its config, or several labels where the data has.
+
+    A head that has a yes or no for each label learns them so, of one label too.
+    """
+    if data.labels.several:
+        if not is_independent(source.config):
+            data.notes.append(
+                "the data has several labels an example: the head gives each by itself from now "
+                f"on (`problem_type: {SEVERAL}`)"
+            )
+        return {"problem_type": SEVERAL}
+    if is_independent(source.config):
+        data.labels = replace(data.labels, several=True)
+        for part in (data.train, data.validation):
+            if part.labels is not None:
+                marks = torch.nn.functional.one_hot(part.labels, len(data.labels))
+                part.labels = marks.float()
+    return {}
 
 
 def _check_labels(name: str, found: int, head: int, what: str) -> None:
@@ -476,15 +517,22 @@ def _check_labels(name: str, found: int, head: int, what: str) -> None:
 
 
 def _number_like(data: Data, model: SourceModel) -> None:
-    """Numbers the classes of the data as a model does, if it calls them by the same names."""
+    """Numbers the classes of the data as a model does."""
     labels = label_names(model.config)
-    order = by_name(labels, data.classes)
     # That numbers are among others says too little: the head may be of another task.
-    if order is None or (len(order) < len(labels) and are_numbers(data.classes)):
-        note = doubts(labels, data.classes)
-        data.notes += [note] if note else []
-        return
+    if len(data.labels) != len(labels) and are_numbers(data.labels.names):
+        return  # whoever compares them refuses
+    match = matched(labels, data.labels, data.name)
+    data.notes += [match.doubt] if match.doubt else []
+    order = torch.tensor(match.labels)
     for part in (data.train, data.validation):
-        if part.labels is not None:
-            part.labels = torch.tensor(order)[part.labels]
-    data.classes = tuple(labels)
+        if part.labels is None:
+            continue
+        if data.labels.several:
+            marks = torch.zeros(len(part.labels), len(labels))
+            marks[:, order[order >= 0]] = part.labels[:, order >= 0]
+            part.labels = marks
+        else:
+            part.labels = order[part.labels]
+    if match.by == "name" or data.labels.absent:
+        data.labels = Classes(tuple(labels), tuple(range(len(labels))), several=data.labels.several)

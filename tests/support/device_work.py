@@ -16,7 +16,7 @@ from torch import nn
 
 from tcompress.api import bench, evaluate
 from tcompress.conversion.converter import convert
-from tcompress.exports import export_dense
+from tcompress.exports.dense import export_dense
 from tcompress.hf.opening import pick_device
 from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.planning.entries import Plan

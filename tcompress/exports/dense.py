@@ -21,7 +21,7 @@ from tcompress.files import write_text
 from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import (
     CARD,
     WEIGHTS,
@@ -250,11 +250,17 @@ def _card(artifact: Artifact) -> str:
         if local_folder(source) is None:  # a path on the author's machine means nothing to others
             base, origin = source, f"`{source}`"
     plain = stands_alone(artifact.config)
-    body = f"""[tcompress]({REPOSITORY}) compressed {len(layers)} layers of \
-{origin}{method} to {kept:.1%} of their parameters. Here these layers are multiplied out again and \
-are as large as before: the model computes what the compressed one computes within rounding, and \
-needs nothing but {"Transformers" if plain else "tcompress' own model"}."""
+    done = f"compressed {len(layers)} layers of {origin}{method} to {kept:.1%} of their parameters"
+    back = "these layers are multiplied out again and are as large as before"
+    if not layers and artifact.storage is not None:
+        done, back = f"rounded {origin} to {artifact.storage}", "all numbers have their dtype back"
+    body = f"""[tcompress]({REPOSITORY}) {done}. Here {back}: the model computes what the \
+compressed one computes within rounding, and needs nothing but \
+{"Transformers" if plain else "tcompress' own model"}."""
     title = f"Dense form of {origin}, compressed{method}"
     head = head_of(artifact.folder)
     head["tags"] = [tag for tag in head.get("tags", ()) if tag != "compressed"]  # no more
-    return card(title, body, render_head(head, ["tcompress"], base_model=base), plain=plain)
+    written = render_head(head, ["tcompress"], base_model=base)
+    architecture = next(iter(artifact.config.get("architectures") or ()), None)
+    code = loading_code(artifact.folder, architecture, plain=plain)
+    return card(title, body, written, code)

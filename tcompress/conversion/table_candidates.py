@@ -1,0 +1,188 @@
+"""What a word embedding may become where bytes are limited: fewer bits, or low rank in few bits.
+
+Its candidates are those of one site, beside the layers. What each loses is not predicted: the dense
+model is run with it, on samples held out, and the change of the output is brought to the unit of
+the layers' losses.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.conversion.paused import Branch, PartialModel, common_block
+from tcompress.conversion.whole_model_fits import count_words, fit_table, read_table
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import PlanError
+from tcompress.hf.build import set_module
+from tcompress.linalg.rounding import Rounding, pack, unpack
+from tcompress.models import SourceModel, read_finite
+from tcompress.options import Convert, Embeddings
+from tcompress.planning.costs import disk_bytes
+from tcompress.planning.entries import LayerPlan, Plan, Storage
+from tcompress.planning.knapsack import BudgetSite, Option
+from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
+from tcompress.structures import structure
+from tcompress.structures.lowrank import LowRankSpec
+
+TABLE = "word embedding"
+"""Name of the site in a budget."""
+
+BITS = (8, 4)
+RANKS = (0.5, 0.25, 0.125)
+"""Kept fractions of low rank, in four bits: wider factors lose as much as fewer bits do."""
+
+
+@dataclass(frozen=True)
+class TableCandidate:
+    """One way to store the word embeddings of a model."""
+
+    rounding: Rounding | None = None
+    embeddings: tuple[LayerPlan, ...] = ()  # where they are of low rank
+
+    def within(self, plan: Plan) -> Plan:
+        """Give a plan with tables like this."""
+        weights = None if plan.storage is None else plan.storage.weights
+        storage = Storage(weights=weights, embeddings=self.rounding)
+        rounds = weights is not None or self.rounding is not None
+        changes = {"embeddings": self.embeddings, "storage": storage if rounds else None}
+        return plan.model_copy(update=changes)
+
+
+@dataclass(frozen=True)
+class TableSite:
+    """The candidates of a word embedding, each with bytes beyond the smallest and its loss."""
+
+    candidates: tuple[TableCandidate, ...]
+    costs: tuple[int, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def site(self) -> BudgetSite:
+        """What a budget chooses from; labels are places of candidates."""
+        triples = zip(self.costs, self.losses, range(len(self.costs)), strict=True)
+        options = [Option(cost, loss, ((TABLE, place),)) for cost, loss, place in triples]
+        return BudgetSite(TABLE, options, self.costs[0], may_stay=False)
+
+    def cost_in(self, plan: Plan) -> int:
+        """Bytes of the candidate that a plan has."""
+        rounding = None if plan.storage is None else plan.storage.embeddings
+        chosen = TableCandidate(rounding, plan.embeddings)
+        return self.costs[self.candidates.index(chosen)]
+
+
+def table_candidates(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
+    """List what the tables may become, the dense ones first."""
+    group = recipe.group_size
+    widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
+    roundings = [Rounding.usual(bits, group) for bits in widths]
+    candidates = [TableCandidate(rounding) for rounding in (None, *roundings)]
+    for fraction in RANKS:
+        options = Embeddings(method=LowRankSpec(), target=fraction)
+        with suppress(PlanError):  # what computes more than a table does keeps its weight
+            planned = plan_embeddings(options, source, roles_of(source))
+            candidates.append(TableCandidate(Rounding.usual(4, group), planned))
+    return candidates
+
+
+def table_site(
+    source: SourceModel,
+    recipe: Convert,
+    plan: Plan,
+    data: CalibrationData,
+    sampler: OutputSampler,
+    judged: Sequence[Mapping[str, Tensor]],
+    unit: float,
+    device: torch.device,
+    advance: Callable[[str], None],
+) -> TableSite:
+    """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
+    candidates = table_candidates(source, recipe)
+    sizes = [disk_bytes(source, item.within(plan), recipe.dtype) for item in candidates]
+    walk = _TableWalk(source, sampler, judged, device)
+    losses = []
+    for item in candidates:
+        plain = item == TableCandidate()
+        change = 0.0 if plain else walk.change(dict(_tables(source, item, data, device)))
+        losses.append(max(0.0, change) / unit)
+        advance("as it is" if plain else f"{item.rounding}")
+    return TableSite(tuple(candidates), tuple(s - min(sizes) for s in sizes), tuple(losses))
+
+
+def _tables(
+    source: SourceModel, item: TableCandidate, data: CalibrationData, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Compute the tables of a candidate as they are read again, by module path."""
+    entries = {source.keymap.runtime_name(e.name) or e.name: e for e in item.embeddings}
+    for path in _paths(source):
+        if path not in entries:
+            name = f"{path}.weight"
+            table = read_finite(source.store, source.keymap, name, device).float()
+            yield path, _rounded(table, item.rounding)
+            continue
+        entry, layout = entries[path], entries[path].parts[0].terms[0]
+        weight = read_table(source, entry, device)
+        counts = count_words(data, len(weight), held_out=False).to(device)
+        fitted = fit_table(entry, weight, counts, counts.new_zeros(len(counts)), torch.float32)
+        tensors = {
+            name.removeprefix("tc_"): _rounded(tensor, item.rounding)
+            for name, tensor in fitted.tensors.items()
+        }
+        yield path, structure(layout.structure).dense(tensors, layout)
+
+
+def _paths(source: SourceModel) -> list[str]:
+    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
+    return [path for path in roles_of(source).embeddings if f"{path}.weight" not in ties]
+
+
+def _rounded(tensor: Tensor, rounding: Rounding | None) -> Tensor:
+    return tensor if rounding is None else unpack(pack(tensor, rounding))
+
+
+class _TableWalk:
+    """Runs the dense model beside one with other tables, and compares what both put out."""
+
+    def __init__(
+        self,
+        source: SourceModel,
+        sampler: OutputSampler,
+        batches: Sequence[Mapping[str, Tensor]],
+        device: torch.device,
+    ) -> None:
+        blocks = [block.name for block in roles_of(source).blocks]
+        self._model = PartialModel(source, blocks, device, head=True)
+        self._sampler, self._batches = sampler, batches
+        self._copies: dict[str, list[nn.Module]] = {}
+        for path in _paths(source):
+            for name in (path, *tied_to(source, path)):
+                module = self._model.model.get_submodule(name)
+                other = copy.deepcopy(module)
+                self._copies.setdefault(path, []).append(other)
+                set_module(self._model.model, name, Branch(module, other))
+
+    def change(self, tables: Mapping[str, Tensor]) -> float:
+        """Change of the output per sample with these tables, by module path."""
+        for path, table in tables.items():
+            for module in self._copies[path]:
+                module.weight = nn.Parameter(table, requires_grad=False)
+        stream, run = self._model.stream, self._model.answer_of
+        whole = [stream(batch, keep=True) for batch in self._batches]
+        changed = [stream(batch, rewritten=True, keep=True) for batch in self._batches]
+        total = 0.0
+        with self._model.paused([*whole, *changed]):
+            while name := common_block([*whole, *changed]):
+                with self._model.loaded(name):
+                    for one, two in zip(whole, changed, strict=True):
+                        one.answer(run(one))
+                        two.answer(run(two))
+                        if one.output is not None:
+                            total += self._sampler.change(one.output, two.output, one.batch)
+                            one.output = two.output = None  # at once: logits are large
+        return total / sum(len(next(iter(batch.values()))) for batch in self._batches)

@@ -1,0 +1,211 @@
+"""Folders of data: which files belong to a split, and pictures with classes or a table beside."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tcompress.errors import DataError, listed
+from tcompress.progress import tell
+
+IMAGES = {
+    ".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm", ".pgm", ".png",
+    ".pnm", ".ppm", ".tga", ".tif", ".tiff", ".webp",
+}  # fmt: skip
+METADATA = {"metadata.csv", "metadata.jsonl", "metadata.parquet"}
+_IGNORED = {
+    "README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json",
+}  # fmt: skip
+# Words in names of folders and files, as the library `datasets` has them.
+_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SHARD = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*\..*")
+_MOST_PROBED = 50
+# JPEG, PNG, GIF, WebP and BMP in base 64, of which each begins with the same letters.
+_WRITTEN = re.compile(
+    r"(data:image/[\w.+-]+;base64,)?(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z])"
+)
+
+
+def split_name(name: str) -> str:
+    """Give the usual name of a split: `dev` is `validation`."""
+    return next((split for split, words in _WORDS.items() if name in words), name)
+
+
+def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[Path]]:
+    """Find the data files of all splits by their names, or by those of their folders.
+
+    The rules are those of `datasets`, but case does not count: shards in `data/`, folders that
+    are called like a split, files that are, else all is `train`. Folders may be those
+    `of_classes`, of which one is called like a split (`valid`, beside `invalid`).
+    """
+    files = {path.relative_to(folder).as_posix(): path for path in _walked(folder)}
+    shards: dict[str, list[Path]] = {}
+    for name, path in files.items():
+        if (match := _SHARD.fullmatch(name)) is not None:
+            shards.setdefault(match[1], []).append(path)
+    if shards:
+        return shards
+    for of_folder in (True, False):
+        splits: dict[str, list[Path]] = {}
+        for split, words in _WORDS.items():
+            word = re.compile(rf"(^|[-._ 0-9])({'|'.join(words)})($|[-._ 0-9])", re.IGNORECASE)
+            for name, path in files.items():
+                *parts, last = name.split("/")
+                if any(map(word.search, parts if of_folder else [last])):
+                    splits.setdefault(split, []).append(path)
+        covered = {path for found in splits.values() for path in found}
+        if splits and not (of_classes and "train" not in splits and len(covered) < len(files)):
+            return splits
+    return {"train": [*files.values()]} if files else {}
+
+
+def _walked(folder: Path) -> Iterator[Path]:
+    """Find all files in order, also in folders that are links; hidden ones are no data."""
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:  # a link back
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
+        for name in sorted(names):
+            if not name.startswith(".") and name not in _IGNORED:
+                yield Path(place, name)
+
+
+def files_of(folder: Path, split: str, *, of_classes: bool = False) -> list[Path]:
+    """Find the data files of one split."""
+    splits = files_by_split(folder, of_classes=of_classes)
+    name = split if split in splits else split_name(split)
+    if name not in splits:
+        text = f"`{folder}` has no split `{split}`; it has {listed(splits)}"
+        raise DataError(text, "choose one of its splits, or give one of its files")
+    return splits[name]
+
+
+def read_pictures(folder: Path, split: str) -> Any:
+    """Read pictures with the names of their folders as classes, if there are several at one depth.
+
+    The result is a `datasets.Dataset` with the paths of the pictures.
+    """
+    import datasets
+
+    found = files_of(folder, split, of_classes=True)
+    splits = files_by_split(folder, of_classes=True)
+    pictures = [path for path in found if path.suffix.lower() in IMAGES]
+    if others := [path.name for path in found if path.suffix.lower() not in IMAGES]:
+        tell(f"{folder.name}: {len(others):,} other files are not read: {listed({*others})}")
+    columns: dict[str, list[Any]] = {"image": [_cell(path) for path in pictures]}
+    features = {"image": datasets.Image(decode=False)}
+    if classes := _classes([path for files in splits.values() for path in files], IMAGES):
+        columns["label"] = [classes.index(path.parent.name) for path in pictures]
+        features["label"] = datasets.ClassLabel(names=classes)
+    return datasets.Dataset.from_dict(columns, datasets.Features(features))
+
+
+def _classes(files: Sequence[Path], endings: Collection[str]) -> list[str]:
+    """Names of the folders of files, if these are several at one depth; else none."""
+    own = [path for path in files if path.suffix.lower() in endings]
+    names = sorted({path.parent.name for path in own})
+    return names if len(names) > 1 and len({len(path.parts) for path in own}) == 1 else []
+
+
+def read_documents(folder: Path, split: str) -> Any:
+    """Read text files in folders of several classes, each file a text; None if they are not so."""
+    import datasets
+
+    splits = files_by_split(folder, of_classes=True)
+    classes = _classes([path for files in splits.values() for path in files], (".txt",))
+    found = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
+    if not classes or len(found) < 2 * len(classes):
+        return None
+    columns: dict[str, list[Any]] = {
+        "text": [path.read_text(encoding="utf-8", errors="replace").strip() for path in found],
+        "label": [classes.index(path.parent.name) for path in found],
+    }
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)}
+    return datasets.Dataset.from_dict(columns, datasets.Features(features))
+
+
+def _cell(path: Path) -> dict[str, Any]:
+    return {"path": str(path), "bytes": None}
+
+
+def with_listed_pictures(rows: Any, table: Path, pictures: Sequence[Path]) -> Any:
+    """Read a table that lists pictures by `file_name`, beside the pictures of its folder."""
+    names = [name for name in rows.column_names if name.endswith("file_name")]
+    if not names:
+        text = f"`{table.name}` has no column `file_name`; it has {listed(rows.column_names)}"
+        raise DataError(text, "name the column of pictures so, or take the table away")
+    listed_files = set[str]()
+    for name in names:
+        rows, files = _as_pictures(rows, name, table)
+        listed_files |= files
+        rows = rows.rename_column(name, name.removesuffix("file_name").removesuffix("_") or "image")
+    count = sum(os.path.normpath(path) not in listed_files for path in pictures)
+    if count:
+        tell(f"{table.name}: {count:,} pictures are not in it: left out")
+    return rows
+
+
+def with_named_pictures(rows: Any, table: Path) -> Any:
+    """Read columns of a table that hold paths of pictures, from its folder on, as pictures."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        if not isinstance(feature, datasets.Value) or "string" not in feature.dtype:
+            continue
+        cells = [cell for cell in rows[:_MOST_PROBED][name] if cell]
+        if cells and all(map(names_picture, cells)) and (table.parent / cells[0]).is_file():
+            rows, _ = _as_pictures(rows, name, table)
+    return rows
+
+
+def names_picture(cell: Any) -> bool:
+    """Tell whether a cell may be the path of a picture."""
+    return isinstance(cell, str) and Path(cell).suffix.lower() in IMAGES
+
+
+def with_written_pictures(rows: Any) -> Any:
+    """Read columns of pictures that are written in base 64, alone or as addresses of such data."""
+    import datasets
+
+    for name, feature in rows.features.items():
+        if not isinstance(feature, datasets.Value) or "string" not in feature.dtype:
+            continue
+        cells = [cell for cell in rows[:_MOST_PROBED][name] if cell]
+        if cells and all(map(_WRITTEN.match, cells)):
+            contents = [cell and base64.b64decode(cell.partition("base64,")[2] or cell)
+                        for cell in rows[name]]  # fmt: skip
+            order = rows.column_names
+            rows = rows.remove_columns([name]).add_column(name, contents).select_columns(order)
+    return rows
+
+
+def _as_pictures(rows: Any, name: str, table: Path) -> tuple[Any, set[str]]:
+    """Replace a column of paths by pictures, all of which must be there."""
+    import datasets
+
+    column: list[Mapping[str, Any] | None] = []
+    files = set[str]()
+    for row, cell in enumerate(rows[name], 1):
+        path = table.parent / str(cell or "")
+        if cell and not path.is_file():
+            text = f"`{table.name}`, row {row}: there is no picture `{path}`"
+            raise DataError(text, "mend the path, or remove the row")
+        column.append(_cell(path) if cell else None)
+        files.add(os.path.normpath(path))
+    order = rows.column_names
+    rows = rows.remove_columns([name]).add_column(
+        name, column, feature=datasets.Image(decode=False)
+    )
+    return rows.select_columns(order), files

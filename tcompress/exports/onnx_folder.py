@@ -1,0 +1,318 @@
+"""A folder that ONNX Runtime, sentence-transformers and transformers.js open: the whole way."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tcompress
+from tcompress.artifact.checksums import seal
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    ExportedFile,
+    Manifest,
+    SourceFacts,
+    environment,
+    read_manifest,
+    write_manifest,
+)
+from tcompress.artifact.reader import open_checked
+from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
+from tcompress.data.sentences import SentenceEncoder
+from tcompress.errors import DataError, read_settings
+from tcompress.exports.dense import export_dense
+from tcompress.exports.onnx_graph import LARGEST_FILE, expressible, write_graph
+from tcompress.exports.onnx_parts import parts_of
+from tcompress.exports.onnx_proof import Proof, runtime_versions, samples_of
+from tcompress.exports.onnx_quantize import Graph, quantize_int4, quantize_int8
+from tcompress.exports.onnx_smooth import activations_of, smooth
+from tcompress.files import write_text
+from tcompress.hf.opening import load_model
+from tcompress.models import SourceModel
+from tcompress.models.names import (
+    CARD,
+    MANIFEST,
+    carry_files,
+    forget_code,
+    sentence_root,
+    without_code,
+)
+from tcompress.options.commands import OnnxFiles
+from tcompress.planning.entries import Plan
+from tcompress.progress import Progress, Silent
+from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.onnx_session import OnnxModel
+
+FOLDER = "onnx"
+"""Folder inside that of a model where libraries look for ONNX files."""
+SUFFIXES = {32: "", 8: "_int8", 4: "_q4"}
+"""Ends of names of files by bits of weights, as transformers.js has them."""
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class ExportedOnnx:
+    """What was written, and what one should know of it."""
+
+    folder: Path
+    files: tuple[ExportedFile, ...]
+    notes: tuple[str, ...] = ()
+
+
+def export_onnx(
+    model: Path | str,
+    output: Path | str,
+    settings: OnnxFiles | None = None,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> ExportedOnnx:
+    """Writes a model's folder with ONNX files in it, each compared with PyTorch before.
+
+    Args:
+        model: A converted or dense model: folder, short name or hub id.
+        output: Folder to write; it appears only when everything is finished. That of the model
+            itself gets the files too.
+        settings: Which files.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        progress: Hears how far it is.
+
+    Returns:
+        The written folder, and what was measured of each file.
+
+    Raises:
+        InputError: Something given cannot be used, or the model cannot be exported.
+        WriteError: A file computes something else than the model in PyTorch.
+    """
+    require_onnx()
+    settings, progress = settings or OnnxFiles(), progress or Silent()
+    output = Path(output).expanduser().absolute()
+    source = open_checked(str(model), token=token, trust=trust_remote_code)
+    origin = source.origin or source.folder
+    inside = output.is_dir() and output.samefile(sentence_root(origin) or origin)
+    force = force or inside
+    check_output(output, force=force)
+    if not inside:
+        check_apart(output, origin, "the model itself")
+    identity = identity_of(
+        {
+            "export": "onnx",
+            "settings": settings.model_dump(mode="json"),
+            "weights": source.store.fingerprint(),
+            "tool": tcompress.__version__,
+            **runtime_versions(),
+        }
+    )
+    place = Workplace(output, identity, force=force)
+    with place.working(lambda error: False):
+        if place.published:  # a kill came after it
+            place.discard()
+            manifest = read_manifest(output)
+            return ExportedOnnx(output, tuple(manifest.exports if manifest else ()))
+        place.need((2 + len(settings.bits_of_files)) * source.store.total_bytes)
+        _carry(source, place.model, output if inside else None)
+        files, notes = _write_files(source, place, settings, progress)
+        _record(source, place.model, files)
+        place.publish(force=force)
+    return ExportedOnnx(output, files, notes)
+
+
+def _carry(source: SourceModel, folder: Path, whole: Path | None) -> None:
+    """Put the files of a model beside what is written, but for `config.json`, which comes last.
+
+    Of a `whole` folder all is kept, whatever it is.
+    """
+    shutil.rmtree(folder)
+    if whole is not None:
+        top = os.fspath(whole)
+        shutil.copytree(
+            whole,
+            folder,
+            ignore=lambda inside, _: {FOLDER, _CONFIG} if os.fspath(inside) == top else set(),
+            copy_function=_linked,
+            symlinks=True,
+        )
+        return
+    folder.mkdir()
+    indices = (path.name for path in source.folder.glob("*.index.json"))
+    for name in sorted({*source.store.files, *indices}):
+        shutil.copyfile(source.folder / name, folder / name)
+    carry_files(source.folder, source.auxiliary_files(), folder)
+    for name in (CARD, MANIFEST):
+        if (source.folder / name).is_file():
+            shutil.copyfile(source.folder / name, folder / name)
+    if not source.trust_remote_code:
+        forget_code(folder)
+
+
+def _linked(path: Any, target: Any) -> Any:
+    """Give a file a second name, which will be the only one, or copy it where disks have none."""
+    try:
+        os.link(path, target)
+    except OSError:
+        shutil.copyfile(path, target)
+    return target
+
+
+def _write_files(
+    source: SourceModel, place: Workplace, settings: OnnxFiles, progress: Progress
+) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
+    """Write all files, and compare each with PyTorch."""
+    if settings.dense:
+        dense = export_dense(source.folder, place.folder / "dense", progress=progress)
+        source = open_checked(str(dense))
+    encoder, notes = _encoder(source, settings)
+    (place.model / FOLDER).mkdir()
+    files: list[ExportedFile] = []
+    proofs = proofs_of(source, encoder, samples_of(source))
+    progress.stage("exporting", len(proofs) * len(settings.bits_of_files), "files")
+    for proof in proofs:
+        files += _write_part(proof, place.model, settings, progress)
+    return tuple(files), notes
+
+
+def proofs_of(
+    source: SourceModel,
+    encoder: SentenceEncoder | None = None,
+    batches: Sequence[dict[str, Tensor]] = (),
+) -> list[Proof]:
+    """Load a model, and run the parts of it that become files; an `InputError` names its class.
+
+    Attention and experts are computed in the way that is plain products.
+    """
+    ways: dict[str, Any] = {"attn_implementation": "eager"}
+    if source.model_class._can_set_experts_implementation():
+        ways["experts_implementation"] = "batched_mm"
+    model = load_model(source, dtype=torch.float32, **ways)
+    with expressible(model):
+        return [Proof.of(part.eval(), batches) for part in parts_of(source, model, encoder)]
+
+
+def _write_part(
+    proof: Proof, folder: Path, settings: OnnxFiles, progress: Progress
+) -> list[ExportedFile]:
+    name = proof.part.file
+    path = folder / FOLDER / f"{name}.onnx"
+    write_graph(proof.part, path)
+    external = _bytes_of(path) > LARGEST_FILE
+    found = []
+    for bits in settings.bits_of_files:
+        file = path.with_name(f"{name}{SUFFIXES[bits]}.onnx")
+        left: tuple[str, ...] = ()
+        if bits == 8:
+            left = quantize_int8(
+                path,
+                file,
+                table_bits=settings.embedding_bits,
+                external=external,
+                prepare=_smoothed(path, proof, external),
+            )
+        elif bits == 4:
+            left = quantize_int4(path, file, external=external)
+        shown, nbytes = f"{FOLDER}/{file.name}", _bytes_of(file)
+        found.append(proof.facts(OnnxModel.open(file), shown, bits, nbytes, left))
+        progress.advance(1, file.name)
+    return found
+
+
+def _smoothed(path: Path, proof: Proof, external: bool) -> Callable[[Graph], object]:
+    """Give what makes channels more alike, on samples, in files that memory holds twice."""
+    if external:
+        return lambda graph: None
+    activations = activations_of(path, [inputs for inputs, _ in proof.samples])
+    return lambda graph: smooth(graph, activations)
+
+
+def _bytes_of(path: Path) -> int:
+    """Bytes of a file, and of the weights beside it."""
+    beside = path.with_name(f"{path.name}_data")
+    return sum(item.stat().st_size for item in (path, beside) if item.is_file())
+
+
+def _encoder(
+    source: SourceModel, settings: OnnxFiles
+) -> tuple[SentenceEncoder | None, tuple[str, ...]]:
+    """Read how a sentence encoder pools, where embeddings are to be an output."""
+    if settings.sentence_embedding is False:
+        return None, ()
+    try:
+        encoder = SentenceEncoder.of(source)
+        if not encoder.stated and settings.sentence_embedding:
+            raise DataError(
+                f"`{source.id}` has no `modules.json` that says how it pools",
+                "leave `--sentence-embedding` out",
+            )
+        return (encoder if encoder.stated else None), ()
+    except DataError as error:
+        if settings.sentence_embedding:
+            raise
+        return None, (f"no output `sentence_embedding`: {error.message}",)
+
+
+def _record(source: SourceModel, folder: Path, files: Sequence[ExportedFile]) -> None:
+    """Write what was measured into card and manifest, and `config.json`, which makes it load."""
+    card = folder / CARD
+    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    write_text(card, with_files(text, files))
+    manifest = read_manifest(folder) or Manifest(
+        source=SourceFacts(
+            id=source.id,
+            revision=source.revision,
+            fingerprint=source.store.fingerprint(),
+            bytes=source.store.total_bytes,
+        ),
+        recipe={},
+        plan=Plan(layers=(), source=source.id, method="dense"),
+        calibration=CalibrationFacts(name="none"),
+        fit={},
+        checksums={},
+        seconds=0.0,
+        environment=environment(),
+    )
+    settings = read_settings(source.folder / _CONFIG)
+    settings = settings if source.trust_remote_code else without_code(settings)
+    config = json.dumps(settings, indent=2) + "\n"
+    sealed = seal(folder, None, {_CONFIG: config.encode()})
+    write_manifest(folder, manifest.model_copy(update={"exports": list(files), **sealed}))
+    write_text(folder / _CONFIG, config)
+
+
+_HEADING = "## ONNX files"
+
+
+def with_files(card: str, files: Sequence[ExportedFile]) -> str:
+    """Put a table of the files at the end of a card, in the place of an older one."""
+    rows = [
+        f"| `{item.file}` | {item.bits} | {item.bytes / 1e6:.1f} | {item.ratio:.2f} x | "
+        f"{item.agreement:.4f} |"
+        for item in files
+    ]
+    protocol = files[0].protocol
+    table = "\n".join(
+        [
+            _HEADING,
+            "",
+            "| file | bits of weights | MB | speed | agreement |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            f"Speed is that of ONNX Runtime over PyTorch in float32, for {files[0].size} on "
+            f"{protocol['threads']} threads of {protocol['device_name']} "
+            f"({protocol['instructions']}); agreement is the mean cosine of outputs.",
+            "",
+        ]
+    )
+    before = card.partition(f"\n{_HEADING}\n")[0].rstrip("\n")
+    return f"{before}\n\n{table}" if before else table

@@ -1,0 +1,288 @@
+"""Rounding of weights to a few bits: whole codes on a symmetric grid, and how both are packed.
+
+A tensor is a matrix of rows here; a row, or a group of numbers in it, has one scale, and a number
+is its code times that scale. Zero is on every grid, so that there are no zero points. Packed, a
+tensor is one run of bytes that says by itself what it holds: a header, the scales, the codes. torch
+is imported where it is used, since sizes alone need none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from tcompress.errors import SourceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+BITS = (8, 4, 3)
+GROUP = 32
+"""Numbers that share a scale, below eight bits."""
+
+_MAGIC = 0x31424354  # `TCB1`
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
+_WORDS = 4  # of the header are filled up to a multiple of it
+_CHUNK = 2**22  # numbers that are worked on at a time
+# Levels that the largest number of a group may stand for, relative to the largest code.
+_STRETCH = (0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Width of codes, and how many numbers of a row share a scale; None is a whole row."""
+
+    bits: int
+    group: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits" + (f" in groups of {self.group}" if self.group else "")
+
+    @classmethod
+    def usual(cls, bits: int, group: int | None = None) -> Rounding:
+        """Return one scale per row for eight bits, and groups for fewer, by default of 32."""
+        return cls(bits, None if bits == 8 else group or GROUP)
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Count the bytes of a packed tensor, header and scales included."""
+        rows, columns = matrix_shape(shape)
+        scales = rows * _ceil(columns, self.group or columns) * 2
+        return 4 * _header_words(len(shape)) + scales + _code_bytes(prod(shape), self.bits)
+
+
+def widths_text(weights: Rounding | None, embeddings: Rounding | None) -> str:
+    """Say to what a model is rounded, such as `8 bits, word embedding 4 bits in groups of 32`."""
+    if embeddings is None or embeddings == weights:
+        return str(weights)
+    table = f"word embedding {embeddings}"
+    return table if weights is None else f"{weights}, {table}"
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a tensor: as many last axes are columns as give a group's width."""
+    columns = 1
+    for axis in reversed(range(len(shape))):
+        columns *= shape[axis]
+        if columns >= GROUP:
+            return prod(shape[:axis]), columns
+    return 1, columns
+
+
+def quantize(weight: Tensor, bits: int, group: int | None = None) -> tuple[Tensor, Tensor]:
+    """Round a tensor to the nearest points of symmetric grids.
+
+    Args:
+        weight: Any floating tensor, finite; it is the matrix of `matrix_shape`.
+        bits: Width of a code, 2 to 8: codes go from -2^(bits-1) to 2^(bits-1) - 1.
+        group: Numbers of a row that share a scale; None for a whole row.
+
+    Returns:
+        Codes, int8 (rows, columns), and scales, bfloat16 (rows, ceil(columns / group)). A scale may
+        be negative, which puts the extreme code on the side of the largest number; a group of zeros
+        has the scale 0.
+    """
+    import torch
+
+    rows, columns = matrix_shape(weight.shape)
+    matrix, group = weight.detach().reshape(rows, columns), group or columns
+    step = max(1, _CHUNK // columns)
+    parts = [_rounded(matrix[i : i + step].float(), bits, group) for i in range(0, rows, step)]
+    codes, scales = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(scales)
+
+
+def dequantize(codes: Tensor, scales: Tensor, group: int | None = None) -> Tensor:
+    """Multiply codes by their scales, float32.  # (rows, columns), (rows, groups) -> the same."""
+    columns = codes.shape[1]
+    factors = scales.float().repeat_interleave(group or columns, 1)[:, :columns]
+    return codes.float() * factors
+
+
+def usual_scales(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """Scales on which the largest number of each group lies half a code beyond the last one.
+
+    Of those that `quantize` looks at they are the best on average.  # (rows, groups).
+    """
+    largest = _grouped(weight, group).abs().amax(-1)
+    return (largest / (_codes(bits)[1] + 0.5 * (bits < 8))).bfloat16()
+
+
+def _grouped(weight: Tensor, group: int | None) -> Tensor:
+    """The numbers of a tensor, filled up with zeros.  # (rows, groups, group)."""
+    import torch
+
+    rows, columns = matrix_shape(weight.shape)
+    group = group or columns
+    matrix = weight.detach().reshape(rows, columns).float()
+    padded = torch.nn.functional.pad(matrix, (0, -columns % group))
+    return padded.reshape(rows, -1, group)
+
+
+def nearest(weight: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
+    """Round a tensor to grids of known scales, those of `quantize`; its shape and dtype stay."""
+    import torch
+
+    rows, columns = matrix_shape(weight.shape)
+    steps = scales.float().repeat_interleave(rounding.group or columns, 1)[:, :columns]
+    lowest, highest = _codes(rounding.bits)
+    matrix = weight.detach().reshape(rows, columns).float()
+    codes = (matrix / torch.where(steps == 0, torch.ones_like(steps), steps)).round_()
+    return codes.clamp_(lowest, highest).mul_(steps).to(weight.dtype).reshape(weight.shape)
+
+
+def _codes(bits: int) -> tuple[int, int]:
+    """The smallest and the largest code: with eight bits as many on both sides of zero."""
+    highest = 2 ** (bits - 1) - 1
+    return -highest - (bits < 8), highest
+
+
+def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """Choose, for each group, the scale of least squared error.  # (rows, columns)."""
+    import torch
+
+    (rows, columns), grouped = matrix.shape, _grouped(matrix, group)
+    largest, (lowest, top) = grouped.abs().amax(-1, keepdim=True), _codes(bits)
+    # With eight bits nothing is won by cutting the largest numbers off.
+    levels = [top] if bits == 8 else [top + more for more in _STRETCH if more <= top]
+    codes = scales = least = None
+    for level in levels:
+        for sign in (1,) if bits == 8 else (1, -1):
+            scale = (sign * largest / level).bfloat16().float()
+            step = torch.where(scale == 0, torch.ones_like(scale), scale)
+            code = (grouped / step).round_().clamp_(lowest, top)
+            error = (code * scale - grouped).square_().sum(-1, keepdim=True)
+            if codes is None or scales is None or least is None:
+                codes, scales, least = code, scale, error
+                continue
+            better = error < least
+            codes = torch.where(better, code, codes)
+            scales = torch.where(better, scale, scales)
+            least = torch.where(better, error, least)
+    assert codes is not None
+    assert scales is not None
+    whole = codes.reshape(rows, -1)[:, :columns].to(torch.int8)
+    return whole, scales.squeeze(-1).bfloat16()
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes without gaps, the first in the lowest bits, as codes + 2^(bits-1).  # (n,)."""
+    import torch
+
+    flat = (codes.reshape(-1).to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
+    if bits == 8:
+        return flat
+    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).reshape(-1, 8)
+    packed = torch.zeros(len(flat), bits, dtype=torch.uint8, device=flat.device)
+    for index in range(8):  # eight codes are as many bytes as a code has bits
+        first, shift = divmod(index * bits, 8)
+        packed[:, first] |= flat[:, index] << shift
+        if shift + bits > 8:
+            packed[:, first + 1] |= flat[:, index] >> (8 - shift)
+    return packed.reshape(-1)[: _code_bytes(codes.numel(), bits)]
+
+
+def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Undo `pack_codes`.  # int8 (count,)."""
+    import torch
+
+    if bits == 8:
+        return (packed.to(torch.int16) - 128).to(torch.int8)
+    bytes_ = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).reshape(-1, bits)
+    flat = torch.empty(len(bytes_), 8, dtype=torch.uint8, device=packed.device)
+    for index in range(8):
+        first, shift = divmod(index * bits, 8)
+        code = bytes_[:, first] >> shift
+        if shift + bits > 8:
+            code = code | (bytes_[:, first + 1] << (8 - shift))
+        flat[:, index] = code & (2**bits - 1)
+    return (flat.reshape(-1)[:count].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What the header of a packed tensor says."""
+
+    rounding: Rounding
+    kind: str  # element type, by its name in torch
+    shape: tuple[int, ...]
+
+    @classmethod
+    def read(cls, header: Sequence[int]) -> Packed | None:
+        """Read a header from the first words of a tensor; None if there is none."""
+        words = [int(word) for word in header]
+        if len(words) < _WORDS or words[0] != _MAGIC:
+            return None
+        bits, group, kind, axes = words[1] & 255, words[2], words[3] & 255, words[3] >> 8
+        shape = tuple(words[4 : 4 + axes])
+        if not (2 <= bits <= 8 and kind < len(_DTYPES) and len(shape) == axes and group >= 0):
+            raise SourceError("the header of a packed tensor is damaged")
+        return cls(Rounding(bits, group or None), _DTYPES[kind], shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole tensor as it is packed."""
+        return self.rounding.nbytes(self.shape)
+
+
+_HEADER_BYTES = 64  # hold a header, whatever the shape
+
+
+def read_header(packed: Any, size: int) -> Packed | None:
+    """Read what so many bytes, a tensor or a slice of a file, say of themselves; None if nothing.
+
+    No more than the header is read.
+    """
+    import numpy as np
+
+    start = np.asarray(packed[: min(size, _HEADER_BYTES) // 4 * 4])
+    header = Packed.read(start.view("<i4").tolist())
+    return header if header is not None and header.nbytes == size else None
+
+
+def pack(tensor: Tensor, rounding: Rounding) -> Tensor:
+    """Round and pack a tensor.  # uint8 (rounding.nbytes(tensor.shape),)."""
+    import torch
+
+    codes, scales = quantize(tensor, rounding.bits, rounding.group)
+    kind = _DTYPES.index(str(tensor.dtype).removeprefix("torch."))
+    words = [_MAGIC, rounding.bits, rounding.group or 0, kind | tensor.ndim << 8, *tensor.shape]
+    words += [0] * (_header_words(tensor.ndim) - len(words))
+    header = torch.tensor(words, dtype=torch.int32).view(torch.uint8).to(codes.device)
+    raw = scales.contiguous().view(torch.uint8).reshape(-1)
+    return torch.cat([header, raw, pack_codes(codes, rounding.bits)])
+
+
+def unpack(packed: Tensor) -> Tensor:
+    """Undo `pack`, but for what rounding lost: shape and dtype are those of the tensor."""
+    import torch
+
+    info = read_header(packed[:_HEADER_BYTES].cpu(), len(packed))
+    if info is None:
+        raise SourceError("a packed tensor is damaged: its size is not that of its header")
+    rounding, (rows, columns) = info.rounding, matrix_shape(info.shape)
+    groups = _ceil(columns, rounding.group or columns)
+    start = 4 * _header_words(len(info.shape))
+    stop = start + 2 * rows * groups
+    scales = packed[start:stop].clone().view(torch.bfloat16).reshape(rows, groups)
+    codes = unpack_codes(packed[stop:], rounding.bits, rows * columns).reshape(rows, columns)
+    values = torch.empty(rows, columns, dtype=getattr(torch, info.kind), device=packed.device)
+    step = max(1, _CHUNK // columns)
+    for i in range(0, rows, step):
+        part = slice(i, i + step)
+        values[part] = dequantize(codes[part], scales[part], rounding.group).to(values.dtype)
+    return values.reshape(info.shape)
+
+
+def _ceil(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _header_words(axes: int) -> int:
+    return _ceil(4 + axes, _WORDS) * _WORDS
+
+
+def _code_bytes(count: int, bits: int) -> int:
+    return _ceil(count * bits, 8)

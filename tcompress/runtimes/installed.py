@@ -1,0 +1,20 @@
+"""Whether a runtime is installed; asked before anything is imported that takes seconds."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tcompress.errors import InputError
+from tcompress.project import install_with
+
+EXPORT = ("onnx", "onnxscript", "onnxruntime")
+"""Packages that writing ONNX files takes; running them takes the last one alone."""
+
+
+def require_onnx(*packages: str) -> None:
+    """Refuse to go on without packages of the extra `onnx`, by default all of them."""
+    absent = [name for name in packages or EXPORT if find_spec(name) is None]
+    if absent:
+        names = ", ".join(f"`{name}`" for name in absent)
+        verb = "is" if len(absent) == 1 else "are"
+        raise InputError(f"{names} {verb} not installed", f"run `{install_with('onnx')}`")

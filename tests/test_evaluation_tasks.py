@@ -120,7 +120,8 @@ def test_numbers_for_labels_with_names_are_doubted(tmp_path: Path) -> None:
     done = run("evaluate", str(folder), str(plain), "--task", "classification", "--data", str(data))
     said = " ".join(done.err.split())
     assert (
-        said.count("the data has numbers, which are matched by order (0 is `CONTRADICTION`)") == 1
+        said.count("the data has numbers, which are taken for ids from 0 (0 is `CONTRADICTION`)")
+        == 1
     )
     assert "name a column that has them: `--columns label=COLUMN`" in said
 

@@ -113,6 +113,7 @@ def test_layers_keep_their_structure_and_their_names(exported: ExportedOnnx) -> 
     assert b".py" not in text
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
     source = base(tmp_path / "model", MEAN)
     (source / "mine.txt").write_text("kept")

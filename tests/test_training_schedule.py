@@ -249,7 +249,8 @@ def test_too_little_memory_halves_the_pieces(
 
 def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     losses, inner = small_encoder(tmp_path), Observer.run
-    enough = train(losses, tmp_path / "enough", data=texts(tmp_path, 80))
+    options = {"data": texts(tmp_path, 80), "learning_rate": 1e-3}
+    enough = train(losses, tmp_path / "enough", **options)
     tried: list[int] = []
 
     def run(self: Observer, batch: dict[str, Tensor], runner: nn.Module | None = None) -> Observed:
@@ -260,15 +261,16 @@ def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.Monke
         return inner(self, batch, runner)
 
     monkeypatch.setattr(Observer, "run", run)
-    done = train(losses, tmp_path / "out", data=texts(tmp_path, 80))
+    done = train(losses, tmp_path / "out", **options)
     assert tried == 3 * [8, 4, 4, 4, 4]
     assert_alike(done, enough)
 
 
 def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, tried = small_encoder(tmp_path), memory_for(0, monkeypatch)
+    options: dict[str, Any] = {"accumulate": 2, "learning_rate": 1e-3}
     with pytest.raises(TrainingError) as failed:
-        train(folder, tmp_path / "out", data=texts(tmp_path), accumulate=2)
+        train(folder, tmp_path / "out", data=texts(tmp_path), **options)
     assert tried == [4, 2, 1]
     assert failed.value.message == "memory ran out at step 1 with 1 examples at a time"
     assert "--max-length" in (failed.value.hint or "")

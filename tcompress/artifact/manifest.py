@@ -158,6 +158,12 @@ class ExportedFile(_Section):
     left: list[str] = []  # larger tensors in float32, where others have fewer bits
     protocol: dict[str, Any]  # batch, length, threads, processor, versions
 
+    @property
+    def size(self) -> str:
+        """What a timed pass was of, such as `32 x 32`."""
+        batch, length = self.protocol["batch"], self.protocol.get("length")
+        return f"a batch of {batch}" if length is None else f"{batch} x {length}"
+
 
 class CurvePoint(_Section):
     """State of a training run after a step: `loss` is the mean since the point before."""

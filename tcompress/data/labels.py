@@ -146,7 +146,7 @@ def _by_number(labels: Sequence[str], classes: Classes, data: str) -> Match:
         doubt = _doubt(labels, places[0], names[0], "which are matched with those in its names")
         return _match(classes, places, "number", doubt)
     if max(numbers) < count:
-        doubt = _doubt(labels, numbers[0], names[0], "which are matched by order")
+        doubt = _doubt(labels, numbers[0], names[0], "which are taken for ids from 0")
         if not are_numbers(names):
             doubt = _doubt_of_order(labels, names, "numbers")
         return _match(classes, numbers, "index", None if called == [*range(count)] else doubt)

@@ -300,7 +300,6 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
         for item in files
     ]
     protocol = files[0].protocol
-    sizes = [str(protocol[name]) for name in ("batch", "length") if name in protocol]
     table = "\n".join(
         [
             _HEADING,
@@ -309,7 +308,7 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Speed is that of ONNX Runtime over PyTorch in float32, for {' x '.join(sizes)} on "
+            f"Speed is that of ONNX Runtime over PyTorch in float32, for {files[0].size} on "
             f"{protocol['threads']} threads of {protocol['device_name']} "
             f"({protocol['instructions']}); agreement is the mean cosine of outputs.",
             "",

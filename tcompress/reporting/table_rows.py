@@ -232,6 +232,13 @@ _SHARED = {
 }
 
 
+def is_open_ended(budget: BudgetPlan | None) -> bool:
+    """Whether sizes follow from what is measured when converting: a goal of time or agreement."""
+    if budget is None or budget.chosen != "later":
+        return False
+    return budget.asked.is_time or budget.asked.kind == "max_loss"
+
+
 def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     """Lines about a budget; none where there is none, or where other lines say it all."""
     if budget is None or (budget.asked.is_fraction and budget.chosen == "uniform"):

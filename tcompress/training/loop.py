@@ -29,7 +29,7 @@ from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tok
 from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
-from tcompress.training.rates import EXAMPLES, find_rate
+from tcompress.training.rates import EXAMPLES, find_rate, rate_for
 from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import (
     HEALING_STEPS,
@@ -275,11 +275,14 @@ class Loop:
         self.progress.advance(1, self._note())
 
     def _rate(self, step: int) -> float:
-        options, total, untrained = self.setup.options, self.state.total, self.setup.untrained
-        return learning_rate(options, step, total, untrained=untrained, highest=self.state.rate)
+        options, state, untrained = self.setup.options, self.state, self.setup.untrained
+        highest = highest_rate(options, untrained=untrained)
+        if state.rate is not None:
+            highest = rate_for(state.total, state.rate, highest)
+        return learning_rate(options, step, state.total, untrained=untrained, highest=highest)
 
     def _test_rate(self) -> float | None:
-        """Find the highest rate where none is given and a teacher is imitated without a task."""
+        """Find the rate of short runs where none is given and a teacher is imitated alone."""
         setup, options = self.setup, self.setup.options
         count = min(EXAMPLES, len(setup.data.train) // 2)
         given = options.learning_rate is not None or setup.task is not None
@@ -287,6 +290,22 @@ class Loop:
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)
+        while True:
+            try:
+                return self._rate_found(count, size)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                clear_device_cache(garbage_collection=True)
+                if size == 1:
+                    return None  # the first step says what to do
+                size //= 2
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+
+    def _rate_found(self, count: int, size: int) -> float:
+        """Find the highest rate by two times so many examples, of which `size` are read at once."""
+        setup = self.setup
         one, two = (
             [part.tolist() for part in torch.arange(first, first + count).split(size)]
             for first in (0, count)
@@ -295,9 +314,12 @@ class Loop:
         for batch in self.losses.on_host(one):
             self._gradients(batch)
         self.model.eval()
-        rate = find_rate(setup.trained, self.losses.loss_on(two), highest_rate(options))
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
+        return find_rate(
+            setup.trained,
+            self.losses.loss_on(two),
+            highest=highest_rate(setup.options),
+            batch_size=setup.options.batch_size * self.accelerator.num_processes,
+        )
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):

@@ -73,12 +73,11 @@ def folder(args: argparse.Namespace, name: str) -> Path:
 def write(args: argparse.Namespace, form: str) -> dict[str, float]:
     """Converts a form, and stores it in fewer bits.  Megabytes of weights by bits."""
     calibration = {"source": args.train, "samples": 640, "max_length": 64}
-    if form != "dense":
-        options = {"calibration": calibration, **FORMS[form]}
-        tcompress.convert(args.model, output=args.out / form, force=True, **options)
-    for bits in (8, 4):
-        output = args.out / f"{form}-{bits}"
-        tcompress.convert(folder(args, form), output=output, bits=bits, force=True)
+    options = {"calibration": calibration, **FORMS[form]} if FORMS[form] else {}
+    for bits in (None, 8, 4) if options else (8, 4):
+        rounded = {} if bits is None else {"bits": bits}
+        output = args.out / (form if bits is None else f"{form}-{bits}")
+        tcompress.convert(args.model, output=output, force=True, **options, **rounded)
     return {
         name: round(
             sum(p.stat().st_size for p in folder(args, name).glob("*.safetensors")) / 1e6, 2

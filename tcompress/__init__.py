@@ -14,6 +14,7 @@ from tcompress.hf.autoload import register_when_ready
 if TYPE_CHECKING:
     from tcompress.api import (
         bench,
+        compress,
         convert,
         evaluate,
         export_dense,
@@ -32,6 +33,7 @@ __all__ = [
     "TCompressError",
     "__version__",
     "bench",
+    "compress",
     "convert",
     "evaluate",
     "export_dense",

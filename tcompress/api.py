@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcompress.compression import Compressed
+from tcompress.compression import compress as run_compression
 from tcompress.conversion.converter import Converted
 from tcompress.conversion.converter import convert as run_conversion
 from tcompress.errors import RecipeError
@@ -31,6 +33,7 @@ from tcompress.options import (
 )
 from tcompress.options.choose import conversion
 from tcompress.options.commands import OnnxFiles
+from tcompress.options.compress_options import Compress
 from tcompress.options.library import find_recipe
 from tcompress.options.method_options import METHODS, REPLACEMENTS, ReplacementSpec
 from tcompress.options.read import as_plain, read
@@ -47,6 +50,7 @@ from tcompress.sweeps import Swept
 from tcompress.sweeps import sweep as run_sweep
 from tcompress.training.finetuning import Finetuned
 from tcompress.training.finetuning import finetune as run_training
+from tcompress.vocabulary.choice import with_vocabulary
 
 __all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
 
@@ -291,6 +295,45 @@ def bench(
         )
 
 
+def compress(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Compressed:
+    """Reaches a size or a speed: converts, heals, exports and measures, into one folder.
+
+    Args:
+        model: A dense model: folder, short name or hub id.
+        output: Folder to write; default the model's name and `-small`.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        progress: Hears how far it is.
+        **options: The goal and what it is reached with: `size="10MB"`, `speedup=6`,
+            `data=["train.csv"]`, `minutes=15`, `task="sts"`, `test_data=["dev.csv"]`.
+
+    Returns:
+        The written folder, and what was measured beside the dense model.
+
+    Raises:
+        InputError: Something given cannot be used, or the goal is out of reach.
+    """
+    return run_compression(
+        model,
+        output or default_output_name(str(model), "small"),
+        read(Compress, options),
+        force=force,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+
+
 def export_onnx(
     model: str | Path,
     output: str | Path | None = None,
@@ -348,7 +391,7 @@ def plan(
         InputError: Something given cannot be used; the message says what to do.
     """
     said = _conversion(recipe, method, calibration, options)
-    return make_plan(said, _opened(model, said, revision, token))
+    return make_plan(said, with_vocabulary(_opened(model, said, revision, token), said))
 
 
 def _opened(

@@ -198,7 +198,7 @@ def words_of(annotation: Any) -> list[str]:
     found: list[str] = []
     for part in members(annotation):
         if get_origin(part) is Literal:
-            found += [word for word in get_args(part) if isinstance(word, str)]
+            found += [str(word) for word in get_args(part)]
         elif _is_model(part, Options):
             found += part.names()
         else:

@@ -197,11 +197,44 @@ def check_file(path: Path) -> None:
 
 def check_page(path: Path) -> None:
     """Refuses a page that cannot be written, or would take the place of another kind of file."""
+    _check_kind(path, "a page", (".html", ".htm"))
+
+
+def check_sheet(path: Path) -> None:
+    """Refuses a CSV file that cannot be written, or would replace another kind of file."""
+    _check_kind(path, "CSV", (".csv",))
+
+
+def check_latex(path: Path) -> None:
+    """Refuses a LaTeX file that cannot be written, or would replace another kind of file."""
+    _check_kind(path, "LaTeX", (".tex",))
+
+
+def _check_kind(path: Path, kind: str, endings: tuple[str, ...]) -> None:
     check_file(path)
-    if path.exists() and path.suffix.lower() not in (".html", ".htm"):
+    if path.exists() and path.suffix.lower() not in endings:
         raise InputError(
-            f"`{path}` exists and does not look like a page", "give a name that ends in `.html`"
+            f"`{path}` exists and does not look like {kind}",
+            f"give a name that ends in `{endings[0]}`",
         )
+
+
+def check_drawings(folder: Path) -> None:
+    """Refuses a folder that drawings cannot be written to; what else is in it stays."""
+    kind = kind_of(folder)
+    if kind and not folder.is_dir():
+        raise InputError(f"`{folder}` is {kind}, expected a folder", "give another name")
+    if not folder.parent.is_dir():
+        text = f"there is no folder `{folder.parent}` to make `{folder.name}` in"
+        raise InputError(text, "make the folder first")
+    try:
+        try_folder(folder)
+        if folder.is_dir():
+            close = _beside(folder / "drawing")
+            close.open("x").close()
+            close.unlink()
+    except (OSError, ValueError) as error:
+        raise unwritable(folder, error) from error
 
 
 def try_folder(folder: Path) -> None:

@@ -76,6 +76,7 @@ class Inspection(_Facts):
     warnings: tuple[str, ...] = ()
     attention: str = ""  # what replaces the family's own, in words
     storage: str = ""  # bits that tensors are stored in, in words
+    vocabulary: str = ""  # how many tokens are left of how many, where some were left out
 
 
 _FLOATS = {"float32", "float16", "bfloat16", "float64"}
@@ -111,17 +112,18 @@ def inspect_model(
         check_adapter(folder, None)
     found = None if plan or bare else _at_once(name, folder)
     if found is not None:
-        return found
+        return _with_vocabulary(found, folder)
     from tcompress.artifact.reader import Artifact, is_converted
     from tcompress.models import SourceModel
 
     section = read_config(folder).get("quantization_config") if not bare else None
     if is_converted(folder) and not is_only_rounded(section):
-        return _converted(name, Artifact.open(folder))
+        return _with_vocabulary(_converted(name, Artifact.open(folder)), folder)
     # What has no weights yet can be built all the same: `convert --init random` takes it.
     seed = 0 if bare or not WeightStore.are_in(folder) else None
     source = SourceModel.open(name, revision, token, trust_remote_code, seed=seed)
-    return _dense(name, source).model_copy(update={"storage": _storage_of(section)})
+    stored = _dense(name, source).model_copy(update={"storage": _storage_of(section)})
+    return _with_vocabulary(stored, folder)
 
 
 def _storage_of(section: Any) -> str:
@@ -131,6 +133,15 @@ def _storage_of(section: Any) -> str:
         return ""
     pairs = (facts.get(name) for name in ("weights", "embeddings"))
     return widths_text(*(own and Rounding(**own) for own in pairs))
+
+
+def _with_vocabulary(found: Inspection, folder: Path) -> Inspection:
+    """Adds what a manifest says of the tokens that are left."""
+    plan = (read_sealed(folder) or {}).get("plan", {})
+    if not (words := plan.get("vocabulary")):
+        return found
+    said = f"{words['rows']:,} of {words['before']:,} tokens"
+    return found.model_copy(update={"vocabulary": said})
 
 
 def _at_once(name: str, folder: Path) -> Inspection | None:
@@ -151,6 +162,7 @@ def _at_once(name: str, folder: Path) -> Inspection | None:
             # The plan as plain data: digests say that it is as it was written.
             plan, store = manifest["plan"], WeightStore.open(folder)
             count = plan["parameters"] - plan["dropped_parameters"]
+            count -= (plan.get("vocabulary") or {"parameters": 0})["parameters"]
             return _from_plan(name, config, section["plan"], store, count, plan)
     except (ValueError, TypeError, KeyError, AttributeError, OSError):
         pass  # what is wrong is said by those who read it in full

@@ -54,6 +54,7 @@ from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
 from tcompress.training.setup import check_run
+from tcompress.vocabulary.choice import with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Cell:
 def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
     """Lists the cells of a recipe with `sweep`; if none can be planned, it raises a `PlanError`."""
     cells: list[Cell] = []
+    source = with_vocabulary(source, recipe.convert)
     for convert in _conversions(recipe, source):
         if any(cell.recipe.convert == convert for cell in cells):
             continue

@@ -126,7 +126,7 @@ def plan_of(config: dict[str, Any]) -> list[dict[str, Any]]:
     return layers
 
 
-@pytest.mark.parametrize("version", [5, 0, None, "1"])
+@pytest.mark.parametrize("version", [6, 0, None, "1"])
 def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
     edit(
         folder / "config.json",
@@ -134,18 +134,18 @@ def test_another_format_version_is_refused(folder: Path, version: Any) -> None:
     )
     error = refused(folder)
     assert error.message == (
-        f"the model has format version `{version}`, this tcompress reads up to 4"
+        f"the model has format version `{version}`, this tcompress reads up to 5"
     )
     assert error.hint == f"upgrade: `{UPDATE}`"
-    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 4"):
+    with pytest.raises(ArtifactError, match=f"format version `{version}`.*reads up to 5"):
         AutoModel.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [
-        ("tcompress.json", lambda found: found.update(format_version=5),
-         "the model has format version `5`, this tcompress reads up to 4"),
+        ("tcompress.json", lambda found: found.update(format_version=6),
+         "the model has format version `6`, this tcompress reads up to 5"),
         ("config.json", lambda found: plan_of(found)[0].update(role="k"),
          "`tcompress.json` and `config.json` hold different plans: "
          f"`{QUERY}.weight` differs in `role`"),

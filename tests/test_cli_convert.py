@@ -231,6 +231,16 @@ def test_token_is_not_written_anywhere(model: Path, monkeypatch: pytest.MonkeyPa
     assert "secret-token" not in run("convert", "--help").out
 
 
+def test_a_dry_run_for_a_speed_shows_no_sizes(model: Path) -> None:
+    done = run("convert", model, "--speedup", "50", "--dry-run")
+    assert done.code == 0, done.err
+    assert "not known yet" in done.out
+    assert "lowrank r=" not in done.out
+    kept = [line for line in done.lines if line.split()[:2] == ["rewritten", "layers"]]
+    assert kept
+    assert "%" not in kept[0]
+
+
 def test_dry_run_reads_no_weight_and_writes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,7 +92,7 @@ def test_what_numbers_of_a_task_are_of_is_said() -> None:
 
 
 def test_minutes_bound_the_comparison_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tcompress.training.mixing.FEWEST", 1)
+    monkeypatch.setattr("tcompress.training.mixing.LEAST", 1)
     clock = Mock(perf_counter=count(0, 100).__next__)
     monkeypatch.setattr("tcompress.training.mixing.time", clock)
     for minutes, compared in (([], 3), (["--minutes", "1"], 2)):

@@ -18,7 +18,7 @@ FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
     "options", "fields", "project",
 }  # fmt: skip
-APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion"}
+APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion", "vocabulary"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "artifact": {
         "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
     },
+    "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
@@ -51,18 +52,20 @@ ALLOWED: dict[str, set[str]] = {
         "artifact", "conversion",
     },
     "runtimes": {"errors", "project"},
-    "exports": FOUNDATION - {"linalg"} | {
+    "exports": FOUNDATION | {
         "planning", "data", "artifact", "hf", "latency", "runtimes",
     },
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"latency", "reporting", "training"},
     "pipeline": PRODUCT,
+    "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},
     "cli": PRODUCT | {
-        "own_models", "exports", "runtimes", "inspection", "demo", "pipeline", "sweeps",
+        "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
+        "sweeps",
     },
     "__main__": {"cli"},
-    "api": PRODUCT | {"own_models", "exports", "inspection", "pipeline", "sweeps"},
+    "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
     "__init__": {"api", "errors", "hf"},
 }  # fmt: skip
 

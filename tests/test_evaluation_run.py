@@ -242,7 +242,7 @@ def test_json() -> None:
     names = [metric["name"] for metric in small["metrics"]]
     assert names == ["spearman", "pearson", "agreement"]
     assert list(small["metrics"][0]["difference"]) == [
-        "baseline", "baseline_value", "value", "interval"
+        "baseline", "baseline_value", "baseline_interval", "value", "interval"
     ]  # fmt: skip
     assert dense["metrics"][0]["difference"] is None
     # What all share is said once, and every number is one of JSON.

@@ -17,7 +17,7 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense as exports
 from tcompress.exports.dense import dense_weight, export_dense
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
@@ -250,8 +250,38 @@ def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
         (healed, ["compressed"]),
         (export_dense(healed, tmp_path / "plain"), []),
     ):
-        found = yaml.safe_load((made / "README.md").read_text().split("---")[1])
+        text = (made / "README.md").read_text()
+        assert 'AutoModelForMaskedLM.from_pretrained("PATH")' in text
+        found = yaml.safe_load(text.split("---")[1])
         assert found == said | {"tags": ["kept", "tcompress", *tags]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "loader"),
+    [
+        ("BertModel", "AutoModel"),
+        ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+        ("ViTForImageClassification", "AutoModelForImageClassification"),
+        ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+        ("T5EncoderModel", "AutoModelForTextEncoding"),
+        ("TCompressTextForSequenceClassification", "AutoModelForSequenceClassification"),
+        ("NobodysModel", "AutoModel"),
+    ],
+)
+def test_cards_name_the_class_that_loads_the_head(
+    architecture: str, loader: str, tmp_path: Path
+) -> None:
+    code = loading_code(tmp_path, architecture, plain=True)
+    assert code == f'from transformers import {loader}\n\nmodel = {loader}.from_pretrained("PATH")'
+
+
+def test_cards_of_sentence_encoders_show_their_library(tmp_path: Path) -> None:
+    modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    code = loading_code(tmp_path, "BertModel", plain=False)
+    assert code.startswith("import tcompress\nfrom sentence_transformers import")
+    assert code.endswith('SentenceTransformer("PATH")')
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import transformers
 from torch.nn.functional import normalize
 
 from tcompress.artifact.manifest import read_manifest
-from tcompress.artifact.reader import check_files, verify_files
+from tcompress.artifact.reader import check_files, is_converted, verify_files
 from tcompress.conversion.converter import convert
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError, WriteError
@@ -63,6 +63,7 @@ def test_a_folder_is_what_libraries_look_for(folder: Path, exported: ExportedOnn
         assert axes == [["batch_size", "sequence_length"]] * 3
 
 
+@pytest.mark.smoke
 def test_embeddings_are_those_of_the_model(folder: Path, exported: ExportedOnnx) -> None:
     inputs = _texts(folder)
     model = transformers.AutoModel.from_pretrained(exported.folder)
@@ -112,14 +113,21 @@ def test_layers_keep_their_structure_and_their_names(exported: ExportedOnnx) -> 
     assert b".py" not in text
 
 
+@pytest.mark.slow
 def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
     source = base(tmp_path / "model", MEAN)
     (source / "mine.txt").write_text("kept")
+    before = {path.relative_to(source) for path in source.rglob("*")}
     weights = (source / "model.safetensors").read_bytes()
     ran = run("export", source, "--to", "onnx", "-o", source, "--no-sentence-embedding")
     assert ran.code == 0, ran.err
     assert ran.lines[0].startswith("onnx/model.onnx: ")
     assert (source / "mine.txt").read_text() == "kept"
+    after = {path.relative_to(source) for path in source.rglob("*")}
+    assert {str(path) for path in after - before} == {
+        "onnx", "onnx/model.onnx", "tcompress.json", "README.md",
+    }  # fmt: skip
+    assert not before - after
     assert (source / "model.safetensors").read_bytes() == weights
     assert OnnxModel.open(source / "onnx" / "model.onnx").outputs == ("last_hidden_state",)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -189,6 +197,37 @@ def test_what_is_not_installed_is_named(folder: Path, tmp_path: Path) -> None:
     assert ran.code == 2
     assert "`onnx`, `onnxscript`, `onnxruntime` are not installed" in ran.err
     assert "pip install 'tcompress[onnx]" in ran.err
+
+
+@pytest.mark.slow
+def test_weights_of_large_models_lie_beside_their_files(folder: Path, tmp_path: Path) -> None:
+    limits = [
+        patch(f"tcompress.exports.{name}.LARGEST_FILE", 1000)
+        for name in ("onnx_graph", "onnx_folder")
+    ]
+    with limits[0], limits[1]:
+        exported = export_onnx(folder, tmp_path / "out", OnnxFiles(int8=True, bits=4))
+    assert sorted(path.name for path in (tmp_path / "out" / "onnx").iterdir()) == [
+        "model.onnx", "model.onnx_data", "model_int8.onnx", "model_int8.onnx_data",
+        "model_q4.onnx", "model_q4.onnx_data",
+    ]  # fmt: skip
+    assert exported.files[0].difference < 1e-5
+    for file in exported.files:
+        path = exported.folder / file.file
+        both = (path, path.with_name(f"{path.name}_data"))
+        assert file.bytes == sum(item.stat().st_size for item in both)
+
+
+@pytest.mark.slow
+def test_weights_are_multiplied_out_if_asked(folder: Path, tmp_path: Path) -> None:
+    """The model beside the files stays as it is."""
+    exported = export_onnx(folder, tmp_path / "out", OnnxFiles(dense=True))
+    graph = onnx.load(exported.folder / exported.files[0].file).graph
+    shapes = {item.name: list(item.dims) for item in graph.initializer}
+    assert shapes["encoder.layer.0.attention.self.query.weight"] == [32, 32]
+    assert is_converted(exported.folder)
+    verify_files(exported.folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_files_without_weights_are_not_read_back(exported: ExportedOnnx, tmp_path: Path) -> None:

@@ -6,9 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from tcompress.exports.onnx_quantize import LARGEST_STEP, quantize_int4, quantize_int8, rounded
+from tcompress.exports.onnx_quantize import (
+    LARGEST_STEP,
+    Graph,
+    quantize_int4,
+    quantize_int8,
+    rounded,
+)
+from tcompress.exports.onnx_smooth import activations_of, smooth
+from tcompress.linalg.rounding import Rounding, nearest, quantize
 from tcompress.runtimes.onnx_session import OnnxModel
 
 onnx = pytest.importorskip("onnx")
@@ -98,13 +107,13 @@ def _sizes(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("quantize", "bits", "error"), [(quantize_int8, 8, 0.02), (quantize_int4, 4, 0.15)]
+    ("write", "bits", "error"), [(quantize_int8, 8, 0.02), (quantize_int4, 4, 0.15)]
 )
 def test_weights_have_fewer_bits_and_compute_nearly_the_same(
-    quantize: Callable[..., tuple[str, ...]], bits: int, error: float, path: Path
+    write: Callable[..., tuple[str, ...]], bits: int, error: float, path: Path
 ) -> None:
     small = path.with_name("small.onnx")
-    assert quantize(path, small) == ()
+    assert write(path, small) == ()
     assert _apart(path, small) < error
     (before, _), (after, floats) = _sizes(path), _sizes(small)
     numbers = before // 4
@@ -137,8 +146,8 @@ def test_products_of_bytes_fit_into_sixteen_bits(path: Path) -> None:
 def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
     nodes, weights = GRAPHS["tied"]
     path = _graph(tmp_path / "model.onnx", *nodes, **weights)
-    for quantize, most in ((quantize_int8, 1.1), (quantize_int4, 0.65)):
-        quantize(path, tmp_path / "small.onnx")
+    for write, most in ((quantize_int8, 1.1), (quantize_int4, 0.65)):
+        write(path, tmp_path / "small.onnx")
         assert _sizes(tmp_path / "small.onnx")[0] <= most * TABLE.size
 
 
@@ -149,6 +158,56 @@ def test_embeddings_of_four_bits_beside_products_of_eight(tmp_path: Path) -> Non
     kinds = {node.op_type for node in onnx.load(tmp_path / "small.onnx").graph.node}
     assert {"GatherBlockQuantized", "MatMulInteger"} <= kinds
     assert _apart(path, tmp_path / "small.onnx") < 0.15
+
+
+def test_four_bits_lose_nothing_of_weights_that_have_four(tmp_path: Path) -> None:
+    """Those of `convert --bits 4`."""
+    nodes, weights = GRAPHS["one matrix"]
+    rounding = Rounding.usual(4)
+    drawn = torch.from_numpy(weights["w"].T.copy())
+    w = nearest(drawn, quantize(drawn, 4, rounding.group)[1], rounding)
+    path = _graph(tmp_path / "model.onnx", *nodes, **{**weights, "w": w.T.contiguous().numpy()})
+    quantize_int4(path, tmp_path / "small.onnx")
+    stored = {
+        item.name: onnx.numpy_helper.to_array(item)
+        for item in onnx.load(tmp_path / "small.onnx").graph.initializer
+    }
+    packed, scales = stored["w_blocks"], stored["w_blocks_scales"]
+    codes = np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:2], -1).astype(int) - 8
+    assert np.array_equal((codes * scales[..., None]).reshape(w.shape), w.numpy())
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_large_channels_are_made_like_others(linear: bool, tmp_path: Path) -> None:
+    """By the weights of a product before, or by a factor for each channel."""
+    loud = np.ones(WIDTH, dtype=np.float32)
+    loud[:3] = 40
+    before = [LOOKED_UP, ("MatMul", ["x", "v"], "z")] if linear else [("Gather", ["t", "ids"], "z")]
+    path = _graph(
+        tmp_path / "model.onnx",
+        *before,
+        ("MatMul", ["z", "w"], "y"),
+        table=TABLE,
+        t=TABLE * loud,
+        v=_drawn(WIDTH, WIDTH) * loud,
+        w=_drawn(WIDTH, 32) / loud[:, None],
+    )
+    exact = _computed(path)
+    activations = activations_of(path, [{"ids": np.arange(WORDS)}])
+    errors = []
+    for prepare in (lambda graph: 0, lambda graph: smooth(graph, activations)):
+        quantize_int8(path, tmp_path / "small.onnx", prepare=prepare)
+        errors.append(np.linalg.norm(_computed(tmp_path / "small.onnx") - exact))
+    assert errors[1] < 0.6 * errors[0]
+    kinds = [node.op_type for node in onnx.load(tmp_path / "small.onnx").graph.node]
+    assert kinds.count("MatMulInteger") == 1 + linear
+
+
+def test_channels_that_are_alike_stay(tmp_path: Path) -> None:
+    nodes, weights = GRAPHS["one matrix"]
+    alike = {name: np.sign(value) for name, value in weights.items()}
+    path = _graph(tmp_path / "model.onnx", *nodes, **alike)
+    assert smooth(Graph.open(path), activations_of(path, [{"ids": np.arange(WORDS)}])) == 0
 
 
 def test_rounding_is_to_the_nearest_step_of_each_row() -> None:

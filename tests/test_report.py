@@ -18,7 +18,8 @@ from tcompress.models import WeightStore
 from tcompress.models.store import SafetensorsShard
 from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.tree import ModelReport
+from tcompress.reporting.table_rows import amount
+from tcompress.reporting.tree import Amount, ModelReport
 from tests.support.converted import converted
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build, named
@@ -179,6 +180,20 @@ def test_images_count_their_own_tokens_dense_and_now(tmp_path: Path) -> None:
     dense, now = (report_of(folder, 999).macs_per_token for folder in (tmp_path / "dense", made))
     assert dense.length == now.length == 17
     assert dense.dense == now.dense
+
+
+def test_tables_without_a_module_are_embeddings(tmp_path: Path) -> None:
+    """As in the line about coverage: of pictures, the class token and 17 positions."""
+    report = report_of(converted("vit", tmp_path).folder)
+    assert amounts(report, "embeddings") == (18 * 32, 18 * 32)
+    assert report.coverage is not None
+    assert report.coverage.embeddings == report.parameters.embeddings.dense
+
+
+def test_a_share_of_nothing_is_not_all_of_it() -> None:
+    assert Amount.of(0, 36_096).kept is None
+    assert Amount.of(0, 0).kept == 1.0
+    assert amount("multiply-adds", Amount.of(0, 36_096)).kept == ""
 
 
 def test_multiply_adds_of_experts_count_those_of_a_token(tmp_path: Path) -> None:

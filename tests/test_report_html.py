@@ -5,14 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from tcompress.artifact.manifest import Interval
 from tcompress.errors import DiskError
 from tcompress.reporting.model_report import report_of, with_baselines
 from tcompress.reporting.page import heat_of, render_html, write_html
+from tcompress.reporting.pictures import map_of
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
 from tests.support.converted import converted
-from tests.support.records import metric, record, record_dense, speed, training
+from tests.support.records import metric, onnx_file, record, record_dense, speed, training
 
+MAP = "parameters kept of every layer"
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
 
@@ -87,7 +90,7 @@ def full(bare: ModelReport) -> ModelReport:
 def test_a_model_without_records(bare: ModelReport) -> None:
     page = Page(render_html([bare]))
     page.assert_alone()
-    assert page.charts() == []
+    assert [chart.partition(":")[0] for chart in page.charts()] == [MAP]
     assert page.text.count("gpt2-small") >= 3
     assert "Weight error by layer" in page.text
     assert "lprod p=4 dct" in page.text
@@ -98,7 +101,9 @@ def test_a_model_without_records(bare: ModelReport) -> None:
     assert line in page.text
     older = bare.model_copy(update={"coverage": None})  # of a version without it
     assert line not in Page(render_html([older])).text
-    assert not {"Quality", "Speed", "Training"} & {word.strip() for word in page.words}
+    assert "Speed – not timed" in page.text
+    assert "Quality – not measured" in page.text
+    assert "<h3>Speed" not in render_html([bare])
 
 
 def test_where_all_parameters_are(bare: ModelReport) -> None:
@@ -133,13 +138,71 @@ def test_shades_span_the_errors_that_there_are(bare: ModelReport) -> None:
     assert heat.least == min(shades)
 
 
+def test_equal_errors_have_no_shades(bare: ModelReport) -> None:
+    alike = [
+        layer.model_copy(update={"errors": {"weight": 0.32061 + 1e-6 * index}})
+        for index, layer in enumerate(bare.layers)
+    ]
+    text = Page(render_html([bare.model_copy(update={"layers": tuple(alike)})])).text
+    assert "all are 0.3206." in text
+    assert "Shades" not in text
+
+
+def test_the_top_says_smaller_faster_and_what_is_lost(bare: ModelReport) -> None:
+    """In this order, before anything else: no table comes before the pictures."""
+    text = render_html([full(bare)])
+    places = [text.index(word) for word in ("<dt>Size", "<dt>Speed", "<dt>Quality", "<svg")]
+    assert [*places, text.index("<table")] == sorted([*places, text.index("<table")])
+    words = Page(text).text
+    assert "Size 44.2 kB 49.3% of the dense 89.6 kB" in words
+    assert "Speed 2.00× 5.00 ms; dense 10.0 ms batch 8, length 32, cpu" in words
+    assert "Quality 94.4% of the accuracy of the dense model: 0.8500 of 0.9000" in words
+    assert "gpt2-small is 2.0× smaller, runs at 2.00× the dense speed and keeps 94.4%" in words
+
+
+def test_a_noisy_time_is_never_the_figure_where_a_calm_one_is_there(bare: ModelReport) -> None:
+    calm, wild = speed(8), speed(32, milliseconds=2.0, ratio=5.0, spread=0.5)
+    for speeds, figure in (((calm, wild), "2.00×"), ((wild,), "5.00× ?")):
+        top, _, rest = render_html([bare.model_copy(update={"speed": speeds})]).partition("<main>")
+        assert f'<span class="value">{figure}</span>' in top
+        assert f"<td>{figure}<small>" in rest.partition("</table>")[0]  # the summary
+
+
+def test_dense_at_int8_stands_beside_ours(bare: ModelReport) -> None:
+    eager, ours = speed(8), speed(8, mode="onnx-int8", ratio=5.0, same_runtime_milliseconds=4.0)
+    facts = {"exports": (onnx_file(8, 9_100_000),), "dense_exports": (onnx_file(8, 23_300_000),)}
+    page = Page(render_html([full(bare).model_copy(update={**facts, "speed": (eager, ours)})]))
+    assert "int8 file 9.1 MB dense at int8 23.3 MB" in page.text
+    assert "int8 in ONNX Runtime 5.00×, dense at int8 2.50×" in page.text
+    time, size = page.charts()[:2]
+    unknown = "quality not measured"
+    assert time.endswith(f"dense int8: 4 ms, {unknown}; A int8: 5 ms, {unknown}")
+    assert size.endswith(f"dense int8: 23.3 MB, {unknown}; A int8: 9.1 MB, {unknown}")
+
+
+def test_files_of_a_dense_model_are_lent_to_what_was_made_of_it(
+    bare: ModelReport, folder: Path
+) -> None:
+    dense = report_of(folder / "gpt2", 16)
+    files = (onnx_file(8, 100),)
+    own = {"source": bare.source, "exports": files}
+    assert with_baselines([bare, dense.model_copy(update=own)])[0].dense_exports == files
+    assert with_baselines([bare, dense])[0].dense_exports == ()
+
+
+def test_dropped_blocks_are_in_the_picture_of_layers(tmp_path: Path) -> None:
+    report = report_of(converted("gpt2", tmp_path, keep_layers=[1]).folder)
+    text = str(map_of(report))
+    assert "dropped: 0" in text
+    assert "o, block 1: 25.0% kept, lprod p=4 dct" in text
+
+
 def test_a_model_with_metrics_only(bare: ModelReport) -> None:
     page = Page(render_html([bare.model_copy(update={"metrics": (metric(),)})]))
     page.assert_alone()
-    assert page.charts() == [
-        "accuracy against parameters kept, whole model. gpt2-small: 45%, 0.8500; "
-        "dense (gpt2): 100%, 0.9000"
-    ]
+    assert page.charts()[0] == (
+        "accuracy against bytes on disk. gpt2-small: 44.2 kB, 0.8500; dense (gpt2): 89.6 kB, 0.9000"
+    )
     assert "0.8300 … 0.8700" in page.text
     assert "−0.0600 … −0.0400" in page.text
     assert "How accuracy was measured" in page.text
@@ -150,12 +213,13 @@ def test_a_model_with_everything(bare: ModelReport) -> None:
     page = Page(text)
     page.assert_alone()
     assert [chart.partition(".")[0] for chart in page.charts()] == [
-        "accuracy against parameters kept, whole model",
         "accuracy against time of a pass (batch 8, length 32, cpu, 2 threads, float32)",
+        "accuracy against bytes on disk",
+        f"{MAP}: from 25",
         "training loss",
         "validation: accuracy",
     ]
-    assert page.charts()[3].endswith("best 0.8000 at step 200")
+    assert page.charts()[4].endswith("best 0.8000 at step 200")
     assert "400 steps in 2 min · 3.2 k examples, 64 k tokens · sst2 · taught by big" in page.text
     assert "perplexity (lower is better)" in page.text
     assert "8 32 eager cpu, 2 threads, float32 5.00 ms 10.0 ms 2.00×" in page.text
@@ -168,8 +232,12 @@ def test_models_side_by_side(bare: ModelReport, folder: Path) -> None:
     dense = report_of(folder / "gpt2", 16).model_copy(update={"metrics": (metric(0.9, None),)})
     page = Page(render_html([full(bare), other, dense]))
     page.assert_alone()
-    picture = page.charts()[0]
-    assert picture.endswith("gpt2-small: 45%, 0.8500; other: 45%, 0.7000; gpt2: 100%, 0.9000")
+    time, size = page.charts()[:2]
+    assert size.endswith(
+        "gpt2-small: 44.2 kB, 0.8500; other: 44.2 kB, 0.7000; gpt2: 92.2 kB, 0.9000"
+    )
+    # The dense model has one name in both pictures, though it was timed beside others only.
+    assert time.endswith("gpt2-small: 5 ms, 0.8500; other: 5 ms, 0.7000; gpt2: 10 ms, 0.9000")
     names = {str(found["href"]) for name, found in page.tags if name == "a"}
     assert names == {"#model-a", "#model-b", "#model-c"}
 
@@ -180,7 +248,9 @@ def test_a_dense_model_shows_what_others_were_compared_with(
     dense = report_of(folder / "gpt2", 16)
     own = metric(0.4, None, name="pearson")
     compared = metric(0.85, 0.9)
-    renamed = compared.difference.model_copy(update={"baseline": str(folder / "gpt2")})
+    around = Interval(low=0.88, high=0.92)
+    facts = {"baseline": str(folder / "gpt2"), "baseline_interval": around}
+    renamed = compared.difference.model_copy(update=facts)
     converted = bare.model_copy(
         update={"metrics": (compared.model_copy(update={"difference": renamed}), metric(0.1, 0.2))}
     )
@@ -190,20 +260,21 @@ def test_a_dense_model_shows_what_others_were_compared_with(
         ("pearson", 0.4),
         ("accuracy", 0.9),
     ]
-    assert lent[0].metrics[1].interval is None
+    assert lent[0].metrics[1].interval == around
     assert lent[0].metrics[1].difference is None
     assert lent[0].metrics[1].protocol == compared.protocol
-    assert "gpt2: 100%, 0.9000" in Page(render_html(lent)).charts()[0]
+    assert "gpt2: 92.2 kB, 0.9000" in Page(render_html(lent)).charts()[0]
     elsewhere = with_baselines([dense, bare.model_copy(update={"metrics": (metric(0.1, 0.2),)})])
     assert elsewhere[0].metrics == ()
 
 
-def test_models_of_several_sizes_are_compared_by_count(bare: ModelReport, tmp_path: Path) -> None:
+def test_models_of_several_sizes_are_compared_by_bytes(bare: ModelReport, tmp_path: Path) -> None:
     bert = report_of(converted("bert", tmp_path).folder, 16)
     both = [item.model_copy(update={"metrics": (metric(),)}) for item in (bare, bert)]
     picture = Page(render_html(both)).charts()[0]
-    assert picture.startswith("accuracy against parameters.")
-    assert "dense (gpt2): 22.4 k" in picture
+    assert picture.startswith("accuracy against bytes on disk.")
+    assert "bert-small: 51.4 kB" in picture
+    assert "dense (gpt2): 89.6 kB" in picture
 
 
 def test_names_are_escaped(bare: ModelReport) -> None:
@@ -236,7 +307,7 @@ def test_tables_have_headers_and_scroll_alone(bare: ModelReport) -> None:
     scopes = [found.get("scope") for name, found in page.tags if name == "th"]
     assert set(scopes) <= {"col", "row", "colgroup"}
     regions = [found for _, found in page.tags if found.get("class") == "scroll"]
-    assert len(regions) == page.count("table")
+    assert len(regions) == page.count("table") + 1  # the layers
     assert all(found["tabindex"] == "0" and found["aria-label"] for found in regions)
 
 

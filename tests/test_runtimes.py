@@ -27,6 +27,7 @@ def test_numbers_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
     assert onnx.metrics[-1].value == pytest.approx(1, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_times_stand_beside_both_dense_models(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
     sizes = {"batch": [2], "length": [4], "repeats": 1}

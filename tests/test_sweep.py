@@ -142,7 +142,7 @@ def test_folder_holds_all_numbers() -> None:
     assert document["cells"][0]["recipe"]["convert"]["method"]["name"] == "svd"
     page = Path("out/sweep.html").read_text()
     assert "svd-50" in page
-    assert "spearman against parameters kept" in page
+    assert "spearman against bytes on disk" in page
     assert not found.failed
 
 

@@ -16,7 +16,7 @@ from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.files import write_text
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import MANIFEST
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
@@ -72,6 +72,7 @@ class Difference(_Section):
 
     baseline: str
     baseline_value: float
+    baseline_interval: Interval | None = None  # of the baseline alone; older ones lack it
     value: float
     interval: Interval | None = None
 
@@ -157,6 +158,12 @@ class ExportedFile(_Section):
     left: list[str] = []  # larger tensors in float32, where others have fewer bits
     protocol: dict[str, Any]  # batch, length, threads, processor, versions
 
+    @property
+    def size(self) -> str:
+        """What a timed pass was of, such as `32 x 32`."""
+        batch, length = self.protocol["batch"], self.protocol.get("length")
+        return f"a batch of {batch}" if length is None else f"{batch} x {length}"
+
 
 class CurvePoint(_Section):
     """State of a training run after a step: `loss` is the mean since the point before."""
@@ -203,7 +210,7 @@ class TrainingFacts(_Section):
     @property
     def keeps_start(self) -> bool:
         """Whether nothing was better than the start, so that the weights are as they were."""
-        return self.steps > 0 and (self.best_step == 0 or self.share == 0)
+        return self.best_step == 0 or self.share == 0
 
 
 class Manifest(_Section):
@@ -288,10 +295,17 @@ def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], 
     return True
 
 
-def model_card(manifest: Manifest, folder: Path) -> str:
+SAME_OUTPUT = (
+    "Texts whose tokens all stay are written with the same tokens and give the output of the dense "
+    "model, to the last bit."
+)
+
+
+def model_card(manifest: Manifest, folder: Path, architecture: str | None = None) -> str:
     """Renders the card: what was done, what it costs, how to load it.
 
-    Its head is that of the card in the `folder` that the model was made of.
+    Its head is that of the card in the `folder` that the model was made of; the `architecture`, the
+    name of the model's class, says how it is loaded.
     """
     plan, source = manifest.plan, manifest.source
     local, random = Path(source.id).exists(), source.init == "random"
@@ -314,13 +328,13 @@ def model_card(manifest: Manifest, folder: Path) -> str:
             "loading stops with an error. "
         )
     written = render_head(head, tags, base_model=base)
-    found = card(title, body, written, plain=not plan.changes_model)
+    code = loading_code(folder, architecture, plain=not plan.changes_model)
+    found = card(title, body, written, code)
     return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
 
-def card(title: str, body: str, head: str, *, plain: bool) -> str:
-    """Renders a card with such a head; only a `plain` model loads without tcompress."""
-    first = "" if plain else "import tcompress\n"
+def card(title: str, body: str, head: str, code: str) -> str:
+    """Renders a card with such a head, and code that loads the model."""
     return f"""{head}
 
 # {title}
@@ -328,9 +342,7 @@ def card(title: str, body: str, head: str, *, plain: bool) -> str:
 {body}
 
 ```python
-{first}from transformers import AutoModel
-
-model = AutoModel.from_pretrained("PATH")
+{code}
 ```
 """
 
@@ -345,8 +357,9 @@ def _conversion(manifest: Manifest) -> str:
         rows = [("rewritten layers", count, count), ("their parameters", *own), *rows]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     for item in plan.embeddings:
-        rows = [("word embedding", f"{item.dense_parameters:,}", f"{item.parameters:,}"), *rows]
-        done.append(f"{item.parameters / item.dense_parameters:.1%} of the word embedding")
+        whole = plan.whole_table(item)
+        rows = [("word embedding", f"{whole:,}", f"{item.parameters:,}"), *rows]
+        done.append(f"{item.parameters / whole:.1%} of the word embedding")
     if plan.attention:
         kinds = sorted({entry.layout.mechanism for entry in plan.attention})
         count = f"{len(plan.attention)} block{'s' * (len(plan.attention) > 1)}"
@@ -356,6 +369,9 @@ def _conversion(manifest: Manifest) -> str:
         done.append(f"{plan.depth.blocks} -> {plan.depth.kept} blocks, from 0: {plan.depth.which}")
     if plan.storage is not None:
         done.append(f"stored in {plan.storage}")
+    if (words := plan.vocabulary) is not None:
+        rows = [("vocabulary", f"{words.before:,}", f"{words.rows:,}"), *rows]
+        done.append(f"vocabulary {words.before:,} -> {words.rows:,} tokens, {words.origin}")
     table = "\n".join(f"| {name} | {before} | {after} |" for name, before, after in rows)
     verb = "Built" if manifest.source.init == "random" else "Converted"
     return f"""{verb} by [tcompress]({REPOSITORY}) \
@@ -372,6 +388,8 @@ def _start(manifest: Manifest) -> str:
     """What the weights were before any training, and what the rewritten layers lost."""
     if manifest.source.init == "random":
         return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
+    if manifest.plan.cuts_vocabulary_only:
+        return f"{SAME_OUTPUT} "
     facts = manifest.calibration
     data = f"Calibration: {facts.name} ({facts.samples} samples). "
     if not manifest.plan.entries:
@@ -390,6 +408,8 @@ def _trained(manifest: Manifest) -> str:
         return "\n".join(map(_sentence, manifest.training))
     if manifest.source.init == "random":
         return "Not trained: train before use."
+    if manifest.plan.cuts_vocabulary_only:
+        return "Other texts are written in shorter pieces."
     if manifest.plan.only_rounded:
         return "Rounded to nearest, and not healed: compare it with the dense model before use."
     return "Not healed: fine-tune before use."

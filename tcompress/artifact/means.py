@@ -36,6 +36,9 @@ class Mean(Metric):
             difference = Difference(
                 baseline=baselines.pop(),
                 baseline_value=fmean(item.baseline_value for item in against),
+                baseline_interval=_mean_interval(
+                    [(item.baseline_value, item.baseline_interval) for item in against]
+                ),
                 value=fmean(item.value for item in against),
                 interval=_mean_interval([(item.value, item.interval) for item in against]),
             )

@@ -28,13 +28,13 @@ def round_again(folder: Path, source: WeightStore, storage: Storage) -> dict[str
     Gives what was rounded, by name. Memory holds one tensor.
     """
     store = WeightStore.open(folder)
-    found = _alike({key: source.rounding(key) for key in source.keys()}, store)  # noqa: SIM118
-    if not found:
+    roundings = _alike({key: source.rounding(key) for key in source.keys()}, store)  # noqa: SIM118
+    if not roundings:
         return {}
     shards = []
     for file in store.files:
         keys = sorted(key for key in store.keys() if store.file_of(key) == file)  # noqa: SIM118
-        tensors = [Stored(k, store.shape(k), store.dtype(k), found.get(k)) for k in keys]
+        tensors = [Stored(k, store.shape(k), store.dtype(k), roundings.get(k)) for k in keys]
         shards.append(Shard(file, tuple(sorted(tensors, key=lambda item: -item.itemsize))))
     for shard in shards:
         write_shard(folder, shard, lambda item: store.tensor(item.key), lambda _: None)
@@ -46,16 +46,16 @@ def round_again(folder: Path, source: WeightStore, storage: Storage) -> dict[str
     section = {**section, "format_version": 5, "storage": facts}
     config["quantization_config"] = {**section, "digest": section_digest(section)}
     write_text(path, json.dumps(config, indent=2) + "\n")
-    return found
+    return roundings
 
 
 def _alike(wanted: Mapping[str, Rounding | None], store: WeightStore) -> dict[str, Rounding]:
     """Find the rounding of every stored tensor, by its name with or without a prefix."""
     known = {key: rounding for key, rounding in wanted.items() if rounding is not None}
-    found = {}
+    roundings = {}
     for key in store.keys():  # noqa: SIM118 - no mapping
         ends = (k for k in known if key.endswith(f".{k}") or k.endswith(f".{key}"))
         match = key if key in known else None if key in wanted else next(ends, None)
         if match is not None:
-            found[key] = known[match]
-    return found
+            roundings[key] = known[match]
+    return roundings

@@ -84,14 +84,16 @@ def show_plan(job: Job) -> None:
     from tcompress.conversion.estimate import estimate
     from tcompress.planning.planner import make_plan
     from tcompress.reporting.console import render_plan
+    from tcompress.vocabulary.choice import with_vocabulary
 
+    dense, source = source, with_vocabulary(source, job.convert)
     plan = make_plan(job.convert, source)
     costs = estimate(plan, source, job.convert)
     if job.manner.as_json:
         facts = {"plan": plan.model_dump(mode="json"), "estimate": costs.model_dump(mode="json")}
         terminal.print_json({"dry_run": True, "output": str(job.output.absolute()), **facts})
         return
-    terminal.results().print(render_plan(plan, costs, source.store.total_bytes))
+    terminal.results().print(render_plan(plan, costs, dense.store.total_bytes))
     _tell_unread(job, plan)
     if job.convert.init == "random":
         terminal.tell(
@@ -120,12 +122,13 @@ def perform(job: Job) -> None:
 def _tell_unread(job: Job, plan: Plan) -> None:
     """Says that data was given for nothing, where nothing is fitted to it."""
     source = job.convert.calibration.source
-    if source not in (("builtin",), ("none",)) and not plan.reads_data:
+    if job.convert.calibration.files and not (plan.reads_data or plan.vocabulary):
         terminal.tell(f"Nothing is fitted, so {listed(source)} is not read.")
 
 
 def _show_result(done: Converted, job: Job) -> None:
     """Prints what a conversion made of the model, and what to do next."""
+    from tcompress.artifact.manifest import SAME_OUTPUT
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import report_of
 
@@ -144,6 +147,9 @@ def _show_result(done: Converted, job: Job) -> None:
     if done.manifest.source.init == "random":
         terminal.tell("Not trained yet: all weights are as they were drawn at random.")
         terminal.tell(f"Next: `{following} --task ... --data ...`")
+        return
+    if done.manifest.plan.cuts_vocabulary_only:
+        terminal.tell(SAME_OUTPUT)
         return
     if done.manifest.plan.only_rounded:
         terminal.tell("Rounded, not healed: measure what that costs, and heal it where it costs.")

@@ -10,7 +10,7 @@ import typer
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import InputError
-from tcompress.options.commands import Hub, Manner, Measured
+from tcompress.options.commands import Hub, Manner, Measured, Tables
 from tcompress.options.steps import FEW, Evaluate
 
 if TYPE_CHECKING:
@@ -23,19 +23,22 @@ EXAMPLES = (
     "tcompress evaluate minilm ./small --task sts --data validation.parquet",
     "tcompress evaluate minilm ./small --task sts --data stsb.csv --data sick.csv",
     "tcompress evaluate ./small --baseline gpt2 --task perplexity --data a.txt",
+    "tcompress evaluate minilm ./small --task sts --data a.csv --latex table.tex",
     "tcompress evaluate ./tuned --task classification --data nyu-mll/glue:sst2",
 )
 
 
-def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None:
+def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress evaluate` says."""
     with first_look() as look:
         look.models(call.baseline, *call.models)
         look.data(wanted.data)
+        look.tables(tables)
     reach(call.baseline, *call.models, token=hub.token)
     from tcompress.artifact.means import main_of
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document
+    from tcompress.reporting.tables import metrics_sheet, metrics_table, write_tables
 
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
     if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:
@@ -59,14 +62,17 @@ def evaluate(call: Measured, wanted: Evaluate, hub: Hub, manner: Manner) -> None
     several = len(wanted.data) > 1
     mains = [(item.name, main_of(item.metrics, several=several)) for item in scores]
     missed = {name: main.label for name, main in mains if bound and main and bound.missed(main)}
+    numbers = [(item.name, [*item.metrics, *item.means]) for item in scores]
+    files = write_tables(tables, metrics_sheet(numbers), metrics_table(numbers))
     if manner.as_json:
         threshold = str(bound) if bound else None
         found = {"threshold": threshold, "missed": list(missed)}
-        terminal.print_json({**document(scores), **found})
+        terminal.print_json({**document(scores), **found, **files})
     else:
         terminal.tell(_headline(scores, wanted))
         terminal.results().print(score_table(scores))
         _tell_few(scores)
+        terminal.tell_written(files.values())
     for name, label in missed.items():
         terminal.say(f"{name}: misses the threshold {bound} on `{label}`")
     if missed:

@@ -93,10 +93,10 @@ def _to_onnx(
 
 def _tell_file(item: Any) -> None:
     """Prints what was measured of one file."""
-    size = " x ".join(str(item.protocol[n]) for n in ("batch", "length") if n in item.protocol)
     tell(
-        f"{item.file}: {item.bytes / 1e6:.1f} MB; {item.ratio:.2f} x as fast as PyTorch at {size}; "
-        f"cosine of outputs {item.agreement:.4f}, largest difference {item.difference:.2g}"
+        f"{item.file}: {item.bytes / 1e6:.1f} MB; {item.ratio:.2f} x as fast as PyTorch at "
+        f"{item.size}; cosine of outputs {item.agreement:.4f}, "
+        f"largest difference {item.difference:.2g}"
     )
     if item.left:
         shown = ", ".join(f"`{name}`" for name in item.left[:3])

@@ -37,6 +37,7 @@ _MEASURED_AS = {"": "...", "regression": "...", "causal-lm": "perplexity"}
 _START_KEPT = (
     "No step did better than the start: give more steps (`--steps`), or a lower rate (`--lr`)."
 )
+_NO_STEP = "There was no time for a step: give more minutes (`--minutes`)."
 _MOST_POINTS = 12  # of the course of training
 
 GRACE = 20.0
@@ -52,6 +53,7 @@ def finetune(
     manner: Manner,
 ) -> None:
     """Does what `tcompress finetune` says."""
+    begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
     with _one_voice():
@@ -65,6 +67,7 @@ def finetune(
     with _one_voice(), terminal.resumable(what, quiet=quiet, output=folder) as heard:
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         heard["say"] = terminal.say  # what the user should know is no progress
+        heard["begun"] = begun
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
     if _is_main_process():
         _show_result(done, as_json=manner.as_json)
@@ -191,7 +194,9 @@ def _show_result(done: Finetuned, *, as_json: bool) -> None:
     part = f"weights {100 * facts.share:.0f} % of the way to"
     way = part if 0 < facts.share < 1 else "the weights of"
     terminal.tell(f"Wrote `{name}`, with {way} step {step:,}.")
-    if facts.keeps_start:
+    if not facts.steps:
+        terminal.tell(_NO_STEP)
+    elif facts.keeps_start:
         terminal.tell(_START_KEPT)
     measured = _MEASURED_AS.get(facts.task or "", facts.task)
     terminal.tell(f"Next: `tcompress evaluate {terminal.typed(name)} --task {measured} --data ...`")

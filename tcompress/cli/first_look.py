@@ -5,16 +5,17 @@ Nothing is said here: each check is the one that the work itself makes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
-from tcompress.errors import Problems
-from tcompress.files import check_page
+from tcompress.errors import InputError, Problems
+from tcompress.files import check_drawings, check_latex, check_page, check_sheet
 from tcompress.models.adapters import Adapter, check_adapter
 from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
+from tcompress.options.commands import Tables
 from tcompress.options.schema import Recipe, converted_beside, data_of
 from tcompress.options.steps import Finetune
 
@@ -69,6 +70,21 @@ class Look:
         if path is not None:
             self.check(check_page, Path(path).expanduser())
 
+    def tables(self, tables: Tables, html: str | None = None, figures: str | None = None) -> None:
+        """Refuses files of tables, a page and drawings that cannot be written, or are one file."""
+        self.page(html)
+        given = {"--html": html, "--csv": tables.csv, "--latex": tables.latex, "--figures": figures}
+        checks = {"--csv": check_sheet, "--latex": check_latex, "--figures": check_drawings}
+        names: dict[Path, list[str]] = {}
+        for flag, path in given.items():
+            if path is not None:
+                target = Path(path).expanduser()
+                names.setdefault(target.absolute(), []).append(flag)
+                if flag in checks:
+                    self.check(checks[flag], target)
+        for target, flags in names.items():
+            self.check(_refuse_one_file, target, flags)
+
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""
         made = {output, output if recipe.finetune is None else converted_beside(output)}
@@ -93,6 +109,12 @@ class Look:
         """Refuses a teacher that is no folder of a model."""
         if training is not None and training.teacher not in ("source", "none"):
             self.models(training.teacher)
+
+
+def _refuse_one_file(path: Path, flags: Sequence[str]) -> None:
+    if len(flags) > 1:
+        named = " and ".join(f"`{flag}`" for flag in flags)
+        raise InputError(f"{named} name one file, `{path}`", "give each a name of its own")
 
 
 def reach(

@@ -52,6 +52,8 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
         tell(f"attention: {found.attention}")
     if found.storage:
         tell(f"stored in {found.storage}")
+    if found.vocabulary:
+        tell(f"vocabulary: {found.vocabulary}")
     for warning in found.warnings:
         tell(f"warning: {warning}", style="yellow")
     results().print(_layer_table(found, each=call.layers))

@@ -34,6 +34,7 @@ _COMPLETION = "_TCOMPRESS_COMPLETE"
 """Environment variable by which shells ask what may be typed."""
 
 _COMMANDS = {
+    "compress": "Reach a size or a speed in one command: convert, heal, export and measure.",
     "convert": "Turn a model into a smaller one that `from_pretrained` loads: pretrained, or from "
     "scratch.",
     "finetune": "Heal a converted model by imitating the dense one, or teach a model a task.",
@@ -41,7 +42,7 @@ _COMMANDS = {
     "report": "Show parameters, bytes, errors, quality and speed, side by side.",
     "evaluate": "Measure models on the same examples, with intervals and paired differences.",
     "bench": "Time passes and generation beside the dense model's, and record it.",
-    "export": "Write a converted model in another format.",
+    "export": "Write a model in another format: ONNX files, or dense weights.",
     "run": "Do what a recipe says: convert, fine-tune, evaluate, bench, report; or a sweep.",
     "sweep": "Compare methods and sizes: convert, heal, measure and time each, in one table.",
     "methods": "List the methods and their options.",

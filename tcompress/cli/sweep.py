@@ -11,7 +11,7 @@ from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
-from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Written
+from tcompress.options.commands import Access, Manner, OneModel, Planned, Swept, Tables, Written
 from tcompress.options.convert_options import Convert
 from tcompress.options.read import Given
 from tcompress.options.schema import Recipe, Sweep, default_methods
@@ -48,6 +48,7 @@ def sweep(
     measured: Measured,
     said: OfAll,
     written: Written,
+    tables: Tables,
     planned: Planned,
     access: Access,
     manner: Manner,
@@ -60,13 +61,14 @@ def sweep(
     with first_look() as look:
         if not planned.dry_run:
             look.sweep(recipe, folder.expanduser(), force=written.force)
+            look.tables(tables)
         adapter = recipe.convert.adapter
         look.models(one.model, revision=access.revision, adapter=adapter)
     source = terminal.open_source(one.model, access, manner, adapter=adapter)
     if planned.dry_run:
         show_cells(recipe, source, folder, manner)
     else:
-        perform_sweep(recipe, source, folder, manner, access, written.force)
+        perform_sweep(recipe, source, folder, manner, access, written.force, tables)
 
 
 def recipe_of(
@@ -139,17 +141,25 @@ def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner
 
 
 def perform_sweep(
-    recipe: Recipe, source: SourceModel, folder: Path, manner: Manner, access: Access, force: bool
+    recipe: Recipe,
+    source: SourceModel,
+    folder: Path,
+    manner: Manner,
+    access: Access,
+    force: bool,
+    tables: Tables | None = None,
 ) -> None:
     """Runs a sweep, prints its table, and ends with its exit code."""
     from tcompress.reporting.pareto import front_table
+    from tcompress.reporting.tables import front_printed, front_sheet, write_tables
     from tcompress.sweeps import sweep as run
 
     what = f"what was finished is kept in `{folder}`"
     with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
         done = run(recipe, source, folder, force=force, token=access.token, **heard)
+    files = write_tables(tables or Tables(), front_sheet(done.front), front_printed(done.front))
     if manner.as_json:
-        terminal.print_json(done.to_json())
+        terminal.print_json({**done.to_json(), **files})
     else:
         stopped = [(item.name, item.reason) for item in done.stopped]
         terminal.results().print(front_table(done.front, stopped))
@@ -158,5 +168,6 @@ def perform_sweep(
                 terminal.tell(f"Missed by `{cell.cell.name}`: {text}.")
         terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
         terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
+        terminal.tell_written(files.values())
     if done.failed or done.missed:
         raise typer.Exit(terminal.USAGE if done.failed else terminal.THRESHOLD)

@@ -83,6 +83,12 @@ def tell(text: str, style: str | None = None) -> None:
     results().print(text, soft_wrap=True, style=style)
 
 
+def tell_written(paths: Iterable[str]) -> None:
+    """Prints which files were written."""
+    for path in paths:
+        tell(f"Wrote `{path}`.")
+
+
 def say(text: str, *, quiet: bool = False) -> None:
     """Tells the user something that is not a result."""
     if not quiet:

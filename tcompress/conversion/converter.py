@@ -65,6 +65,7 @@ from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.roles import Layer
 from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.vocabulary.choice import with_vocabulary
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,7 @@ def convert(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
+    source = with_vocabulary(source, recipe, progress)
     plan = plan or make_plan(recipe, source)
     job = _Job(source, recipe, plan, progress or Silent(), data, statistics)
     identity = conversion_identity(source, recipe, plan, job.data, str(job.device))
@@ -154,7 +156,7 @@ def convert(
                 drawn=source.seed is not None,
                 rounded=job.plan.storage is not None,
             ),
-            source=source_facts(job.source, source, job.plan),
+            source=source_facts(job.source, source.whole or source, job.plan),
             recipe=recipe.model_dump(mode="json"),
             plan=with_unheld(with_links(job.plan, job.source), recipe, job.data),
             calibration=calibration_facts(job.data, job.comparison),

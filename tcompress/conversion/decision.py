@@ -176,7 +176,8 @@ class Decision:
             names = self._worth_trying(replace(problem, room=room), names)
             whole = [name for name in whole if name in names]
         self._try_alone(names, progress)
-        if self.recipe.chooses_table:
+        storage = self.plan.storage
+        if self.recipe.chooses_table and storage is not None and storage.embeddings is not None:
             problem = replace(problem, table=self._table(progress))
         answers: dict[str, Plan] = {}
         refused: list[PlanError] = []

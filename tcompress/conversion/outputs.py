@@ -329,7 +329,7 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
         forget_code(folder)
     if manifest.plan.longest is not None:
         shorten_texts(folder, manifest.plan.longest)
-    write_text(folder / CARD, model_card(manifest, source.folder))
+    write_text(folder / CARD, model_card(manifest, source.folder, source.model_class.__name__))
     config = config_text(source, manifest.plan, dtype)
     sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
     write_manifest(folder, manifest.model_copy(update=sealed))

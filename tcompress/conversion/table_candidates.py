@@ -34,7 +34,7 @@ from tcompress.structures.lowrank import LowRankSpec
 TABLE = "word embedding"
 """Name of the site in a budget."""
 
-BITS = (8, 4, 3)
+BITS = (8, 4)
 RANKS = (0.5, 0.25, 0.125)
 """Kept fractions of low rank, in four bits: wider factors lose as much as fewer bits do."""
 
@@ -82,13 +82,13 @@ def table_candidates(source: SourceModel, recipe: Convert) -> list[TableCandidat
     group = recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
     roundings = [Rounding.usual(bits, group) for bits in widths]
-    found = [TableCandidate(rounding) for rounding in (None, *roundings)]
+    candidates = [TableCandidate(rounding) for rounding in (None, *roundings)]
     for fraction in RANKS:
         options = Embeddings(method=LowRankSpec(), target=fraction)
         with suppress(PlanError):  # what computes more than a table does keeps its weight
             planned = plan_embeddings(options, source, roles_of(source))
-            found.append(TableCandidate(Rounding.usual(4, group), planned))
-    return found
+            candidates.append(TableCandidate(Rounding.usual(4, group), planned))
+    return candidates
 
 
 def table_site(

@@ -16,7 +16,7 @@ from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
-from tcompress.evaluation.task_base import Row, Runner, Task, signature
+from tcompress.evaluation.task_base import Row, Runner, Task
 from tcompress.models import SourceModel
 
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
@@ -46,8 +46,12 @@ class _PairTask(Task):
         self._one = torch.from_numpy(places_of(first, self._texts))
         self._two = torch.from_numpy(places_of(second, self._documents))
         self._rows = self.reader.encode(self._texts)
-        self.signature = signature(self._rows)
+        self.signature = self.reader.signature(self._rows)
         self.pairs = self.units
+
+    @property
+    def compares_texts(self) -> bool:
+        return self.reader.vocabulary is not None
 
     def work(self, model: PreTrainedModel) -> int:
         return self.pairs if self.has_head(model) else len(self._rows)

@@ -30,7 +30,7 @@ from tcompress.evaluation.statistics import (
     ratio,
     set_statistics,
 )
-from tcompress.evaluation.task_base import Runner, Task, checked, signature
+from tcompress.evaluation.task_base import Runner, Task, checked
 from tcompress.models import SourceModel
 
 Places = NDArray[np.int64]
@@ -108,8 +108,12 @@ class Classification(_ClassTask):
 
     def prepare(self) -> None:
         self._rows = self.reader.encode(*self.examples.texts)
-        self.signature = signature(self._rows)
+        self.signature = self.reader.signature(self._rows)
         self.facts["truncated"] = self.reader.truncated(self._rows, *self.examples.texts)
+
+    @property
+    def compares_texts(self) -> bool:
+        return self.reader.vocabulary is not None
 
     def logits(self, runner: Runner) -> Tensor:
         return runner.logits(self._rows, self.reader.pad)

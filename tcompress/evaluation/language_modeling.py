@@ -16,7 +16,8 @@ from tcompress.data.chats import ChatWriter
 from tcompress.data.examples import Needs
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import DIVERGENCE, Statistic, ratio
-from tcompress.evaluation.task_base import Row, Runner, Task, checked, signature
+from tcompress.evaluation.task_base import Row, Runner, Task, checked
+from tcompress.models.vocabulary import Vocabulary
 
 _PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}
 
@@ -31,24 +32,34 @@ class _Compared:
     baseline, with all others as one: never more than over the whole vocabulary.
     """
 
-    def __init__(self, units: int, reference: Any) -> None:
+    def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None = None) -> None:
         self.kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
         self._reference = reference
+        # Tokens count by their numbers in the dense model, where a conversion left some out.
+        self._ids = self._numbers = None
+        if vocabulary is not None:
+            self._ids = torch.tensor(vocabulary.ids)
+            self._numbers = torch.full((max(vocabulary.before, int(self._ids.max()) + 1),), -1)
+            self._numbers[self._ids] = torch.arange(len(self._ids))
         self._same, self._apart = np.zeros(units), np.zeros(units)
 
     def add(self, index: int, scores: Tensor) -> None:
         """Adds the logits of one unit.  # (places, vocabulary)."""
         own = scores.float().log_softmax(-1)
         best = own.topk(min(_LIKELIEST, own.shape[-1]))
-        self.kept[index] = best.indices.int().cpu(), best.values.cpu()
+        chosen = best.indices.cpu() if self._ids is None else self._ids[best.indices.cpu()]
+        self.kept[index] = chosen.int(), best.values.cpu()
         if self._reference is None or not len(own):
             return
-        tokens, wanted = (part.to(own.device) for part in self._reference[index])
-        found = own.gather(-1, tokens.long())
-        self._same[index] = int((best.indices[:, 0] == tokens[:, 0]).sum())
-        one, two = wanted.double(), found.double()
-        rest, other = (torch.log1p(-x.exp().sum(-1).clamp_max(1 - _TINY)) for x in (one, two))
-        apart = (one.exp() * (one - two)).sum(-1) + rest.exp() * (rest - other)
+        tokens, wanted = self._reference[index]
+        self._same[index] = int((chosen[:, 0] == tokens[:, 0]).sum())
+        places = tokens.long() if self._numbers is None else self._numbers[tokens.long()]
+        left = (places >= 0).to(own.device)  # tokens that the model has: others are in the rest
+        found = own.gather(-1, places.clamp_min(0).to(own.device))
+        one, two = wanted.to(own.device).double(), found.double()
+        sums = ((x.exp() * left).sum(-1).clamp_max(1 - _TINY) for x in (one, two))
+        rest, other = (torch.log1p(-total) for total in sums)
+        apart = (one.exp() * (one - two) * left).sum(-1) + rest.exp() * (rest - other)
         self._apart[index] = float(apart.sum())
 
     def statistics(self, counts: Any) -> list[Statistic]:
@@ -93,7 +104,7 @@ class Perplexity(Task):
             raise DataError(f"the texts of `{examples.name}` have no tokens to predict", hint)
         self._lengths = np.array([len(row["input_ids"]) - self._context for row in self._rows])
         self._bytes = sum(len(text.encode()) for text in texts)
-        self.signature = signature(self._rows)
+        self.signature = self.reader.signature(self._rows)
         start = "its own start token" if self._start else "the last token of the one before"
         self.facts = {
             "packing": f"texts {_PACKING.get(self._pack, 'each on its own')}, cut into windows of "
@@ -123,7 +134,7 @@ class Perplexity(Task):
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         losses = np.empty(self.units)
-        compared = _Compared(self.units, self.reference)
+        compared = _Compared(self.units, self.reference, self.reader.vocabulary)
         config = runner.model.config
         options: Any = {"use_cache": False} if hasattr(config, "use_cache") else {}
         for chosen, batch in runner.batches(self._rows, self.reader.pad):
@@ -214,7 +225,7 @@ class MaskedLM(Task):
             )
         texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
-        self.signature = signature(rows)
+        self.signature = self.reader.signature(rows)
         self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.wanted.seed)
         self._truth = [row["input_ids"][at] for row, at in zip(rows, self._hidden, strict=True)]
         self._counts = np.array([len(at) for at in self._hidden])
@@ -233,7 +244,7 @@ class MaskedLM(Task):
 
     def run(self, runner: Runner) -> Sequence[Statistic]:
         hits, losses = np.zeros(self.units), np.zeros(self.units)
-        compared = _Compared(self.units, self.reference)
+        compared = _Compared(self.units, self.reference, self.reader.vocabulary)
         for chosen, batch in runner.batches(self._rows, self.reader.pad):
             logits = runner.model(**batch).logits
             for index, scores in zip(chosen, logits, strict=True):

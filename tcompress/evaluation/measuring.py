@@ -109,7 +109,8 @@ class _Measurement:
     ) -> SetScores:
         """Measures a model on one set."""
         wanted, stage = self.wanted, Path(name).name
-        if baseline is not None and baseline.signature == task.signature:
+        same = baseline is not None and baseline.signature == task.signature
+        if baseline is not None and (same or task.compares_texts):
             task.reference = baseline.predictions
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
@@ -130,7 +131,7 @@ class _Measurement:
             protocol["runtime"] = runtime
         metrics = metrics_of(statistics, own, baseline, protocol)
         notes = list(task.notes)
-        if baseline is not None and own.signature != baseline.signature:
+        if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         # A folder in the hub's cache is not the user's to change.
         # The numbers of a manifest are those of its weights in PyTorch.

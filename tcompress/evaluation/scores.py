@@ -93,6 +93,7 @@ def metrics_of(
             difference = Difference(
                 baseline=baseline.name,
                 baseline_value=baseline.values[index],
+                baseline_interval=interval(two),
                 value=own.values[index] - baseline.values[index],
                 interval=interval(one - two) if paired else None,
             )

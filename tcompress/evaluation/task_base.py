@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tcompress.artifact.manifest import read_manifest
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import collate, inputs_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
@@ -89,6 +91,8 @@ class TextReader:
                 )
             self.encoder = sentences.reader(source, inputs, max_length)
         self.tokenizer = self.encoder.tokenizer
+        manifest = read_manifest(source.folder)
+        self.vocabulary = None if manifest is None else manifest.plan.vocabulary
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Row]:
@@ -102,6 +106,19 @@ class TextReader:
         # A decoder's inputs are left to the model, which knows how its head reads them.
         return [{name: row[name] for name in _READ if name in row} or empty for row in rows]
 
+    @cached_property
+    def dense_ids(self) -> Tensor | None:
+        """Numbers in the dense model of the tokens, where a conversion left some out."""
+        return None if self.vocabulary is None else torch.tensor(self.vocabulary.ids)
+
+    def signature(self, rows: Sequence[Row]) -> str:
+        """Gives a hash of all tokens, by which models with the same tokens know each other."""
+        digest, numbers = hashlib.sha256(), self.dense_ids
+        for row in rows:
+            ids = row["input_ids"] if numbers is None else numbers[row["input_ids"]]
+            digest.update(ids.numpy().tobytes() + b"|")
+        return digest.hexdigest()
+
     def truncated(
         self, rows: Sequence[Row], texts: Sequence[str], pairs: Sequence[str] | None = None
     ) -> int:
@@ -112,14 +129,6 @@ class TextReader:
         second = None if pairs is None else [pairs[index] for index in full]
         whole = self.tokenizer([texts[index] for index in full], second, verbose=False)
         return sum(len(ids) > self.limit for ids in whole["input_ids"])
-
-
-def signature(rows: Sequence[Row]) -> str:
-    """Gives a hash of all tokens, by which models with the same tokens know each other."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(row["input_ids"].numpy().tobytes() + b"|")
-    return digest.hexdigest()
 
 
 @contextmanager
@@ -194,6 +203,11 @@ class Task(ABC):
                 f"{_HEADS[cls.head]}; the task `{cls.name}` needs one",
                 "train one first, or choose another task",
             )
+
+    @property
+    def compares_texts(self) -> bool:
+        """Whether answers are about whole texts, which a smaller vocabulary may write otherwise."""
+        return False
 
     @property
     def units(self) -> int:

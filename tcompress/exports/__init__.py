@@ -1,6 +1,7 @@
 """Other forms of a finished model: dense weights again (`dense`), ONNX files (`onnx_folder`).
 
-`onnx_graph` says which parts of a model become a file, with which inputs and outputs, and exports
-them; `onnx_quantize` makes smaller ones of a file; `onnx_proof` runs each beside PyTorch. Open
-`onnx_folder.py` first.
+`onnx_parts` says which parts of a model become a file, with which inputs and outputs; `onnx_graph`
+writes one, `onnx_quantize` makes smaller ones of it, after `onnx_smooth`; `onnx_proof` runs each
+beside PyTorch. `runtime_files` finds or makes what other commands measure. Open `onnx_folder.py`
+first.
 """

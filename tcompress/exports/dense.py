@@ -21,7 +21,7 @@ from tcompress.files import write_text
 from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.card import head_of, render_head
+from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import (
     CARD,
     WEIGHTS,
@@ -260,4 +260,7 @@ compressed one computes within rounding, and needs nothing but \
     title = f"Dense form of {origin}, compressed{method}"
     head = head_of(artifact.folder)
     head["tags"] = [tag for tag in head.get("tags", ()) if tag != "compressed"]  # no more
-    return card(title, body, render_head(head, ["tcompress"], base_model=base), plain=plain)
+    written = render_head(head, ["tcompress"], base_model=base)
+    architecture = next(iter(artifact.config.get("architectures") or ()), None)
+    code = loading_code(artifact.folder, architecture, plain=plain)
+    return card(title, body, written, code)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import tcompress
 from tcompress.artifact.checksums import seal
@@ -28,10 +29,11 @@ from tcompress.artifact.workplace import Workplace, check_apart, check_output, i
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, read_settings
 from tcompress.exports.dense import export_dense
-from tcompress.exports.onnx_graph import LARGEST_FILE, write_graph
-from tcompress.exports.onnx_parts import Part, parts_of
+from tcompress.exports.onnx_graph import LARGEST_FILE, expressible, write_graph
+from tcompress.exports.onnx_parts import parts_of
 from tcompress.exports.onnx_proof import Proof, runtime_versions, samples_of
-from tcompress.exports.onnx_quantize import quantize_int4, quantize_int8
+from tcompress.exports.onnx_quantize import Graph, quantize_int4, quantize_int8
+from tcompress.exports.onnx_smooth import activations_of, smooth
 from tcompress.files import write_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
@@ -134,8 +136,14 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None) -> None:
     """
     shutil.rmtree(folder)
     if whole is not None:
-        skipped = shutil.ignore_patterns(FOLDER, _CONFIG, "*.tmp")
-        shutil.copytree(whole, folder, ignore=skipped, copy_function=_linked, symlinks=True)
+        top = os.fspath(whole)
+        shutil.copytree(
+            whole,
+            folder,
+            ignore=lambda inside, _: {FOLDER, _CONFIG} if os.fspath(inside) == top else set(),
+            copy_function=_linked,
+            symlinks=True,
+        )
         return
     folder.mkdir()
     indices = (path.name for path in source.folder.glob("*.index.json"))
@@ -167,44 +175,64 @@ def _write_files(
         source = open_checked(str(dense))
     encoder, notes = _encoder(source, settings)
     (place.model / FOLDER).mkdir()
-    batches = samples_of(source)
     files: list[ExportedFile] = []
-    with torch.random.fork_rng(devices=[]):
-        parts = parts_of(source, opened(source), encoder)
-    progress.stage("exporting", len(parts) * len(settings.bits_of_files), "files")
-    for part in parts:
-        proof = Proof.of(part.eval(), batches)
-        files += _write_part(part, proof, place.model, settings, progress)
+    proofs = proofs_of(source, encoder, samples_of(source))
+    progress.stage("exporting", len(proofs) * len(settings.bits_of_files), "files")
+    for proof in proofs:
+        files += _write_part(proof, place.model, settings, progress)
     return tuple(files), notes
 
 
-def opened(source: SourceModel) -> Any:
-    """Load a model with the ways of attention and experts that are plain products."""
+def proofs_of(
+    source: SourceModel,
+    encoder: SentenceEncoder | None = None,
+    batches: Sequence[dict[str, Tensor]] = (),
+) -> list[Proof]:
+    """Load a model, and run the parts of it that become files; an `InputError` names its class.
+
+    Attention and experts are computed in the way that is plain products.
+    """
     ways: dict[str, Any] = {"attn_implementation": "eager"}
     if source.model_class._can_set_experts_implementation():
         ways["experts_implementation"] = "batched_mm"
-    return load_model(source, dtype=torch.float32, **ways)
+    model = load_model(source, dtype=torch.float32, **ways)
+    with expressible(model):
+        return [Proof.of(part.eval(), batches) for part in parts_of(source, model, encoder)]
 
 
 def _write_part(
-    part: Part, proof: Proof, folder: Path, settings: OnnxFiles, progress: Progress
+    proof: Proof, folder: Path, settings: OnnxFiles, progress: Progress
 ) -> list[ExportedFile]:
-    path = folder / FOLDER / f"{part.file}.onnx"
-    write_graph(part, path)
+    name = proof.part.file
+    path = folder / FOLDER / f"{name}.onnx"
+    write_graph(proof.part, path)
     external = _bytes_of(path) > LARGEST_FILE
     found = []
     for bits in settings.bits_of_files:
-        file = path.with_name(f"{part.file}{SUFFIXES[bits]}.onnx")
+        file = path.with_name(f"{name}{SUFFIXES[bits]}.onnx")
         left: tuple[str, ...] = ()
         if bits == 8:
-            table_bits = settings.embedding_bits
-            left = quantize_int8(path, file, table_bits=table_bits, external=external)
+            left = quantize_int8(
+                path,
+                file,
+                table_bits=settings.embedding_bits,
+                external=external,
+                prepare=_smoothed(path, proof, external),
+            )
         elif bits == 4:
             left = quantize_int4(path, file, external=external)
-        name, nbytes = f"{FOLDER}/{file.name}", _bytes_of(file)
-        found.append(proof.facts(OnnxModel.open(file), name, bits, nbytes, left))
+        shown, nbytes = f"{FOLDER}/{file.name}", _bytes_of(file)
+        found.append(proof.facts(OnnxModel.open(file), shown, bits, nbytes, left))
         progress.advance(1, file.name)
     return found
+
+
+def _smoothed(path: Path, proof: Proof, external: bool) -> Callable[[Graph], object]:
+    """Give what makes channels more alike, on samples, in files that memory holds twice."""
+    if external:
+        return lambda graph: None
+    activations = activations_of(path, [inputs for inputs, _ in proof.samples])
+    return lambda graph: smooth(graph, activations)
 
 
 def _bytes_of(path: Path) -> int:
@@ -272,7 +300,6 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
         for item in files
     ]
     protocol = files[0].protocol
-    sizes = [str(protocol[name]) for name in ("batch", "length") if name in protocol]
     table = "\n".join(
         [
             _HEADING,
@@ -281,7 +308,7 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Speed is that of ONNX Runtime over PyTorch in float32, for {' x '.join(sizes)} on "
+            f"Speed is that of ONNX Runtime over PyTorch in float32, for {files[0].size} on "
             f"{protocol['threads']} threads of {protocol['device_name']} "
             f"({protocol['instructions']}); agreement is the mean cosine of outputs.",
             "",

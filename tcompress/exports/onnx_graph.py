@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,40 +34,47 @@ def write_graph(part: Part, path: Path) -> None:
         InputError: The exporter cannot express what the model computes.
     """
     inputs = part.sample(TRACED)
-    with _quiet():
-        try:
-            program = torch.onnx.export(
-                part,
-                (),
-                kwargs={"inputs": inputs},  # a mapping at the end of `args` would be keywords
-                input_names=list(inputs),
-                output_names=list(part.outputs),
-                dynamic_shapes={"inputs": {name: part.axes(name) for name in inputs}},
-                opset_version=OPSET,
-                dynamo=True,
-                verbose=False,
-            )
-        except (TCompressError, MemoryError):
-            raise
-        except Exception as error:  # the exporter raises errors of many unrelated classes
-            raise _unexportable(part, error) from error
+    with _quiet(), expressible(part.model):
+        program = torch.onnx.export(
+            part,
+            (),
+            kwargs={"inputs": inputs},  # a mapping at the end of `args` would be keywords
+            input_names=list(inputs),
+            output_names=list(part.outputs),
+            dynamic_shapes={"inputs": {name: part.axes(name) for name in inputs}},
+            opset_version=OPSET,
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     _tidy(program.model)
     _share_tables(program.model)
     weights = (value.const_value for value in program.model.graph.initializers.values())
     nbytes = sum(weight.nbytes for weight in weights if weight is not None)
-    program.save(path, external_data=nbytes > LARGEST_FILE)
+    if nbytes <= LARGEST_FILE:
+        program.save(path, external_data=False)
+    else:
+        import onnx_ir
+
+        onnx_ir.save(program.model, path, external_data=f"{path.name}_data")
 
 
-def _unexportable(part: Part, error: BaseException) -> InputError:
-    cause = error
-    while cause.__cause__ is not None:  # the exporter wraps what was wrong in its own advice
-        cause = cause.__cause__
-    kind = type(part.model).__name__
-    return InputError(
-        f"PyTorch cannot export a `{kind}` to ONNX ({type(cause).__name__}: {first_line(cause)})",
-        "run it with PyTorch",
-    )
+@contextmanager
+def expressible(model: Any) -> Iterator[None]:
+    """Turn whatever a model or the exporter raises into an error that names the model's class."""
+    try:
+        yield
+    except (TCompressError, MemoryError, OSError):
+        raise
+    except Exception as error:  # of many unrelated classes
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the exporter wraps what was wrong in its own advice
+            cause = cause.__cause__
+        raise InputError(
+            f"PyTorch cannot export a `{type(model).__name__}` to ONNX ({type(cause).__name__}: "
+            f"{first_line(cause)})",
+            "run it with PyTorch",
+        ) from error
 
 
 _SCOPES = "pkg.torch.onnx.name_scopes"
@@ -159,7 +167,8 @@ def _quiet() -> Iterator[None]:
     """Keep what the exporter says of its own parts away from the user."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
+    # Some versions print how often they have applied their rules.
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         for logger in loggers:
             logger.setLevel(logging.ERROR)

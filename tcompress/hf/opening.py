@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from tcompress.errors import (
 )
 from tcompress.models import KeyMap, SourceModel, WeightStore, read_parameter
 from tcompress.models.model import draw_model
+from tcompress.models.vocabulary import row_axes, select_rows
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import StructuredLinear
@@ -111,6 +113,8 @@ def load_model(
     if source.seed is not None:
         model = draw_model(kind, source.config, source.seed)
         return model.to(device=device, dtype=dtype or torch.float32)
+    if source.whole is not None and source.vocabulary is not None:
+        return _with_rows(load_model(source.whole, head, dtype=dtype, **options), source).to(device)
     options |= {"dtype": dtype or "auto", "trust_remote_code": source.trust_remote_code}
     try:
         model = kind.from_pretrained(source.folder, **options)
@@ -122,6 +126,22 @@ def load_model(
             hint="`tcompress report` on the folder says what is damaged, if it was converted",
         ) from error
     return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def _with_rows(whole: PreTrainedModel, source: SourceModel) -> PreTrainedModel:
+    """Copy a model, with the tokens that a source leaves it."""
+    assert source.vocabulary is not None
+    kind: Any = type(whole)
+    cut: PreTrainedModel = kind._from_config(deepcopy(source.config), dtype=whole.dtype)
+    own = source.vocabulary
+    axes = row_axes(whole, cut, own.before, own.rows)
+    rows = [index for index in own.ids if index < own.before]
+    state = {
+        name: select_rows(tensor, axes[name], rows) if name in axes else tensor
+        for name, tensor in whole.state_dict().items()
+    }
+    cut.load_state_dict(state)
+    return cut.eval()
 
 
 _HINT = (

@@ -108,6 +108,17 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_serializable(self) -> bool:
         return True
 
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuses to leave packed tensors on the disk: modules would read them as they are."""
+        places = device_map.values() if isinstance(device_map, Mapping) else ()
+        if "disk" in places and hasattr(self.quantization_config, "storage"):
+            raise ArtifactError(
+                "tensors in fewer bits are unpacked when they are loaded, and cannot stay on the "
+                "disk, where `device_map` puts some",
+                "give more memory or other devices, or load a dense copy: "
+                "`tcompress export MODEL --to dense`",
+            )
+
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """Lets packed tensors through as they are, and has them unpacked when they are read."""
         shape = param.get_shape() if hasattr(param, "get_shape") else param.shape

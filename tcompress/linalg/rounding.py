@@ -101,15 +101,50 @@ def dequantize(codes: Tensor, scales: Tensor, group: int | None = None) -> Tenso
     return codes.float() * factors
 
 
+def usual_scales(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
+    """Scales on which the largest number of each group lies half a code beyond the last one.
+
+    Of those that `quantize` looks at they are the best on average.  # (rows, groups).
+    """
+    largest = _grouped(weight, group).abs().amax(-1)
+    return (largest / (_codes(bits)[1] + 0.5 * (bits < 8))).bfloat16()
+
+
+def _grouped(weight: Tensor, group: int | None) -> Tensor:
+    """The numbers of a tensor, filled up with zeros.  # (rows, groups, group)."""
+    import torch
+
+    rows, columns = matrix_shape(weight.shape)
+    group = group or columns
+    matrix = weight.detach().reshape(rows, columns).float()
+    padded = torch.nn.functional.pad(matrix, (0, -columns % group))
+    return padded.reshape(rows, -1, group)
+
+
+def nearest(weight: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
+    """Round a tensor to grids of known scales, those of `quantize`; its shape and dtype stay."""
+    import torch
+
+    rows, columns = matrix_shape(weight.shape)
+    steps = scales.float().repeat_interleave(rounding.group or columns, 1)[:, :columns]
+    lowest, highest = _codes(rounding.bits)
+    matrix = weight.detach().reshape(rows, columns).float()
+    codes = (matrix / torch.where(steps == 0, torch.ones_like(steps), steps)).round_()
+    return codes.clamp_(lowest, highest).mul_(steps).to(weight.dtype).reshape(weight.shape)
+
+
+def _codes(bits: int) -> tuple[int, int]:
+    """The smallest and the largest code: with eight bits as many on both sides of zero."""
+    highest = 2 ** (bits - 1) - 1
+    return -highest - (bits < 8), highest
+
+
 def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     """Choose, for each group, the scale of least squared error.  # (rows, columns)."""
     import torch
 
-    rows, columns = matrix.shape
-    groups = _ceil(columns, group)
-    padded = torch.nn.functional.pad(matrix, (0, groups * group - columns))
-    grouped = padded.reshape(rows, groups, group)
-    largest, top = grouped.abs().amax(-1, keepdim=True), 2 ** (bits - 1) - 1
+    (rows, columns), grouped = matrix.shape, _grouped(matrix, group)
+    largest, (lowest, top) = grouped.abs().amax(-1, keepdim=True), _codes(bits)
     # With eight bits nothing is won by cutting the largest numbers off.
     levels = [top] if bits == 8 else [top + more for more in _STRETCH if more <= top]
     codes = scales = least = None
@@ -117,7 +152,7 @@ def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
         for sign in (1,) if bits == 8 else (1, -1):
             scale = (sign * largest / level).bfloat16().float()
             step = torch.where(scale == 0, torch.ones_like(scale), scale)
-            code = (grouped / step).round_().clamp_(-top - (bits < 8), top)
+            code = (grouped / step).round_().clamp_(lowest, top)
             error = (code * scale - grouped).square_().sum(-1, keepdim=True)
             if codes is None or scales is None or least is None:
                 codes, scales, least = code, scale, error
@@ -129,7 +164,7 @@ def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     assert codes is not None
     assert scales is not None
     whole = codes.reshape(rows, -1)[:, :columns].to(torch.int8)
-    return whole, scales.reshape(rows, groups).bfloat16()
+    return whole, scales.squeeze(-1).bfloat16()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:

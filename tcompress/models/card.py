@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tcompress.models.names import CARD
+from tcompress.models.names import CARD, encodes_sentences
 
 _MARK = "---"
 # In the order in which heads are written; tags come last.
@@ -29,6 +29,55 @@ def head_of(folder: Path) -> dict[str, Any]:
     if isinstance(head.get("tags"), str):
         head["tags"] = [head["tags"]]
     return head
+
+
+# Some classes are found under several names: the first one counts.
+_LOADERS = (
+    "AutoModel",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "AutoModelForQuestionAnswering",
+    "AutoModelForMultipleChoice",
+    "AutoModelForImageClassification",
+    "AutoModelForMaskedLM",
+    "AutoModelForCausalLM",
+    "AutoModelForSeq2SeqLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSpeechSeq2Seq",
+    "AutoModelForCTC",
+    "AutoModelForAudioClassification",
+    "AutoModelForTimeSeriesPrediction",
+    "AutoModelForPreTraining",
+    "AutoModelForTextEncoding",
+)
+
+
+def loading_code(folder: Path, architecture: str | None, *, plain: bool) -> str:
+    """Write the lines of Python that load a model of an architecture, as that in a folder."""
+    library, loader = "transformers", loader_of(architecture)
+    call = f'{loader}.from_pretrained("PATH")'
+    if encodes_sentences(folder):
+        library, loader = "sentence_transformers", "SentenceTransformer"
+        call = f'{loader}("PATH")'
+    first = "" if plain else "import tcompress\n"
+    return f"{first}from {library} import {loader}\n\nmodel = {call}"
+
+
+def loader_of(architecture: str | None) -> str:
+    """Name the class of Transformers that loads a model with its head, by its architecture."""
+    import transformers
+
+    for name in _LOADERS:
+        mapping = getattr(getattr(transformers, name, None), "_model_mapping", None)
+        if mapping is None:
+            continue
+        names: set[str] = set()
+        for kinds in mapping._model_mapping.values():
+            names.update((kinds,) if isinstance(kinds, str) else kinds)
+        names.update(kind.__name__ for kind in mapping._extra_content.values())
+        if architecture in names:
+            return name
+    return "AutoModel"
 
 
 def render_head(head: Mapping[str, Any], tags: Iterable[str], **facts: str | None) -> str:

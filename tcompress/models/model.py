@@ -50,6 +50,7 @@ from tcompress.models.names import (
     without_code,
 )
 from tcompress.models.store import Shard, TensorInfo, WeightStore
+from tcompress.models.vocabulary import Vocabulary
 
 
 def draw_model(kind: Any, config: Any, seed: int) -> PreTrainedModel:
@@ -134,6 +135,8 @@ class SourceModel:
     origin: Path | None = None  # the folder that was given, where `folder` is a copy to be read
     # Class that `architectures` names, of a sentence encoder that is run without its head.
     headed: type[PreTrainedModel] | None = None
+    vocabulary: Vocabulary | None = None  # of a model with fewer tokens, those that are left
+    whole: SourceModel | None = field(default=None, repr=False)  # the same with all its tokens
 
     @classmethod
     def open(
@@ -291,6 +294,11 @@ class SourceModel:
             if name.startswith(now) and name[len(now) : len(now) + 1] in ("", "."):
                 return before + name.removeprefix(now)
         return name
+
+    @property
+    def rows_gone(self) -> int:
+        """Parameters that the model had for tokens that are left out."""
+        return self.vocabulary.parameters if self.vocabulary else 0
 
     def meta_model(self) -> PreTrainedModel:
         """Build the model without weights, on the meta device; a new one at every call."""

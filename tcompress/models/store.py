@@ -287,6 +287,17 @@ class WeightStore:
         inside = {new: self.name_inside(old) for new, old in names.items()}
         return WeightStore(self.folder, self._shards, where, inside)
 
+    def viewed(self, view: Callable[[Shard, Mapping[str, str]], Shard]) -> WeightStore:
+        """Give the same tensors read in another way, by a view of each file; same fingerprint.
+
+        `view` takes a file and the names in it of its tensors, by their names here.
+        """
+        names: dict[str, dict[str, str]] = {file: {} for file in self._shards}
+        for key, file in self._where.items():
+            names[file][key] = self.name_inside(key)
+        shards = {file: view(shard, names[file]) for file, shard in self._shards.items()}
+        return WeightStore(self.folder, shards, self._where, self._inside)
+
     def name_inside(self, key: str) -> str:
         """Name of a tensor in its file; another one only in a renamed view."""
         return self._inside.get(key, key)

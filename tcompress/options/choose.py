@@ -27,9 +27,9 @@ NO_METHOD = "none"
 EMBEDDING_TARGET = 0.25
 """Kept fraction of the word embedding where none is given, nor one for the layers."""
 
-_EIGHT_BITS = (
-    "tcompress stores weights in 16 or 32 bits (`--dtype bfloat16`); fewer bits are for the engine "
-    "that runs the model, see docs/measurements.md#int8"
+_FEWER_BITS = (
+    "bits stand beside any method, or none: `--bits 8` or `--bits 4`, and `--embedding-bits` for "
+    "the word embedding, see docs/bits.md"
 )
 _LEAVE_OUT = (
     "`width` leaves out neurons and parts of heads, `--drop-layers N` whole blocks; single weights "
@@ -37,7 +37,7 @@ _LEAVE_OUT = (
 )
 _DISTIL = "convert with any method, then `tcompress finetune` imitates the dense model"
 _ELSEWHERE = {
-    **dict.fromkeys(("int8", "int4", "8bit", "4bit", "fp8", "quant", "gptq", "awq"), _EIGHT_BITS),
+    **dict.fromkeys(("int8", "int4", "8bit", "4bit", "fp8", "quant", "gptq", "awq"), _FEWER_BITS),
     **dict.fromkeys(("prun", "sparse", "sparsity"), _LEAVE_OUT),
     "distil": _DISTIL,
 }
@@ -83,7 +83,7 @@ def conversion(
         data["seed"] = data["calibration"].pop("seed")
     if not data["calibration"]:
         del data["calibration"]  # it has its defaults
-    alone = (*DEPTH, "embeddings", "bits", "embedding_bits")  # need no method
+    alone = (*DEPTH, "embeddings", "vocab", "bits", "embedding_bits")  # need no method
     cuts = scratch or any(data.get(name) is not None for name in alone)
     usual = _usual(data, said.get("method") or {}, scratch=scratch)
     data["method"] = _method(said, base.get("method") or {}, option, typed, usual, without=cuts)

@@ -128,8 +128,7 @@ class OnnxFiles(Section):
     embedding_bits: Literal[8, 4] = option(8, "bits of embeddings in the file with 8")
     sentence_embedding: bool | None = option(
         None,
-        "give embeddings, pooled and normalised in the graph, as a second output "
-        "`sentence_embedding`; default for sentence encoders",
+        "a second output, pooled and normalised in the graph; default for sentence encoders",
     )
     dense: bool = option(
         False, "multiply structured weights out, so that the files are as large as before"
@@ -155,6 +154,22 @@ class Reported(Section):
         "write a page too: one file with tables and charts that needs no network",
         panel=OUTPUT,
         metavar="FILE",
+    )
+    figures: str | None = option(
+        None, "write the page's pictures to this folder, as SVG", panel=OUTPUT, **FOLDER
+    )
+
+
+class Tables(Section):
+    """Tables for spreadsheets and papers."""
+
+    panel = OUTPUT
+
+    csv: str | None = option(
+        None, "write all numbers as CSV too, in full precision", metavar="FILE"
+    )
+    latex: str | None = option(
+        None, "write a table for LaTeX too, with intervals; it needs `booktabs`", metavar="FILE"
     )
 
 

@@ -194,6 +194,11 @@ class Calibration(Section):
         return self.source == ("none",)
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Data of the user's own, beside which the shipped one may stand."""
+        return () if self.source in (("none",), ("builtin",)) else self.source
+
+    @property
     def count(self) -> int:
         """Number of images, and the least number of texts."""
         return self.samples or FEWEST
@@ -355,6 +360,15 @@ class Convert(Section):
         "copies of the last block to put on top of it; numbered on from it; without "
         "`attention_layers` they are where `attention` stands",
         panel=BLOCKS,
+    )
+    vocab: Annotated[int, Field(gt=0, le=10**7)] | Literal["data"] | None = option(
+        None,
+        "tokens that stay; `data`: those that the data of `--calib` needs, all of which is "
+        "counted; a number: so many, the most frequent ones of the data, or without data of the "
+        "tokenizer's own ranks; special tokens always stay, and letters or bytes, so that any text "
+        "can be written",
+        panel=BLOCKS,
+        metavar="data|N",
     )
     target: float | None = option(
         None, "kept fraction of the rewritten layers' parameters", panel=GOAL, **FRACTION
@@ -520,6 +534,7 @@ class Convert(Section):
             self._depth_problems(),
             self._budget_problems(),
             self._plain_problems(),
+            self._vocab_problems(),
         )
         problems = list(chain.from_iterable(found))
         if problems:
@@ -566,8 +581,8 @@ class Convert(Section):
             yield "`attention_layers` needs `attention`, since it is about replacements"
         if self.method is None:
             scratch = self.init == "random"
-            done = self.changes_depth or self.embeddings or self.attention or self.rounds
-            if not (done or scratch):
+            others = (self.changes_depth, self.embeddings, self.attention, self.vocab, self.rounds)
+            if not (any(others) or scratch):
                 yield "there is nothing to do: give `method`, `attention`, `keep_layers` or `bits`"
             alone = (*BUDGETS, *WIDTHS, "residual_rank", "keep", "only", "layers")
             given = [f"`{name}`" for name in alone if getattr(self, name)]
@@ -631,6 +646,17 @@ class Convert(Section):
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
+    def _vocab_problems(self) -> Iterator[str]:
+        if self.vocab is None:
+            return
+        if self.init == "random":
+            yield (
+                "`vocab` leaves out tokens of a trained model: with `init: random` give "
+                "`vocab_size` in the configuration"
+            )
+        elif self.vocab == "data" and not self.calibration.files:
+            yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
+
     def _plain_problems(self) -> Iterator[str]:
         if not self.plain:
             return
@@ -690,6 +716,7 @@ class Convert(Section):
         words = [part.name for part in (self.attention, self.method) if part is not None]
         words += ["depth"] if self.changes_depth else []
         words += ["embeddings"] if self.embeddings else []
+        words += ["vocab"] if self.vocab else []
         words += self.bit_words
         return " + ".join(words) or "dense"
 

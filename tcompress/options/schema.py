@@ -195,6 +195,8 @@ def short_name(convert: Convert) -> str:
         ("append{}", convert.append_layers),
     ):
         words += [] if value is None else [pattern.format(value)]
+    if convert.vocab is not None:
+        words.append("vocab" if convert.vocab == "data" else f"vocab{convert.vocab}")
     if convert.embeddings is not None:
         share = convert.embeddings.target
         words.append("words" + ("" if share is None else f"{100 * share:g}"))

@@ -116,8 +116,8 @@ class Finetune(Section):
     epochs: float | None = option(None, "passes over the data; default 3 with a task", gt=0)
     minutes: float | None = option(
         None,
-        "duration, of which steps are planned as they are timed: as many as it allows, `steps` or "
-        "`epochs` at most",
+        "minutes for all of the work, of which steps are planned as they are timed: as many as "
+        "fit, `steps` or `epochs` at most",
         gt=0,
     )
     batch_size: int = option(64, "examples in a step, in each process", gt=0)
@@ -134,7 +134,8 @@ class Finetune(Section):
     )
     learning_rate: float | None = option(
         None,
-        "highest learning rate; default 1e-3 to heal and from random weights, 1e-4 with a task",
+        "highest learning rate; default at most 1e-3 to heal, less the closer the model is; 1e-3 "
+        "from random weights, 1e-4 with a task",
         "--lr",
         gt=0,
         le=10,

@@ -19,7 +19,7 @@ from tcompress.options import Convert, Embeddings
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
-from tcompress.planning.storage import Widths, planned_storage
+from tcompress.planning.storage import Widths
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -257,7 +257,8 @@ def _largest(
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
     whole, limit = size_of(empty, source, recipe), int(budget.limit)
     if whole <= limit:
-        text = f"`{budget}` asks for nothing: the dense model has {whole:,} {budget.unit}"
+        left = " with the tokens that stay" if source.vocabulary else ""
+        text = f"`{budget}` asks for nothing: the dense model{left} has {whole:,} {budget.unit}"
         raise PlanError(text, "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
@@ -351,7 +352,8 @@ def _smaller_ways(
         with suppress(PlanError):
             tables = plan_embeddings(options, source, roles_of(source))
             text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
-            rest = planned_storage(recipe.model_copy(update={"embeddings": options}))
-            yield from measured(text, embeddings=tables, storage=rest)
+            if recipe.chooses_table and own.embeddings is not None:
+                text = f"--embedding-bits {own.embeddings.bits} {text}"
+            yield from measured(text, embeddings=tables)
     if recipe.dtype is None:
         yield from measured("--dtype bfloat16", "bfloat16")

@@ -172,7 +172,7 @@ def with_depth(plan: Plan, depth: DepthPlan, source: SourceModel) -> Plan:
     """Completes the plan of a model that lost blocks, in which what was left is the dense one."""
     model = source.keymap.model
     blocks = [model.get_submodule(block.name) for block in roles_of(source).blocks]
-    total = sum(item.numel() for item in model.parameters())
+    total = sum(item.numel() for item in model.parameters()) + source.rows_gone
     gone = plan.dropped_parameters or total - plan.parameters
     return plan.model_copy(
         update={

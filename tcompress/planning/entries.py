@@ -11,6 +11,7 @@ from torch import Tensor
 from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
 from tcompress.linalg.rounding import Rounding, widths_text
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
@@ -301,6 +302,7 @@ class Coverage(Frozen):
     rewritten: int = 0  # weights that get a structure, as they are in the dense model
     replaced: int = 0  # projections that another attention has no use for
     dropped: int = 0  # blocks
+    vocabulary: int = 0  # rows of tokens that are left out
     embeddings: int = 0  # tables that stay as they are
     norms: int = 0  # and biases and other single vectors
     left: tuple[Dense, ...] = ()  # other weights that stay dense, the largest first
@@ -361,6 +363,7 @@ class Plan(Frozen):
     block_parameters: int = 0  # of all blocks, with biases and norms
     dropped_parameters: int = 0  # those of them in blocks that are dropped
     depth: DepthPlan | None = None  # which blocks stay, where some are dropped
+    vocabulary: Vocabulary | None = None  # which tokens stay, where some are left out
     budget: BudgetPlan | None = None  # what may be kept, where something limits it
     coverage: Coverage | None = None  # None in plans of older versions
     storage: Storage | None = None  # of what is rounded, where anything is
@@ -407,11 +410,21 @@ class Plan(Frozen):
             for entry in self.attention
         )
 
+    def whole_table(self, table: LayerPlan) -> int:
+        """Parameters of a table with all tokens of the dense model."""
+        before, rows = (self.vocabulary.before, self.vocabulary.rows) if self.vocabulary else (1, 1)
+        return table.dense_parameters * before // rows
+
     @property
     def saved(self) -> int:
         """Parameters that the whole model loses."""
         tables = sum(item.dense_parameters - item.parameters for item in self.embeddings)
-        return self.saved_in_blocks + tables
+        return self.saved_in_blocks + tables + self.saved_in_vocabulary
+
+    @property
+    def saved_in_vocabulary(self) -> int:
+        """Those of them that were rows of tokens that are left out."""
+        return self.vocabulary.parameters if self.vocabulary else 0
 
     @property
     def saved_in_blocks(self) -> int:
@@ -429,14 +442,21 @@ class Plan(Frozen):
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is done: a plain model has fewer blocks, or a smaller width."""
-        return bool(self.entries or self.attention or self.depth or self.storage)
+        """Whether anything is done: a plain model has fewer blocks or tokens, or is narrower."""
+        done = self.entries or self.attention or self.depth or self.storage or self.vocabulary
+        return bool(done)
 
     @property
     def only_rounded(self) -> bool:
         """Whether fewer bits are all that is done."""
-        done = self.entries or self.attention or self.depth or self.plain
+        done = self.entries or self.attention or self.depth or self.plain or self.vocabulary
         return self.storage is not None and not done
+
+    @property
+    def cuts_vocabulary_only(self) -> bool:
+        """Whether tokens are left out, and all that is left is as it was."""
+        changes = self.entries or self.attention or self.forms or self.depth or self.plain
+        return self.vocabulary is not None and not changes and self.storage is None
 
     @property
     def kept(self) -> float:

@@ -316,7 +316,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             check_patterns(recipe, cut)
         inner = within(recipe, depth, source)
         return with_depth(make_plan(inner, cut, label), depth, source)
-    storage = planned_storage(recipe)
+    storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
         plan = plan_plain(recipe, source, lambda own: _plan(own, source, label))
     else:
@@ -410,7 +410,8 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
         source=source.id,
         family=roles.family,
         method=label,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        vocabulary=source.vocabulary,
+        parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
         block_parameters=sum(parameter.numel() for parameter in inside),
         warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
     )
@@ -481,7 +482,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for own in names.values() for name in own]
-    known = (*tables, *(name for name in every if _numbered(name) or _is_table(name)))
+    known = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
     steps = [name.split(".") for name in known]
     above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
@@ -492,7 +493,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             counts["rewritten"] += size
         elif any(name.rpartition(".")[0] in unused for name in own):
             counts["replaced"] += size
-        elif any(name in tables or _is_table(name) for name in own):
+        elif any(name in tables or is_table(name) for name in own):
             counts["embeddings"] += size
         elif tensor.ndim < 2 or own[0].endswith("bias"):
             counts["norms"] += size
@@ -503,7 +504,8 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
     left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    total = sum(tensor.numel() for tensor in names)
+    counts["vocabulary"] = source.rows_gone
+    total = sum(tensor.numel() for tensor in names) + source.rows_gone
     return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
 
 
@@ -512,7 +514,8 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
     own = plan.coverage
     assert own is not None
     layers = min(own.rewritten, plan.dense_rewritten)
-    outside = own.total - own.dropped - own.embeddings - (own.rewritten - layers)
+    tables = own.embeddings + own.vocabulary + own.rewritten - layers
+    outside = own.total - own.dropped - tables
     forced = [item for item in own.left if item.reason not in chosen]
     reached = layers + own.replaced + sum(i.parameters for i in own.left if i.reason in chosen)
     if 2 * reached < outside and forced:
@@ -524,7 +527,7 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
         )
 
 
-def _is_table(name: str) -> bool:
+def is_table(name: str) -> bool:
     """Whether a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
     return any(word in leaf for word in ("embed", "position", "token"))

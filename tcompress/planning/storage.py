@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tcompress.errors import PlanError
 from tcompress.linalg.rounding import GROUP, Rounding, matrix_shape
 from tcompress.models import SourceModel
 from tcompress.options import Convert
@@ -26,12 +27,25 @@ STAND_IN = 4
 """Bits of a word embedding until data tells what a budget of bytes makes of it."""
 
 
-def planned_storage(recipe: Convert) -> Storage | None:
-    """Read the widths that a recipe asks for; None where nothing is rounded."""
+def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
+    """Plan the widths that a recipe asks for; None where nothing is rounded.
+
+    Raises:
+        PlanError: Bits are asked for a word embedding, and the model has none.
+    """
+    if not (recipe.rounds or recipe.chooses_table):
+        return None
+    has_table = bool(roles_of(source).embeddings)
+    if recipe.embedding_bits is not None and not has_table:
+        raise PlanError(
+            "`embedding_bits` is about a word embedding, and the model has none",
+            "leave it out; `bits` is for all other weights",
+        )
     weights = recipe.bits
     table: Any = recipe.bits if recipe.embedding_bits is None else recipe.embedding_bits
     if recipe.chooses_table:
         table = STAND_IN
+    table = table if has_table else None
     widths = (None if bits in (None, "none") else bits for bits in (weights, table))
     pair = [bits and Rounding.usual(bits, recipe.group_size) for bits in widths]
     return Storage(weights=pair[0], embeddings=pair[1]) if any(pair) else None

@@ -1,6 +1,7 @@
-"""The pictures of a report, as inline SVG: what quality costs, and how training went.
+"""Drawings in SVG: what quality costs, what became of each layer, how training went.
 
-Their colours are the page's, so that they follow light and dark.
+On a page their colours are the page's, so that they follow light and dark; in files of their own
+they are the light ones.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 from markupsafe import Markup, escape
 
@@ -18,6 +20,49 @@ from tcompress.reporting.tree import unbeaten
 
 WIDTH, HEIGHT = 440, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 424, 30, 238  # of the plot inside
+
+COLOURS = 8
+LIGHT = {
+    "paper": "#fdfdfc",
+    "panel": "#f5f5f2",
+    "ink": "#1c1d1f",
+    "soft": "#5b5f66",
+    "rule": "#dcdcd6",
+    "faint": "#e9e9e4",
+    **dict(zip((f"k{index}" for index in range(COLOURS)), (
+        "#2f6690", "#a23b2a", "#3b7a57", "#7a4e9e", "#8a6100", "#1d7480", "#9c2f66", "#57606a"
+    ), strict=True)),
+}  # fmt: skip
+"""Colours by name; a page has darker and lighter ones for the night."""
+
+_BOLD = {"stroke": "var(--paper)", "paint-order": "stroke", "stroke-linejoin": "round"}
+STYLES: dict[str, dict[str, str]] = {
+    "text": {"fill": "var(--soft)", "font-size": "11.5px"},
+    ".label": {"fill": "var(--ink)", "font-size": "12px"},
+    ".note": {"fill": "var(--ink)", "stroke-width": "4px", **_BOLD},
+    ".grid": {"stroke": "var(--faint)"},
+    ".frontier": {
+        "fill": "none",
+        "stroke": "var(--soft)",
+        "stroke-width": "2",
+        "stroke-dasharray": "2 4",
+        "stroke-linecap": "round",
+    },
+    ".curve": {"fill": "none", "stroke": "var(--k0)", "stroke-width": "1.8"},
+    ".second": {"fill": "none", "stroke": "var(--k2)", "stroke-width": "1.8"},
+    ".best": {"fill": "none", "stroke": "var(--ink)", "stroke-dasharray": "2 3"},
+    ".peak": {"fill": "var(--paper)", "stroke": "var(--ink)", "stroke-width": "2"},
+    ".dot": {"fill": "var(--k)", "stroke": "var(--paper)", "stroke-width": "1.5"},
+    ".dense": {"fill": "var(--paper)", "stroke": "var(--ink)", "stroke-width": "2"},
+    ".interval": {"stroke": "var(--k)", "stroke-width": "2", "opacity": "0.55"},
+    ".mark": {"fill": "var(--k)", "font-weight": "680", "stroke-width": "3px", **_BOLD},
+    ".limit": {"stroke": "var(--k7)", "stroke-width": "1.5", "stroke-dasharray": "6 4"},
+    ".tile": {"fill": "var(--panel)", "stroke": "var(--faint)"},
+    ".full": {"fill": "var(--k0)", "opacity": "0.45"},
+    ".gone": {"fill": "none", "stroke": "var(--rule)", "stroke-dasharray": "3 3"},
+    ".count": {"fill": "var(--ink)", "font-size": "10.5px"},
+}
+"""How parts of drawings look, by selector, in the colours of `LIGHT` and `--k`, the model's."""
 
 _MOST_POINTS = 400  # of a curve; more cannot be told apart at this size
 
@@ -34,6 +79,20 @@ class Dot(NamedTuple):
     quality: float
     interval: Interval | None = None
     colour: int = 0
+
+
+class Mark(NamedTuple):
+    """A cost that is known of something whose quality is not."""
+
+    name: str
+    cost: float
+
+
+class Tile(NamedTuple):
+    """What is left of a layer, None where it is gone with its block, and all about it in words."""
+
+    share: float | None
+    words: str
 
 
 @dataclass(frozen=True)
@@ -76,10 +135,19 @@ class Axis:
 
 
 def trade_off(
-    dots: Sequence[Dot], costs: str, qualities: str, write: Write, higher: bool = True
+    dots: Sequence[Dot],
+    costs: str,
+    qualities: str,
+    write: Write,
+    higher: bool = True,
+    limits: Sequence[Mark] = (),
 ) -> Markup:
-    """Draws quality against cost; a line joins the models that no other one beats in both."""
-    x = Axis.over([dot.cost for dot in dots], 0.1, (_LEFT, _RIGHT), costs, write)
+    """Draws quality against cost; a line joins the models that no other one beats in both.
+
+    Of what is in `limits` the cost alone is known: an upright line.
+    """
+    spread = [*(dot.cost for dot in dots), *(item.cost for item in limits)]
+    x = Axis.over(spread, 0.1, (_LEFT, _RIGHT), costs, write)
     intervals = [dot.interval for dot in dots if dot.interval is not None]
     ends = [end for interval in intervals for end in (interval.low, interval.high)]
     label = qualities + ("" if higher else " (lower is better)")
@@ -88,8 +156,19 @@ def trade_off(
     best = unbeaten(dots, lambda dot: (dot.cost, dot.quality), higher)
     front = sorted((dot.cost, dot.quality) for dot in best)
     described = "; ".join(_said(dot, write) for dot in sorted(dots, key=lambda dot: dot.cost))
-    marks = [_polyline(front, x, y, "frontier"), *(_dot(dot, x, y) for dot in dots)]
+    said = [f"{item.name}: {write(item.cost)}, quality not measured" for item in limits]
+    described = "; ".join([described, *said])
+    marks = [part for i, item in enumerate(limits) for part in _limit(item, x, y, i)]
+    marks += [_polyline(front, x, y, "frontier"), *(_dot(dot, x, y) for dot in dots)]
     return _chart(f"{qualities} against {costs}", described, x, y, marks)
+
+
+def _limit(item: Mark, x: Axis, y: Axis, number: int) -> list[Markup]:
+    """An upright line; names of neighbours stand above each other."""
+    across = x.place(item.cost)
+    side, anchor = (-5, "end") if x.is_late(across) else (5, "start")
+    line = _line(across, y.end, across, y.start, "limit")
+    return [line, _text(item.name, across + side, y.start - 6 - 15 * number, "note", anchor)]
 
 
 def _said(dot: Dot, write: Write) -> str:
@@ -113,14 +192,60 @@ def _dot(dot: Dot, x: Axis, y: Axis) -> Markup:
     return _tag("g", _join(parts), class_=f"c{dot.colour}")
 
 
-def training_charts(run: TrainingFacts) -> list[Markup]:
+_SIDE, _HIGH, _GAP, _HEADS = 34, 22, 3, 18  # of the tiles of layers, and the line above them
+_CHARACTER = 7.2  # widest of a label of 11.5 px, roughly
+
+
+def layer_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Tile | None]]]) -> Markup:
+    """Draws a tile for each layer, by role and block, as full as the layer is kept."""
+    left = max(len(role) for role, _ in rows) * _CHARACTER + 10
+    height = _HEADS + len(rows) * (_HIGH + _GAP)
+    step = max(_SIDE, *(round(len(name) * _CHARACTER) for name in columns)) + _GAP
+    parts = []
+    for index, name in enumerate(columns):
+        parts.append(_text(name, left + index * step + (step - _GAP) / 2, 11, "tick"))
+    for line, (role, tiles) in enumerate(rows):
+        top = _HEADS + line * (_HIGH + _GAP)
+        parts.append(_text(role, left - 8, top + _HIGH / 2 + 4, "tick", "end"))
+        for index, tile in enumerate(tiles):
+            if tile is not None:
+                parts.append(_tile(tile, left + index * step, float(top), step - _GAP))
+    title = "parameters kept of every layer"
+    shares = [tile.share for _, tiles in rows for tile in tiles if tile and tile.share is not None]
+    gone = {name for _, tiles in rows for name, t in zip(columns, tiles, strict=True)
+            if t and t.share is None}  # fmt: skip
+    said = f"from {min(shares):.1%} to {max(shares):.1%}" if shares else "none"
+    said += f"; dropped: {', '.join(name for name in columns if name in gone)}" if gone else ""
+    parts = [_tag("title", title), _tag("desc", said), *parts]
+    width = round(left + len(columns) * step)
+    how = {"role": "img", "aria_label": f"{title}: {said}", "class_": "map"}
+    return _tag("svg", _join(parts), viewBox=f"0 0 {width} {height}", width=width, **how)
+
+
+def _tile(tile: Tile, x: float, y: float, width: float) -> Markup:
+    box: dict[str, Any] = {"x": x, "width": width, "rx": 3}
+    middle, parts = x + width / 2, [_tag("title", tile.words)]
+    if tile.share is None:
+        parts.append(_tag("rect", y=y, height=_HIGH, class_="gone", **box))
+        return _tag("g", _join([*parts, _text("–", middle, y + _HIGH / 2 + 4, "count")]))
+    full = _HIGH * min(1.0, tile.share)
+    parts.append(_tag("rect", y=y, height=_HIGH, class_="tile", **box))
+    parts.append(_tag("rect", y=y + _HIGH - full, height=full, class_="full", **box))
+    parts.append(_text(f"{tile.share:.0%}", middle, y + _HIGH / 2 + 4, "count"))
+    return _tag("g", _join(parts))
+
+
+def training_charts(run: TrainingFacts) -> dict[str, Markup]:
     """Draws the loss, and the validated number with the best step, where they were recorded."""
     best = (float(run.best_step), run.best) if math.isfinite(run.best) else None
     losses = _known((point.step, point.loss) for point in run.curve)
     validated = _known((point.step, point.validation) for point in run.curve)
-    charts = [_curve(losses, "training loss", "curve", None)] if len(losses) > 1 else []
+    charts = {}
+    if len(losses) > 1:
+        charts["loss"] = _curve(losses, "training loss", "curve", None)
     if len(validated) > 1:
-        charts.append(_curve(validated, f"validation: {run.validation}", "curve second", best))
+        label = f"validation: {run.validation}"
+        charts["validation"] = _curve(validated, label, "second", best)
     return charts
 
 
@@ -145,7 +270,7 @@ def _curve(points: list[Point], label: str, class_: str, best: Point | None) -> 
         # The text goes to the other end, clear of the curve.
         height = y.start - 8 if y.is_late(down) else y.end + 12
         marks.append(_line(across, y.end, across, y.start, "best"))
-        marks.append(_tag("circle", cx=across, cy=down, r=4.5, class_="best"))
+        marks.append(_tag("circle", cx=across, cy=down, r=4.5, class_="peak"))
         marks.append(_text(f"best {value} at {step}", across + side, height, "note", anchor))
         described += f", best {value} at step {step}"
     return _chart(label, described, x, y, marks)
@@ -163,9 +288,53 @@ def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Marku
         parts.append(_line(_LEFT, place, _RIGHT, place, "grid"))
         parts.append(_text(y.write(tick), _LEFT - 7, place + 4, "tick", "end"))
     parts.append(_tag("text", y.label, x=_LEFT, y=14, class_="label"))
-    parts.append(_text(x.label, _RIGHT, HEIGHT - 6, "label", "end"))
+    long = len(x.label) * _CHARACTER > _RIGHT
+    pressed = {"textLength": _RIGHT - 4, "lengthAdjust": "spacingAndGlyphs"} if long else {}
+    where = {"x": _RIGHT, "y": HEIGHT - 6, "text_anchor": "end"}
+    parts.append(_tag("text", x.label, class_="label", **where, **pressed))
     box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
     return _tag("svg", _join([*parts, *marks]), viewBox=box, role="img", aria_label=label)
+
+
+def style_sheet() -> str:
+    """Writes `STYLES` as CSS for drawings in a page."""
+    rules = []
+    for selector, style in STYLES.items():
+        written = "; ".join(f"{key}: {value}" for key, value in style.items())
+        rules.append(f"svg {selector} {{ {written}; }}")
+    return "\n".join(rules)
+
+
+_NAMESPACE = "http://www.w3.org/2000/svg"
+
+
+def alone(drawing: Markup) -> str:
+    """Writes a drawing as a file that needs no page: its colours stand in every element."""
+    root = ElementTree.fromstring(str(drawing))
+    _, _, width, height = root.attrib["viewBox"].split()
+    paint = {"fill": LIGHT["paper"], "width": width, "height": height}
+    sheet = ElementTree.Element("rect", paint)
+    _paint(root, LIGHT["k0"])
+    root.insert(2, sheet)  # after title and description
+    size = {"width": width, "height": height, "font-family": "Helvetica, Arial, sans-serif"}
+    root.attrib |= {"xmlns": _NAMESPACE, **size}
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
+
+
+def _paint(element: ElementTree.Element, colour: str) -> None:
+    """Gives an element, and what is in it, the style of its class as attributes."""
+    classes = element.attrib.pop("class", "").split()
+    for name in classes:
+        colour = LIGHT.get(name.replace("c", "k", 1), colour) if name[0] == "c" else colour
+    style = dict(STYLES["text"]) if element.tag == "text" else {}
+    for name in classes:
+        style |= STYLES.get(f".{name}", {})
+    for key, value in style.items():
+        name = value.removeprefix("var(--").removesuffix(")")
+        found = colour if name == "k" else LIGHT.get(name, value)
+        element.set(key, found.removesuffix("px"))
+    for child in element:
+        _paint(child, colour)
 
 
 def _tag(name: str, content: object = "", **attributes: Any) -> Markup:

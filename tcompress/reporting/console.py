@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tcompress.artifact.manifest import Speed
 from tcompress.conversion.estimate import Estimate
-from tcompress.planning.entries import Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
 from tcompress.reporting.table_rows import (
@@ -20,6 +20,7 @@ from tcompress.reporting.table_rows import (
     budget_rows,
     calibration_text,
     depth_rows,
+    is_open_ended,
     plain_rows,
     published,
     rows_of,
@@ -27,6 +28,7 @@ from tcompress.reporting.table_rows import (
     size,
     start_text,
     storage_rows,
+    vocabulary_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -104,16 +106,22 @@ def render_plan(
     amounts = [
         ("rewritten layers", plan.dense_rewritten, plan.structured_rewritten),
         ("all blocks", plan.block_parameters, plan.block_parameters - plan.saved_in_blocks),
-        *(("word embedding", item.dense_parameters, item.parameters) for item in plan.embeddings),
+        *(("word embedding", plan.whole_table(item), item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
     rows = [] if plan.depth is None else depth_rows(plan.depth)
+    rows += [] if plan.vocabulary is None else vocabulary_rows(plan.vocabulary)
     rows += plain_rows(plan.plain)
     rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
     rows += storage_rows(plan.storage)
-    rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
+    open_ended = is_open_ended(plan.budget)
+    if open_ended:
+        rows += [Row(name, "", f"{dense:,}") for name, dense, _ in amounts if dense]
+    else:
+        rows += [amount(name, Amount.of(dense, now)) for name, dense, now in amounts if dense]
     if estimate is not None:
-        rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
+        if not open_ended:
+            rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
         rows.append(Row("peak memory", f"about {fmt.bytes_text(estimate.memory_bytes)}"))
         if estimate.candidates:
             told = f"{estimate.candidates:,}, each alone in the dense model"
@@ -124,13 +132,37 @@ def render_plan(
     parts: list[RenderableType] = [title, _amount_table(rows, "now", "after")]
     if plan.coverage is not None:
         parts.append(Text(fmt.coverage_text(plan.coverage)))
-    if plan.layers:
+    if open_ended:
+        parts += [Text(LATER), shape_table(plan.layers)]
+    elif plan.layers:
         layers = [layer_report(entry, method=plan.method) for entry in plan.layers]
         parts.append(layer_table(layers))
     if plan.left:
         parts.append(fmt.reason_table("left dense", plan.left))
     parts += [Text(f"warning: {text}", style="yellow") for text in plan.warnings]
     return Group(*parts)
+
+
+LATER = (
+    "The sizes of layers are not known yet: converting measures what each candidate costs and "
+    "takes, and says what is out of reach before anything is fitted. These layers may change:"
+)
+
+
+def shape_table(layers: Sequence[LayerPlan]) -> Table:
+    """Lists layers whose sizes are still to be chosen, those alike in one row."""
+    table = fmt.table("layers", "role")
+    for name in ("in → out", "params now"):
+        table.add_column(name, justify="right", no_wrap=True)
+    groups: dict[object, list[LayerPlan]] = {}
+    for entry in layers:
+        alike = (entry.role, entry.in_features, entry.out_features)
+        groups.setdefault(alike, []).append(entry)
+    for group in groups.values():
+        first, count = group[0], sum(entry.dense_parameters for entry in group)
+        widths = f"{first.in_features} → {first.out_features}"
+        table.add_row(str(len(group)), first.role, widths, f"{count:,}")
+    return table
 
 
 class Comparison:
@@ -198,7 +230,7 @@ def _cells(group: Sequence[LayerReport], kind: str | None) -> list[str]:
         first.structure,
         widths if first.experts is None else f"{first.experts} x ({widths})",
         f"{parameters.now:,}",
-        f"{parameters.kept:.1%}",
+        fmt.share_text(parameters.kept),
         *([] if error is None else [fmt.error_text(error)]),
     ]
 

@@ -64,6 +64,11 @@ def error_text(value: float) -> str:
     return f"{value:.4f}"
 
 
+def share_text(kept: float | None) -> str:
+    """Writes a part of the dense model; nothing where that had none of it."""
+    return "" if kept is None else f"{kept:.1%}"
+
+
 def bytes_text(size: int) -> str:
     """Writes a number of bytes, such as `70.5 kB`."""
     if size < 1000:
@@ -90,6 +95,7 @@ def coverage_text(coverage: Coverage) -> str:
     share = f"{coverage.rewritten / whole:.0%}".replace("%", " %")
     gone = {
         "dropped with blocks": coverage.dropped,
+        "dropped with tokens": coverage.vocabulary,
         "replaced by another attention": coverage.replaced,
     }
     stayed = {"embeddings": coverage.embeddings, "norms and biases": coverage.norms}
@@ -168,17 +174,6 @@ def metric_labels(metrics: Iterable[Metric]) -> list[str]:
     return [f"{text}, {n + 1}" if n else text for text, n in zip(labels, earlier, strict=True)]
 
 
-def speed_words(speeds: Sequence[Speed]) -> str:
-    """Says how fast a model is beside the dense one: the slowest and the fastest size."""
-    slow = min(speeds, key=lambda speed: speed.ratio)
-    fast = max(speeds, key=lambda speed: speed.ratio)
-    found = [slow, fast] if ratio_text(slow.ratio, 2) != ratio_text(fast.ratio, 2) else [fast]
-    ends = " to ".join(ratio_text(speed.ratio, 2) for speed in found)
-    sizes = " and ".join(map(size_text, found))
-    slower = "is slower than the dense model: it " if fast.ratio < 1 else ""
-    return f"{slower}runs at {ends} the dense speed ({sizes})"
-
-
 def ratio_text(ratio: float | None, digits: int = 3) -> str:
     """Writes a multiple, such as `0.962×`; nothing where there is none."""
     return "" if ratio is None else f"{ratio:.{digits}f}×"
@@ -241,8 +236,12 @@ def memory_text(peak: int | None, weights: int | None = None) -> str:
 
 
 def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
+    """Shortens names of the blocks of layers."""
+    return short_names(list(dict.fromkeys(layer.block for layer in layers)))
+
+
+def short_names(blocks: Sequence[str]) -> dict[str, str]:
     """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
-    blocks = list(dict.fromkeys(layer.block for layer in layers))
     for count in range(2, max((block.count(".") for block in blocks), default=0) + 2):
         short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
         if len(set(short.values())) == len(blocks):

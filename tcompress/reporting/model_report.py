@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import log2, prod
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tcompress.artifact.format import stored_tensors
-from tcompress.artifact.manifest import Manifest, read_manifest
+from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
 from tcompress.planning.costs import weight_bytes
 from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
+from tcompress.planning.planner import is_table
 from tcompress.reporting.formatting import describe_entry
 from tcompress.reporting.tree import (
     Amount,
@@ -103,8 +104,9 @@ def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) 
     plan, found = manifest.plan, []
     for entry in plan.layers:
         runs = experts_per_token(now.model.config, entry.experts)
-        size, errors = weight_bytes(source, entry, None), manifest.fit.get(entry.key, {})
-        found.append(layer_report(entry, errors, runs, size, length, plan.method))
+        own, errors = weight_bytes(source, entry, None), manifest.fit.get(entry.key, {})
+        size, stored = _source_itemsize(manifest, own), entry.parameters * own
+        found.append(layer_report(entry, errors, runs, size, length, plan.method, stored))
     facts = {"left": plan.left, "plain": plan.plain}
     return {**facts, "layers": tuple(found), "errors": mean_errors(found)}
 
@@ -118,9 +120,9 @@ def layer_report(
     method: str = "",
     stored: int | None = None,
 ) -> LayerReport:
-    """Reports on a layer of a plan: a token passes `runs` experts, stored ones have `itemsize`.
+    """Reports on a layer of a plan: a token passes `runs` experts.
 
-    `stored` bytes are fewer where tensors are rounded.
+    A number of the dense layer takes `itemsize` bytes, and all that is left of it `stored`.
     """
     counts = (entry.dense_parameters, entry.parameters)
     size = None
@@ -155,9 +157,12 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "metrics": tuple(manifest.metrics),
         "training": tuple(manifest.training),
         "speed": tuple(manifest.speed),
+        "exports": tuple(manifest.exports),
+        "dense_exports": _dense_exports(manifest),
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,
+        "vocabulary": manifest.plan.vocabulary,
         "budget": manifest.plan.budget,
         "init": manifest.source.init,
         "seed": manifest.source.seed,
@@ -165,6 +170,15 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "coverage": manifest.plan.coverage,
         "warnings": manifest.plan.warnings,
     }
+
+
+def _dense_exports(manifest: Manifest) -> tuple[ExportedFile, ...]:
+    """Files for other runtimes of the dense model, where its folder is still there."""
+    try:
+        own = read_manifest(Path(manifest.source.id).expanduser())
+    except (ArtifactError, OSError):  # it is no part of the model
+        return ()
+    return () if own is None or own.plan.compresses else tuple(own.exports)
 
 
 def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerReport, ...]:
@@ -177,10 +191,23 @@ def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerRe
         errors, method = [manifest.fit.get(key, {}) for key in keys], manifest.plan.method
     for entry, error in zip(artifact.layers, errors, strict=True):
         runs = experts_per_token(config, entry.experts)
-        size = artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize
+        own = artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize
+        size = own if manifest is None else _source_itemsize(manifest, own)
         stored = sum(map(artifact.store.nbytes, stored_tensors(entry)))
         found.append(layer_report(entry, error, runs, size, length, method, stored))
     return tuple(found)
+
+
+def _source_itemsize(manifest: Manifest, now: int) -> int:
+    """Bytes of a number of the source, which a conversion may have stored in another dtype.
+
+    Manifests have its bytes and its parameters, not its dtype; buffers and tied weights that are
+    stored twice make their ratio a little larger.
+    """
+    if not (manifest.source.bytes and manifest.plan.parameters):
+        return now
+    ratio = manifest.source.bytes / manifest.plan.parameters
+    return min((1, 2, 4, 8), key=lambda size: abs(log2(ratio / size)))
 
 
 def _dense_bytes(artifact: Artifact) -> int:
@@ -331,11 +358,15 @@ def _sizes(counted: _Counted) -> tuple[int, int, int]:
     model, names = counted.model, [block.name for block in counted.roles.blocks]
     inside = tuple(f"{name}." for name in names)
     blocks = (p for name in names for p in model.get_submodule(name).parameters())
-    tables = (
+    modules = model.named_modules()
+    tables = [
         module.weight
-        for name, module in model.named_modules()
+        for name, module in modules
         if isinstance(module, nn.Embedding) and not name.startswith(inside)
-    )
+    ]
+    # As in the plan's coverage: of image models, positions and what stands for a whole picture.
+    named = model.named_parameters()
+    tables += [p for name, p in named if is_table(name) and not name.startswith(inside)]
     return _distinct(model.parameters()), _distinct(blocks), _distinct(tables)
 
 
@@ -425,22 +456,25 @@ def reports_of(
 
 
 def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
-    """Gives dense models the numbers that other models were compared with.
+    """Gives dense models the numbers that other models were compared with, and these its files.
 
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.
     """
     compared = [(metric, metric.difference) for report in reports for metric in report.metrics]
+    files = {r.source: r.exports for r in reports if not r.is_smaller and r.exports}
     found = []
     for report in reports:
+        if report.is_smaller:
+            lent = report.dense_exports or files.get(report.source, ())
+            found.append(report.model_copy(update={"dense_exports": lent}))
+            continue
         metrics = {metric_key(metric): metric for metric in report.metrics}
         names = {report.name, str(Path(report.name).absolute())}
-        for metric, other in () if report.is_smaller else compared:
+        for metric, other in compared:
             if other and names & {other.baseline, str(Path(other.baseline).absolute())}:
-                # Intervals of what others were compared with were not kept.
-                own = {"value": other.baseline_value, "interval": None, "difference": None}
+                facts = {"value": other.baseline_value, "interval": other.baseline_interval}
+                own = {**facts, "difference": None}
                 metrics.setdefault(metric_key(metric), metric.model_copy(update=own))
-        if not report.is_smaller:
-            report = report.model_copy(update={"metrics": tuple(metrics.values())})
-        found.append(report)
+        found.append(report.model_copy(update={"metrics": tuple(metrics.values())}))
     return found

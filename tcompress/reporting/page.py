@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
-from markupsafe import Markup
 
 import tcompress
-from tcompress.artifact.manifest import Metric
 from tcompress.artifact.means import Mean
 from tcompress.files import check_page, unwritable, write_text
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.charts import Dot, trade_off, training_charts
+from tcompress.reporting.charts import LIGHT, style_sheet, training_charts
 from tcompress.reporting.console import short_name
+from tcompress.reporting.headline import headline_of
+from tcompress.reporting.pictures import Shown, map_of, shown_models, trade_offs
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
@@ -32,8 +32,6 @@ from tcompress.reporting.tree import (
     Amount,
     LayerReport,
     ModelReport,
-    main_metrics,
-    main_speeds,
     mean_errors,
     numbers_of,
     other_baseline,
@@ -42,72 +40,7 @@ from tcompress.reporting.tree import (
 if TYPE_CHECKING:
     from jinja2 import Template
 
-_MUCH = 0.2  # of a model
-COLOURS = 8
 _LIGHTEST, _DARKEST = 4, 62  # per cent; darker shades would take the contrast from the numbers
-
-
-def verdict(reports: Sequence[ModelReport], names: Sequence[str]) -> str:
-    """Says what a reader should take home, with the models' names for people."""
-    metrics = main_metrics(reports)
-    if len(reports) == 1:
-        return _alone(reports[0], metrics[0])
-    small = [index for index, report in enumerate(reports) if report.is_smaller]
-    measured = {i: metric for i in small if (metric := metrics[i]) is not None}
-    if not small:
-        return f"{len(reports)} dense models."
-    if not measured:
-        least = min(small, key=lambda index: reports[index].parameters.total.now)
-        return f"The smallest, {names[least]}, {_alone(reports[least], None)}"
-    signed = {i: m.value * (1 if m.higher_is_better else -1) for i, m in measured.items()}
-    best = max(signed, key=lambda index: signed[index])
-    found = _alone(reports[best], measured[best])
-    if len(measured) > 1:
-        models = f"Of {len(reports)} models"
-        return f"{models}, {names[best]} comes closest to the dense quality: it {found}"
-    only = "" if len(small) == 1 else f", of {len(small)} conversions the only one measured,"
-    return f"{names[best]}{only} {found}"
-
-
-def _alone(report: ModelReport, metric: Metric | None) -> str:
-    """What one model keeps: weights, quality, time."""
-    if not report.is_smaller:
-        known = "" if metric is None else f": {metric.label} {fmt.value_text(metric.value)}"
-        return f"is dense{known}."
-    parts = report.parameters
-    kept = f"keeps {parts.total.kept:.1%} of the parameters"
-    if parts.rewritten.dense and parts.rewritten.kept != parts.total.kept:
-        share = parts.embeddings.dense / max(1, parts.total.dense)
-        why = f"; embeddings, {share:.0%} of the dense model, stay as they are"
-        untouched = why if share >= _MUCH and parts.embeddings.kept == 1 else ""
-        kept += f" ({parts.rewritten.kept:.1%} of those rewritten{untouched})"
-    words = [kept]
-    if metric is not None:
-        words.append(_quality(report, metric))
-    else:
-        for kind, error in list(report.errors.items())[:1]:
-            words.append(f"has a mean {fmt.error_name(kind)} of {fmt.error_text(error)}")
-        words.append("its quality on a task was not measured")
-    if report.speed:
-        words.append(fmt.speed_words(report.speed))
-    return f"{', '.join(words[:-1])} and {words[-1]}."
-
-
-def _quality(report: ModelReport, metric: Metric) -> str:
-    text = f"has {metric.label} {fmt.value_text(metric.value)}"
-    found, ratio = metric.difference, metric.ratio
-    if found is None:
-        return text
-    share = f", {fmt.ratio_text(ratio)}" if ratio is not None else ""
-    who = other_baseline(report, metric) or "dense"
-    text += f" ({who} {fmt.value_text(found.baseline_value)}{share}"
-    if found.interval is None:
-        return f"{text})"
-    ends = fmt.interval_text(found.interval, signed=True)
-    if found.interval.low <= 0 <= found.interval.high:
-        return f"{text}; the interval of the difference, {ends}, holds 0)"
-    level = f"{found.interval.level:.0%} interval"
-    return f"{text}; difference {fmt.signed_text(found.value)}, {level} {ends})"
 
 
 class Shade(NamedTuple):
@@ -125,6 +58,7 @@ class Heat(NamedTuple):
     rows: list[tuple[str, list[Shade | None]]]  # by role; None where a block has no such layer
     worst: tuple[str, str, float]  # block, role and the greatest error
     least: float
+    alike: bool  # whether all are the same as far as they are written
 
 
 def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
@@ -139,12 +73,13 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     means = {place: sum(errors) / len(errors) for place, errors in found.items()}
     worst = max(means, key=lambda place: means[place])
     low, top = min(means.values()), means[worst]
+    alike = fmt.error_text(low) == fmt.error_text(top)
 
     def shade(place: tuple[str, str]) -> Shade | None:
         """Shades span what errors there are: differences show, though all are small or large."""
         if place not in means:
             return None
-        share = (means[place] - low) / (top - low) if top > low else 0.5
+        share = 0.5 if alike else (means[place] - low) / (top - low)
         return Shade(means[place], round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
 
     short = fmt.short_blocks(layers)
@@ -153,7 +88,7 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     if len({name.rpartition(".")[0] for name in columns}) == 1:  # such as `layer.`
         columns = [name.rpartition(".")[2] for name in columns]
     rows = [(role, [shade((role, block)) for block in short]) for role in roles]
-    return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low)
+    return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low, alike)
 
 
 def render_html(reports: Sequence[ModelReport]) -> str:
@@ -162,36 +97,39 @@ def render_html(reports: Sequence[ModelReport]) -> str:
     What the page shows is worked out here, so that its template only has to place it.
     """
     names = [short_name(report, reports) for report in reports]
-    sections = list(map(_section, reports, names, range(len(reports))))
+    models = shown_models(reports, names)
+    sections, headline = list(map(_section, models)), headline_of(reports, names)
     page = {
         "title": names[0] if len(names) == 1 else f"{len(names)} models side by side",
-        "verdict": _sentence(verdict(reports, names)),
+        "sentence": headline.sentence,
+        "figures": headline.figures,
+        "featured": sections[headline.model],
         "sections": sections,
         "summary": summary_of(reports),
         "dense": shows_dense(reports),
         "sets_note": sets_note(reports),
-        "pictures": _pictures(sections),
+        "pictures": trade_offs(models),
         "published": published(reports),
     }
-    return _template().render(page=page, version=tcompress.__version__)
+    colours = {"light": LIGHT, "styles": style_sheet()}
+    return _template().render(page=page, version=tcompress.__version__, **colours)
 
 
 def _sentence(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _section(report: ModelReport, name: str, index: int) -> dict[str, Any]:
+def _section(model: Shown) -> dict[str, Any]:
     """One model on the page."""
+    report = model.report
     recipe, roles, metrics = report.recipe, _roles(report.layers), []
     numbers = sorted(numbers_of([report])[0], key=lambda metric: isinstance(metric, Mean))
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
     return {
-        "mark": chr(ord("A") + index) if index < 26 else str(index + 1),  # A, B, ..., Z, 27, ...
-        "colour": index % COLOURS,
-        "name": name,
-        "report": report,
+        **model._asdict(),
+        "map": map_of(report),
         "roles": roles,
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
@@ -199,7 +137,7 @@ def _section(report: ModelReport, name: str, index: int) -> dict[str, Any]:
         "errors": _sentence(fmt.errors_note(list(report.errors)[:1])),
         "heat": heat_of(report.layers),
         "metrics": metrics,
-        "curves": [training_charts(run) for run in report.training],
+        "curves": [list(training_charts(run).values()) for run in report.training],
         "timings": {fmt.machine_text(speed): speed.protocol for speed in report.speed},
         "calibration": calibration_text(report),
         "healed": healed_text(report),
@@ -224,55 +162,6 @@ def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _pictures(sections: Sequence[dict[str, Any]]) -> list[Markup]:
-    """Draws quality against size and against time, where there is anything to compare."""
-    reports: list[ModelReport] = [section["report"] for section in sections]
-    metrics, speeds = main_metrics(reports), main_speeds(reports)
-    one = len({report.parameters.total.dense for report in reports}) == 1
-    sizes: list[Dot] = []
-    times: list[Dot] = []
-    for section, metric, speed in zip(sections, metrics, speeds, strict=True):
-        if metric is None:
-            continue
-        total = section["report"].parameters.total
-        costs = (total.kept, 1.0) if one else (total.now, total.dense)
-        sizes += _dots(section, metric, *costs)
-        if speed is not None:
-            times += _dots(section, metric, speed.milliseconds, speed.baseline_milliseconds)
-    words = "parameters kept, whole model" if one else "parameters"
-    write = (lambda share: f"{share:.0%}") if one else fmt.count_text
-    main = next((metric for metric in metrics if metric is not None), None)
-    speed = next((speed for speed in speeds if speed is not None), None)
-    pictures = _picture(sizes, words, main, write)
-    if speed is not None:
-        words = f"time of a pass ({fmt.pass_text(speed)})"
-        pictures += _picture(times, words, main, lambda value: f"{fmt.tick_text(value)} ms")
-    return pictures
-
-
-def _dots(section: dict[str, Any], metric: Metric, cost: float, dense_cost: float) -> list[Dot]:
-    """A model and its baseline."""
-    name, mark, colour = section["name"], section["mark"], section["colour"]
-    dots = [Dot(mark, name, cost, metric.value, metric.interval, colour)]
-    if (found := metric.difference) is not None:
-        dots.append(Dot("", f"dense ({found.baseline})", dense_cost, found.baseline_value))
-    return dots
-
-
-def _picture(
-    dots: list[Dot], costs: str, metric: Metric | None, write: Callable[[float], str]
-) -> list[Markup]:
-    """Draws models with one dot of each baseline, and none of one that is itself a model here."""
-    shown = [dot for dot in dots if dot.mark]
-    for dot in (dot for dot in dots if not dot.mark):
-        same = (dot.cost, dot.quality)
-        if not any(dot.name == item.name or same == (item.cost, item.quality) for item in shown):
-            shown.append(dot)
-    if len(shown) < 2 or metric is None:
-        return []
-    return [trade_off(shown, costs, metric.label, write, metric.higher_is_better)]
 
 
 def _plain(value: Any) -> str:

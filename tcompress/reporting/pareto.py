@@ -14,6 +14,7 @@ from tcompress.artifact.manifest import Interval, Metric, Speed
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
+from tcompress.reporting.table_rows import Cell
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, unbeaten
 
 DENSE = "dense"
@@ -89,7 +90,7 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
     parameters = item.report.parameters
     return FrontRow(
         name=item.name,
-        kept=parameters.rewritten.kept,
+        kept=1.0 if (kept := parameters.rewritten.kept) is None else kept,
         left=len(item.report.left),
         parameters=parameters.total.now,
         bytes=item.report.bytes_on_disk.now,
@@ -117,6 +118,28 @@ def _best(
 
 def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> RenderableType:
     """Renders models, and names and reasons of those that are missing."""
+    shown = _shown(found)
+    table = fmt.table("model", *shown, right=tuple(shown))
+    costs = [cost for cost in _MARKS if cost == "size" or found.timed]
+    for row in found.rows:
+        marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in costs)
+        table.add_row(f"{marks} {row.name}", *(write(row) for write in shown.values()))
+    return Group(table, *_legend(found), *_stopped(stopped))
+
+
+def front_cells(found: FrontReport) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
+    """Gives headings and cells of the same table; what follows a number in brackets is a note."""
+    shown = _shown(found)
+    rows = []
+    for row in found.rows:
+        texts = (write(row).partition(" [") for write in shown.values())
+        cells = (Cell(value, f"[{rest}" if rest else "") for value, _, rest in texts)
+        rows.append((Cell(row.name), *cells))
+    return ("model", *shown), rows
+
+
+def _shown(found: FrontReport) -> dict[str, Callable[[FrontRow], str]]:
+    """Columns that at least one model has something in."""
     columns: dict[str, Callable[[FrontRow], str]] = {
         "kept": lambda row: f"{row.kept:.1%}",
         "params": lambda row: f"{row.parameters:,}",
@@ -129,13 +152,7 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
         "predicted": lambda row: fmt.ratio_text(row.predicted, 2),
         "seconds": lambda row: _optional(row.seconds, "{:,.1f}".format),
     }
-    shown = {name: write for name, write in columns.items() if any(map(write, found.rows))}
-    table = fmt.table("model", *shown, right=tuple(shown))
-    costs = [cost for cost in _MARKS if cost == "size" or found.timed]
-    for row in found.rows:
-        marks = "".join(_MARKS[cost] if cost in row.front else " " for cost in costs)
-        table.add_row(f"{marks} {row.name}", *(write(row) for write in shown.values()))
-    return Group(table, *_legend(found), *_stopped(stopped))
+    return {name: write for name, write in columns.items() if any(map(write, found.rows))}
 
 
 def plan_table(

@@ -7,15 +7,18 @@ from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
-from tcompress.artifact.manifest import Metric
+from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.artifact.means import AGREEMENT, Mean, set_of
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
+from tcompress.reporting.headline import file_of, int8_speed
 from tcompress.reporting.tree import (
     Amount,
     ModelReport,
     main_metrics,
+    main_speeds,
     metric_key,
     numbers_of,
     other_baseline,
@@ -50,6 +53,10 @@ def rows_of(
         rows += depth_rows(report.depth)
     elif any(other.depth is not None for other in beside):
         rows.append(Row("blocks"))
+    if report.vocabulary is not None:
+        rows += vocabulary_rows(report.vocabulary)
+    elif any(other.vocabulary is not None for other in beside):
+        rows.append(Row("vocabulary"))
     rows += plain_rows(report.plain)
     if report.attention or any(other.attention for other in beside):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
@@ -65,6 +72,7 @@ def rows_of(
         amount("other", parts.other),
         amount("whole model", parts.total),
         size("bytes on disk", disk.dense, disk.now),
+        *_int8_rows(report),
         amount(f"MACs/token, T={macs.length}", macs),
     ]
     # Errors are those of the fit: training changes layers without measuring them again.
@@ -109,6 +117,18 @@ def storage_rows(storage: Storage | None) -> list[Row]:
     return [] if storage is None else [Row("stored in", str(storage))]
 
 
+def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
+    """Lines about the tokens that stay, and about the data that needs them."""
+    before, rows = vocabulary.before, vocabulary.rows
+    found = [Row("vocabulary", f"{rows:,}", f"{before:,}", f"{rows / before:.1%}")]
+    if vocabulary.covered is not None:
+        share = f"{vocabulary.covered:.2%} of {vocabulary.tokens:,}"
+        found.append(Row("  tokens of the data that stay", share))
+    if vocabulary.lost is not None:
+        found.append(Row("  tokens of new texts that do not", f"about {vocabulary.lost:.2%}"))
+    return found
+
+
 def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
     """A line about the keys of `config.json` that say all of a plain model."""
     if not plain:
@@ -144,7 +164,7 @@ def healed_text(report: ModelReport) -> str:
 
 def amount(label: str, amount: Amount) -> Row:
     """A line about a count before and after."""
-    return Row(label, f"{amount.now:,}", f"{amount.dense:,}", f"{amount.kept:.1%}")
+    return Row(label, f"{amount.now:,}", f"{amount.dense:,}", fmt.share_text(amount.kept))
 
 
 def size(label: str, dense: int | None, now: int) -> Row:
@@ -152,6 +172,15 @@ def size(label: str, dense: int | None, now: int) -> Row:
     if dense is None:
         return Row(label, fmt.bytes_text(now))
     return Row(label, fmt.bytes_text(now), fmt.bytes_text(dense), f"{now / max(1, dense):.1%}")
+
+
+def _int8_rows(report: ModelReport) -> list[Row]:
+    """A line about the file with eight bits, beside that of the dense model where it is known."""
+    own, dense = file_of(report.exports), file_of(report.dense_exports)
+    if own is not None:
+        return [size("bytes of int8 file", None if dense is None else dense.bytes, own.bytes)]
+    text = "" if dense is None else fmt.bytes_text(dense.bytes)
+    return [Row("bytes of int8 file", "", text)] if text and report.is_smaller else []
 
 
 def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
@@ -201,6 +230,13 @@ _SHARED = {
     "loss": "by predicted loss",
     "later": "by loss, measured when converting; the plan is provisional",
 }
+
+
+def is_open_ended(budget: BudgetPlan | None) -> bool:
+    """Whether sizes follow from what is measured when converting: a goal of time or agreement."""
+    if budget is None or budget.chosen != "later":
+        return False
+    return budget.asked.is_time or budget.asked.kind == "max_loss"
 
 
 def budget_rows(budget: BudgetPlan | None) -> list[Row]:
@@ -313,11 +349,13 @@ def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     errors = {kind: f"mean {fmt.error_name(kind)}{when}" for kind in kinds}
     quality, dense = _quality(reports)
-    pairs = zip(reports, quality, strict=True)
-    columns = [_column(report, macs, errors, measured) for report, measured in pairs]
-    labels = [label for label in columns[0] if any(column[label].value for column in columns)]
+    triples = zip(reports, quality, main_speeds(reports), strict=True)
+    columns = [_column(report, macs, errors, own, speed) for report, own, speed in triples]
+    order = list(columns[0])
     if shows_dense(reports):
         columns.insert(0, _dense_column(reports[0], macs) | dense)
+    known = {label for column in columns for label, cell in column.items() if cell.value}
+    labels = [label for label in order if label in known]
     return [Line(label, [column.get(label, Cell()) for column in columns]) for label in labels]
 
 
@@ -369,28 +407,41 @@ def _measured(metric: Metric | None, *, with_ratio: bool) -> Cell:
 
 
 def _column(
-    report: ModelReport, macs: str, errors: dict[str, str], quality: dict[str, Cell]
+    report: ModelReport,
+    macs: str,
+    errors: dict[str, str],
+    quality: dict[str, Cell],
+    speed: Speed | None,
 ) -> dict[str, Cell]:
     """All quantities of a model by label, the same for each model."""
     calibration, start = calibration_text(report), start_text(report)
     facts = [report.family, *([start] if start else [])]
     facts += [f"calibration {calibration}"] if calibration else []
     disk, depth, own = report.bytes_on_disk, report.depth, dict(list(report.errors.items())[:1])
-    share = f"{disk.kept:.1%}" if disk.kept != 1 else ""
+    share = fmt.share_text(disk.kept) if disk.kept != 1 else ""
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
         **{f"  {name}": _amount(part) for name, part in parts_of(report).items()},
         "blocks": Cell(f"{depth.kept} of {depth.blocks}", depth.which) if depth else Cell(),
+        "vocabulary": _vocabulary(report.vocabulary),
         "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
+        "int8 file": _int8_file(report.exports),
         **({"stored in": Cell(str(report.storage))} if report.storage else {}),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
         **{text: Cell(fmt.error_text(own[k]) if k in own else "") for k, text in errors.items()},
         "trained": Cell(healed_text(report)),
         **quality,
-        "best speed": _best_speed(report),
+        "speed": _speed(speed),
+        "speed at int8": _int8_speed(report, speed),
     }
+
+
+def _vocabulary(vocabulary: Vocabulary | None) -> Cell:
+    if vocabulary is None:
+        return Cell()
+    return Cell(f"{vocabulary.rows:,}", f"{vocabulary.rows / vocabulary.before:.1%}")
 
 
 def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
@@ -402,9 +453,12 @@ def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
         found[f"  {name}"] = Cell(f"{part.dense:,}", note)
     found["parameters"] = Cell(f"{total:,}")
     found["bytes on disk"] = Cell(fmt.bytes_text(report.bytes_on_disk.dense))
+    found["int8 file"] = _int8_file(report.dense_exports)
     found[macs] = Cell(f"{report.macs_per_token.dense:,}")
     if report.depth is not None:
         found["blocks"] = Cell(str(report.depth.blocks))
+    if report.vocabulary is not None:
+        found["vocabulary"] = Cell(f"{report.vocabulary.before:,}")
     return found
 
 
@@ -423,7 +477,7 @@ def parts_of(report: ModelReport) -> dict[str, Amount]:
 def _amount(amount: Amount) -> Cell:
     if not amount.dense and not amount.now:
         return Cell()
-    return Cell(f"{amount.now:,}", f"{amount.kept:.1%}" if amount.kept != 1 else "")
+    return Cell(f"{amount.now:,}", fmt.share_text(amount.kept) if amount.kept != 1 else "")
 
 
 def _budget(budget: BudgetPlan | None) -> dict[str, Cell]:
@@ -447,10 +501,27 @@ def _difference(report: ModelReport, metric: Metric | None) -> Cell:
     return Cell(fmt.signed_text(found.value), "; ".join(notes))
 
 
-def _best_speed(report: ModelReport) -> Cell:
-    speed = max(report.speed, key=lambda speed: speed.ratio, default=None)
+def _speed(speed: Speed | None) -> Cell:
     if speed is None:
         return Cell()
-    mode = "" if speed.how == "eager" else f", {speed.how}"
-    note = f"B={speed.batch} T={speed.length}{mode}, {fmt.machine_text(speed)}"
-    return Cell(fmt.ratio_text(speed.ratio, 2), note)
+    noisy = " ?" if speed.is_noisy else ""
+    times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+    note = f"{' of '.join(times)}; {fmt.pass_text(speed)}"
+    return Cell(fmt.ratio_text(speed.ratio, 2) + noisy, note)
+
+
+def _int8_file(files: Sequence[ExportedFile]) -> Cell:
+    own = file_of(files)
+    if own is None:
+        return Cell()
+    return Cell(fmt.bytes_text(own.bytes), f"agreement {fmt.value_text(own.agreement)}")
+
+
+def _int8_speed(report: ModelReport, speed: Speed | None) -> Cell:
+    own = None if speed is None else int8_speed(report, speed)
+    if own is None:
+        return Cell()
+    noisy = " ?" if own.is_noisy else ""
+    dense = own.same_runtime_milliseconds
+    ratio = fmt.ratio_text(own.baseline_milliseconds / dense, 2) if dense else ""
+    return Cell(fmt.ratio_text(own.ratio, 2) + noisy, f"dense at int8 {ratio}" if dense else "")

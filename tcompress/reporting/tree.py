@@ -9,9 +9,16 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tcompress.artifact.manifest import CalibrationFacts, Metric, Speed, TrainingFacts
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    ExportedFile,
+    Metric,
+    Speed,
+    TrainingFacts,
+)
 from tcompress.artifact.means import means_of
 from tcompress.models.names import ALIASES
+from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left, Storage
 
@@ -28,12 +35,13 @@ class Amount(_Node):
 
     dense: int
     now: int
-    kept: float
+    kept: float | None  # None where there is something now, and was nothing before
 
     @classmethod
     def of(cls, dense: int, now: int, **more: Any) -> Any:
         """Builds an amount with its ratio; nothing of nothing is all of it."""
-        return cls(dense=dense, now=now, kept=now / dense if dense else 1.0, **more)
+        kept = now / dense if dense else None if now else 1.0
+        return cls(dense=dense, now=now, kept=kept, **more)
 
     @classmethod
     def sum_of(cls, amounts: Iterable[Amount]) -> Any:
@@ -51,7 +59,7 @@ class Macs(Amount):
 class Parameters(_Node):
     """Parameters by part: embeddings, blocks and the rest add up to the total."""
 
-    embeddings: Amount  # tables outside the blocks
+    embeddings: Amount  # tables outside the blocks, those of positions too
     blocks: Amount  # everything in transformer blocks, biases and norms counted
     rewritten: Amount  # a part of the blocks: weights and what transforms store, without biases
     other: Amount  # patch projections, norms outside the blocks, poolers, heads that are not tied
@@ -72,7 +80,7 @@ class LayerReport(_Node):
     input_of: str | None  # layer that stores the shared input transform too, if any
     parameters: Amount  # without the bias
     macs: Amount  # for one token, in a sequence as long as for the whole model
-    bytes: Amount | None = None  # both in the dtype that is stored now; None if planned only
+    bytes: Amount | None = None  # each in the dtype that it is, or was, stored in
     errors: dict[str, float]  # by kind; relative and squared
 
 
@@ -90,6 +98,7 @@ class ModelReport(_Node):
     macs_per_token: Macs
     layers: tuple[LayerReport, ...] = ()
     depth: DepthPlan | None = None  # which blocks stay; dense numbers are of all of them
+    vocabulary: Vocabulary | None = None  # which tokens stay; likewise
     budget: BudgetPlan | None = None  # and the error predicted for it
     plain: dict[str, int] | None = None  # keys of `config.json` that say all of it
     attention: tuple[AttentionPlan, ...] = ()  # what is replaced
@@ -100,6 +109,8 @@ class ModelReport(_Node):
     metrics: tuple[Metric, ...] = ()
     training: tuple[TrainingFacts, ...] = ()  # the first run first
     speed: tuple[Speed, ...] = ()
+    exports: tuple[ExportedFile, ...] = ()  # files for other runtimes
+    dense_exports: tuple[ExportedFile, ...] = ()  # those of the dense model, where they are here
     recipe: dict[str, Any] | None = None  # what was asked for
     environment: dict[str, str] | None = None  # versions
     init: Literal["pretrained", "random"] = "pretrained"
@@ -111,8 +122,8 @@ class ModelReport(_Node):
     @property
     def is_smaller(self) -> bool:
         """Whether it was converted, and is no dense model."""
-        rewritten = bool(self.layers or self.attention)
-        return rewritten or self.depth is not None or self.storage is not None
+        done = self.layers or self.attention or self.depth or self.vocabulary
+        return bool(done) or self.storage is not None
 
     def to_json(self) -> dict[str, Any]:
         return self.model_dump(mode="json", by_alias=True)
@@ -193,10 +204,18 @@ def main_metrics(reports: Sequence[ModelReport]) -> list[Metric | None]:
 
 
 def main_speeds(reports: Sequence[ModelReport]) -> list[Speed | None]:
-    """Picks the size that most models were timed at: eager and large where there are more."""
+    """Picks the size that most models were timed at: calm, eager and large where there are more.
+
+    A time of a busy machine stands for a model only where there is no better one.
+    """
     keys = (dict.fromkeys(map(speed_key, report.speed)) for report in reports)
     counts = Counter(key for found in keys for key in found)
-    key = max(counts, key=lambda key: (counts[key], key[2] == "eager", *key[:2]), default=None)
+    noisy = Counter(speed_key(s) for report in reports for s in report.speed if s.is_noisy)
+
+    def order(key: Any) -> tuple[Any, ...]:
+        return (counts[key], -noisy[key], key[2] == "eager", *key[:2])
+
+    key = max(counts, key=order, default=None)
     return [next((s for s in report.speed if speed_key(s) == key), None) for report in reports]
 
 

@@ -25,6 +25,7 @@ class RunState(BaseModel):
     tokens: int = 0
     seconds: float = 0.0
     parts: int = 1  # pieces that a batch is cut into
+    rate: float | None = None  # of short runs, where it was tested for
     total: int = 0  # steps in all, as the time limit allows
     best: float | None = None
     best_step: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -95,12 +96,15 @@ def finetune(
     token: str | None = None,
     progress: Progress | None = None,
     say: Say | None = None,
+    begun: float | None = None,
 ) -> Finetuned:
     """Trains a model, converted or not, and writes the result, as `tcompress.finetune` does.
 
     The output appears when all is finished; where it was stopped, the same call goes on. `say`
-    hears of what the user should know, such as a smaller batch.
+    hears of what the user should know, such as a smaller batch. A limit in minutes counts from when
+    the work was `begun`, by `time.perf_counter`; default now.
     """
+    begun = time.perf_counter() if begun is None else begun
     output = Path(output).expanduser().absolute()
     if isinstance(model, str):
         if not Path(model).exists():
@@ -122,7 +126,7 @@ def finetune(
         say(note)
     for name in stray_links(model.folder, model.trust_remote_code):
         say(f"`{name}` is a link out of the model's folder and is not carried along")
-    run = _Run(model, teacher, setup, accelerator, output, manifest, force)
+    run = _Run(model, teacher, setup, accelerator, output, manifest, force, begun)
     return run.go(progress or Silent(), say)
 
 
@@ -138,6 +142,7 @@ class _Run:
     output: Path
     manifest: Manifest | None
     force: bool
+    begun: float
 
     def go(self, progress: Progress, say: Say) -> Finetuned:
         with self._workplace() as place:
@@ -158,7 +163,9 @@ class _Run:
                 else:
                     best = sum(value.nbytes for value in self.setup.trained.values())
                     place.need(self.source.store.total_bytes + 2 * best)
-                facts = self._train(Loop(self.setup, self.accelerator, checkpoints, progress, say))
+                run = self.setup, self.accelerator, checkpoints, progress, say
+                spent = time.perf_counter() - self.begun
+                facts = self._train(Loop(*run, spent=spent))
                 if place is not None:
                     self._write(place.model, facts)
                     place.publish(force=self.force)
@@ -257,7 +264,7 @@ class _Run:
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         manifest = manifest.model_copy(update={**changes, "exports": []})
-        write_text(folder / CARD, model_card(manifest, self.source.folder))
+        write_text(folder / CARD, model_card(manifest, self.source.folder, type(model).__name__))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
         written = Reopened(folder, type(model))

@@ -19,21 +19,25 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
-from tcompress.conversion.output_sampler import sampler_of
+from tcompress.conversion.output_sampler import VARIANTS, sampler_of
+from tcompress.data.sentences import embeds_texts
 from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
 from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
-from tcompress.training.mixing import SHARES, batches_of, best_mix
+from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
+from tcompress.training.rates import EXAMPLES, find_rate, rate_for
+from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import (
     HEALING_STEPS,
     SURE,
     Pace,
     Setup,
     block_steps,
+    blocks_first,
     highest_rate,
     learning_rate,
     total_steps,
@@ -41,6 +45,9 @@ from tcompress.training.setup import (
 
 READ_EVERY = 10
 """Steps after which the host reads what they computed, and waits for the device so long."""
+
+WRITING = 4.0
+"""Times as long as opening the model takes writing it, with opening and comparing what was."""
 
 SLOW = 0.5
 """Seconds from which a step is worth reading by itself: to wait for its end costs nothing then."""
@@ -76,6 +83,7 @@ class Loop:
     progress: Progress
     say: Callable[[str], None]
     state: RunState = field(default_factory=RunState)
+    spent: float = 0.0  # seconds of a limit of time that went by before
 
     def __post_init__(self) -> None:
         setup, options, data = self.setup, self.setup.options, self.setup.data
@@ -100,7 +108,8 @@ class Loop:
         again = [data.train] if self._most > self.per_epoch else []
         self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
-        self.pace = Pace(options.minutes, options.evaluate_every)
+        self.rounded = RoundedWeights.of(setup)
+        self.pace = Pace(options.minutes, options.evaluate_every, self.spent)
         self._told = False  # how many steps the time allows
         self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device
         self._loss = math.nan  # of the last step that was read
@@ -122,6 +131,8 @@ class Loop:
             self._start = time.perf_counter() - self.state.seconds
         self.losses.prepare_objectives()
         state = self.state
+        if state.rate is None and not state.step:
+            state.rate = self._test_rate()
         self.progress.stage("training", state.total, "steps")
         self.progress.advance(state.step)
         if not state.curve:
@@ -129,7 +140,7 @@ class Loop:
             self._validate()
             self._validation = self._seconds() - before
         self._agree(asked=False)
-        self.pace.reserve(self._validation * self._mixing)
+        self.pace.reserve(self._validation * (1 + self._mixing) + self._writing)
         self.pace.note(state.step, self._now)
         begun = state.step
         self.model.train()
@@ -149,13 +160,20 @@ class Loop:
         return state
 
     @property
+    def _writing(self) -> float:
+        """Seconds to write the model, and to open and compare what was written."""
+        return WRITING * self.setup.opening
+
+    @property
     def _mixing(self) -> float:
-        """What it takes to compare mixtures, in validations; nothing where none is made."""
+        """Least that it takes to compare mixtures, in validations; nothing where none is made."""
         setup, teacher = self.setup, self.setup.teacher_observer
         if teacher is None or type(teacher.model).__name__ != type(setup.model).__name__:
             return 0.0  # they put out other things
-        held = sum(map(len, setup.data.held.values()))
-        return (len(SHARES) + 1) * held / len(setup.data.validation)
+        held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
+        held *= VARIANTS if embeds_texts(setup.source) else 1
+        # The teacher and each share, where a validation is of the teacher and the student.
+        return (len(SHARES) + 1) * held / (2 * len(setup.data.validation))
 
     def _mix(self) -> None:
         """Goes back as far on the way from the first weights as agrees best with the teacher."""
@@ -167,8 +185,9 @@ class Loop:
         sampler = sampler_of(setup.source, setup.options.seed)
         how: dict[str, Any] = {"heard": self.progress.advance}
         if setup.options.minutes is not None and self.accelerator.num_processes == 1:
-            how["seconds"] = 60 * setup.options.minutes - self._seconds()
-        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, **how)
+            self.pace.reserve(self._writing)
+            how["seconds"] = self.pace.left(self._seconds())
+        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
 
@@ -256,8 +275,51 @@ class Loop:
         self.progress.advance(1, self._note())
 
     def _rate(self, step: int) -> float:
+        options, state, untrained = self.setup.options, self.state, self.setup.untrained
+        highest = highest_rate(options, untrained=untrained)
+        if state.rate is not None:
+            highest = rate_for(state.total, state.rate, highest)
+        return learning_rate(options, step, state.total, untrained=untrained, highest=highest)
+
+    def _test_rate(self) -> float | None:
+        """Find the rate of short runs where none is given and a teacher is imitated alone."""
+        setup, options = self.setup, self.setup.options
+        count = min(EXAMPLES, len(setup.data.train) // 2)
+        given = options.learning_rate is not None or setup.task is not None
+        alone = blocks_first(options) or setup.teacher_observer is None
+        if given or alone or setup.untrained or not count:
+            return None
+        size = max(1, options.batch_size // self.state.parts)
+        while True:
+            try:
+                return self._rate_found(count, size)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                clear_device_cache(garbage_collection=True)
+                if size == 1:
+                    return None  # the first step says what to do
+                size //= 2
+            finally:
+                self.optimizer.zero_grad(set_to_none=True)
+
+    def _rate_found(self, count: int, size: int) -> float:
+        """Find the highest rate by two times so many examples, of which `size` are read at once."""
         setup = self.setup
-        return learning_rate(setup.options, step, self.state.total, untrained=setup.untrained)
+        one, two = (
+            [part.tolist() for part in torch.arange(first, first + count).split(size)]
+            for first in (0, count)
+        )
+        self.model.train()
+        for batch in self.losses.on_host(one):
+            self._gradients(batch)
+        self.model.eval()
+        return find_rate(
+            setup.trained,
+            self.losses.loss_on(two),
+            highest=highest_rate(setup.options),
+            batch_size=setup.options.batch_size * self.accelerator.num_processes,
+        )
 
     def _check_finite(self, what: str, value: float, step: int) -> None:
         if not math.isfinite(value):
@@ -277,7 +339,8 @@ class Loop:
         alone = state.step < block_steps(self.setup.options, state.total)
         while True:
             try:
-                return self.losses.gradients(batch, state.parts, alone=alone)
+                with self.rounded.applied(self.setup.trained, quick=True):
+                    return self.losses.gradients(batch, state.parts, alone=alone)
             except RuntimeError as error:
                 # Another process would wait for ever for the gradients of this one.
                 final = state.parts >= count or self.accelerator.num_processes > 1
@@ -353,7 +416,8 @@ class Loop:
         size = max(1, self.setup.options.batch_size // self.state.parts)
         while True:
             try:
-                return self.losses.validate(size)
+                with self.rounded.applied(self.setup.trained):
+                    return self.losses.validate(size)
             except RuntimeError as error:
                 self._check_memory(error, size, final=size == 1)
                 size //= 2

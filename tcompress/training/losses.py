@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,6 +150,30 @@ class Losses:
         for objective, _ in self.setup.objectives:
             batches = self.loaded(data, order)
             objective.prepare((batch, observer.run(_inputs(batch))) for batch in batches)
+
+    def on_host(self, order: list[list[int]]) -> Iterator[Batch]:
+        """Batches of training examples, by their places, on the CPU."""
+        yield from self._host_batches(self.setup.data.train, order)
+
+    def loss_on(self, order: list[list[int]]) -> Callable[[], Tensor]:
+        """Give what measures the loss of training examples, which the teacher sees but once."""
+        known: list[tuple[Batch, Batch, dict[str, Tensor], Observed]] = []
+        for batch in self.on_host(order):
+            moved = self._moved(batch)
+            with self._told_of(batch):
+                known.append(
+                    (batch, moved, self._counts_of_all(batch), self.taught(_inputs(moved)))
+                )
+
+        @torch.no_grad()
+        def measure() -> Tensor:
+            total = torch.zeros((), device=self.accelerator.device)
+            for batch, moved, counts, teacher in known:
+                with self._told_of(batch), self.accelerator.autocast():
+                    total += self._loss(moved, counts, teacher)
+            return self.accelerator.reduce(total, "sum")  # type: ignore[return-value]
+
+        return measure
 
     def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(_inputs(batch), self.model)

@@ -22,6 +22,7 @@ from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
+from tcompress.training.rounded import RoundedWeights
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the start to the end."""
@@ -30,7 +31,10 @@ JUDGED = 16
 """Samples that are compared at once; the more such batches, the smaller is a difference seen."""
 
 FEWEST = 8
-"""Such batches of each source, however little time there is: fewer tell nothing."""
+"""Such batches of each source that time is kept for."""
+
+LEAST = 3
+"""Of each source, however little time is left: fewer tell nothing."""
 
 SURE = 1.96
 """Standard errors that a source has to be worse by to count as harmed."""
@@ -51,6 +55,7 @@ def best_mix(
     losses: Losses,
     start: Mapping[str, Tensor],
     sampler: OutputSampler,
+    rounded: RoundedWeights,
     *,
     seconds: float = inf,
     heard: Callable[[], None] = lambda: None,
@@ -67,13 +72,14 @@ def best_mix(
     with torch.no_grad():
         begun = time.perf_counter()
         for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
-            if number >= FEWEST * len(setup.data.held) and time.perf_counter() - begun > seconds:
+            if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
             inputs = dict(sampler.with_variants(batch))
             taught = losses.taught(inputs).output
             for share in SHARES:
                 line.go(share)
-                own = setup.observer.run(inputs).output
+                with rounded.applied(setup.trained, state=share):
+                    own = setup.observer.run(inputs).output
                 change = compared[share].add(source, taught, own, inputs)
                 found[share].setdefault(source, []).append(change)
             heard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +87,16 @@ def highest_rate(options: Finetune, *, untrained: bool = False) -> float:
     return HEALING_RATE if options.task is None else TASK_RATE
 
 
-def learning_rate(options: Finetune, step: int, total: int, *, untrained: bool = False) -> float:
-    """Learning rate after so many steps of all."""
-    highest = highest_rate(options, untrained=untrained)
+def learning_rate(
+    options: Finetune,
+    step: int,
+    total: int,
+    *,
+    untrained: bool = False,
+    highest: float | None = None,
+) -> float:
+    """Learning rate after so many steps of all; the `highest` is that of the options by default."""
+    highest = highest or highest_rate(options, untrained=untrained)
     warm = round(options.warmup * total)
     if step < warm:
         return highest * (step + 1) / warm
@@ -104,13 +112,14 @@ class Pace:
 
     minutes: float | None
     every: int = 100
+    spent: float = 0.0  # seconds of the limit that went by before time is told
     _after: float = 0.0
     _times: list[tuple[int, float]] = field(default_factory=list)
     _last: tuple[int, float] = (0, 0.0)
 
     def reserve(self, seconds: float) -> None:
-        """Keeps time for what follows the last step; steps get three quarters at least."""
-        self._after = 0.0 if self.minutes is None else min(seconds, 15 * self.minutes)
+        """Keep time for what follows the last step; it gets a half at most."""
+        self._after = 0.0 if self.minutes is None else min(seconds, 30 * self.minutes)
 
     def note(self, step: int, seconds: float) -> None:
         """Takes the time after a step; the first call comes before the steps that count."""
@@ -146,7 +155,9 @@ class Pace:
 
     def left(self, seconds: float) -> float:
         """Returns the seconds that the limit leaves for steps; infinite where there is none."""
-        return math.inf if self.minutes is None else 60 * self.minutes - self._after - seconds
+        if self.minutes is None:
+            return math.inf
+        return 60 * self.minutes - self.spent - self._after - seconds
 
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
@@ -174,6 +185,7 @@ class Setup:
     task: Task | None
     source: SourceModel
     untrained: bool = False
+    opening: float = 0.0  # seconds that it took to load the model
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -203,7 +215,9 @@ def set_up(
     set_seed(options.seed)
     head = head_options(task, data, source, teacher if "logits" in names else None)
     task = task and task.suited_to(data.labels)
+    begun = time.perf_counter()
     model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
+    opening = time.perf_counter() - begun
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, range(len(roles.blocks)), projections)
@@ -242,7 +256,16 @@ def set_up(
     _choose_trained(model, roles, options, from_random=from_random)
     untrained = manifest is not None and manifest.is_untrained
     return Setup(
-        options, model, observer, teacher_observer, objectives, data, task, source, untrained
+        options,
+        model,
+        observer,
+        teacher_observer,
+        objectives,
+        data,
+        task,
+        source,
+        untrained,
+        opening,
     )
 
 

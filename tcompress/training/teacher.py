@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import Any
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.artifact.reader import open_checked
@@ -13,6 +14,7 @@ from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
 from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Roles
+from tcompress.vocabulary.cut import cut_vocabulary
 
 
 def find_teacher(
@@ -22,7 +24,7 @@ def find_teacher(
     if asked == "none":
         return None
     if asked != "source":
-        return open_checked(asked, token=token, trust=trust)
+        return with_tokens_of(manifest, open_checked(asked, token=token, trust=trust))
     if manifest is None or not manifest.plan.compresses:
         return None
     facts = manifest.source
@@ -47,7 +49,23 @@ def find_teacher(
             f"`{facts.id}` is not the model that was converted: its weights have changed",
             f"convert it again, or insist on it: `--teacher {shlex.quote(facts.id)}`",
         )
-    return source
+    return with_tokens_of(manifest, source)
+
+
+def with_tokens_of(manifest: Manifest | None, teacher: SourceModel) -> SourceModel:
+    """Leave a teacher the tokens of a converted model, if it has those of its dense one.
+
+    Its other tokens are never read, and what it predicts is shared among those that are left: it
+    says of every text what it says of the same tokens with all of its rows.
+    """
+    vocabulary = None if manifest is None else manifest.plan.vocabulary
+    if vocabulary is None or getattr(_text(teacher), "vocab_size", None) != vocabulary.before:
+        return teacher
+    return cut_vocabulary(teacher, vocabulary)
+
+
+def _text(source: SourceModel) -> Any:
+    return source.config.get_text_config()
 
 
 def blocks_to_imitate(

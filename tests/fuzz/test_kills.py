@@ -10,11 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from tcompress.artifact.reader import verify_files
 from tcompress.conversion.converter import convert
 from tcompress.errors import InputError
+from tcompress.exports.onnx_folder import export_onnx
+from tcompress.exports.onnx_graph import write_graph
+from tcompress.options.commands import OnnxFiles
 from tests.support.cli import run as command
 from tests.support.interrupted import contents, convert_again, killed, several_files
 from tests.support.model_folders import sentences, text_file
@@ -155,6 +160,53 @@ class Trial:
             assert found["out"] in (self.old, self.wanted["out"])
         elif self.row.force:
             assert contents(folder / ".out.partial" / "replaced") == self.old
+
+
+def _exported(models: Path, folder: Path) -> None:
+    """Add ONNX files to a model; what PyTorch's exporter writes was written before."""
+    export = models / "export"
+    export.mkdir(exist_ok=True)
+    kept = export / "model.onnx"
+
+    def write(part: Any, path: Path) -> None:
+        if not kept.is_file():
+            write_graph(part, kept)
+        shutil.copyfile(kept, path)
+
+    source = folder / "out" if (folder / "out").is_dir() else models / "old"
+    with patch("tcompress.exports.onnx_folder.write_graph", write):
+        export_onnx(source, folder / "out", OnnxFiles(int8=True))
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_export_is_there_whole_or_not_at_all(inside: bool, models: Path, tmp_path: Path) -> None:
+    """In a folder of its own, and in that of the model, which is whole at every moment."""
+    (tmp_path / "whole").mkdir()
+    _exported(models, tmp_path / "whole")
+    names = contents(tmp_path / "whole" / "out").keys()
+    old, kills, operation = contents(models / "old"), 0, 1
+    while True:
+        folder = tmp_path / f"killed-{operation}"
+        folder.mkdir()
+        if inside:
+            shutil.copytree(models / "old", folder / "out")
+        if not killed(_exported, models, folder, folder=folder, operation=operation):
+            break
+        kills += 1
+        if (folder / "out").is_dir():
+            found = contents(folder / "out")
+            assert (inside and found == old) or found.keys() == names
+            verify_files(folder / "out")
+        else:
+            assert not inside
+        _exported(models, folder)  # the same command completes it
+        assert contents(folder / "out").keys() == names
+        assert not list(folder.glob(".*"))
+        verify_files(folder / "out")
+        shutil.rmtree(folder)
+        operation += 1
+    assert kills >= 20
 
 
 def _results(folder: Path) -> dict[str, dict[str, str]]:

@@ -10,9 +10,8 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
 from tcompress.reporting.console import layer_table, render, render_plan, speed_table
-from tcompress.reporting.formatting import speed_words
+from tcompress.reporting.headline import headline_of
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.page import verdict
 from tcompress.reporting.tree import ModelReport, mean_errors
 from tests.support.cli import shown
 from tests.support.converted import converted
@@ -168,10 +167,14 @@ def test_verdicts(bare: ModelReport, golden: Golden) -> None:
         "small, other": [measured, bare],
         "far, near": [full, with_records(bare, metrics=(metric(0.895),))],
     }
-    said = [f"{names}: {verdict(of, names.split(', '))}" for names, of in models.items()]
-    for ratios in ([0.42], [0.42, 0.5], [0.42, 1.5]):
-        speeds = [speed(batch, ratio=ratio) for batch, ratio in enumerate(ratios, 1)]
-        said.append(f"{ratios}: {speed_words(speeds)}")
-    steps = [speed(ratio=0.9), speed(1, phase="decode", cache="dynamic")]
-    said.append(f"steps too: {speed_words(steps)}")
+    said = [
+        f"{names}: {headline_of(of, names.split(', ')).sentence}" for names, of in models.items()
+    ]
+    for speeds in ([0.42], [0.42, 0.5], [0.42, 1.5]):
+        timed = tuple(speed(batch, ratio=ratio) for batch, ratio in enumerate(speeds, 1))
+        said.append(f"{speeds}: {headline_of([with_records(bare, speed=timed)], ['one']).sentence}")
+    noisy = with_records(bare, speed=(speed(spread=0.5),))
+    said.append(f"noisy: {headline_of([noisy], ['one']).sentence}")
+    for index, figure in enumerate(headline_of([full], ["one"]).figures):
+        said.append(f"figure {index}: {'; '.join([*figure[:3], *figure.notes])}")
     golden.text("console/verdicts.txt", "\n".join(said))

@@ -112,8 +112,11 @@ class Channels(Frozen):
         """Gives heads this width.  # (..., left) -> (..., groups * width)."""
         if not self.padded or self.kept == width:
             return x
+        heads = x.unflatten(-1, (self.groups, -1))
+        if torch.compiler.is_compiling():  # one operator there, where this would be several
+            return pad(heads, (0, width - self.kept)).flatten(-2)
         wide = x.new_zeros(*x.shape[:-1], self.groups, width)
-        wide[..., : self.kept] = x.unflatten(-1, (self.groups, -1))
+        wide[..., : self.kept] = heads
         return wide.flatten(-2)
 
     def gather(self, x: Tensor) -> Tensor:

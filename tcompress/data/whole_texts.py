@@ -1,0 +1,75 @@
+"""All texts of the data that a user names, none left out and none cut off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tcompress.data.calibration import builtin_texts
+from tcompress.data.chats import ChatWriter
+from tcompress.data.inputs import inputs_of
+from tcompress.data.tables import Kind, Table, columns_of, content, opened
+from tcompress.errors import DataError, listed
+from tcompress.models import SourceModel
+from tcompress.options.convert_options import Calibration
+
+_ROWS = 1000  # read at a time
+
+
+@dataclass(frozen=True)
+class WholeTexts:
+    """All texts of one source of data; to be read before the next source is asked for."""
+
+    name: str  # such as `train.csv:text`
+    count: int  # of its rows
+    chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
+
+    @classmethod
+    def of(cls, source: SourceModel, options: Calibration, tokenizer: Any) -> Iterator[WholeTexts]:
+        """List the sources that a calibration names; its columns are those that it reads.
+
+        Chats are written by the tokenizer's template.
+        """
+        model, inputs = source.model_class.__name__, inputs_of(source)
+        wanted: set[Kind] = {"text", "image"} if inputs.image else {"text"}
+        for name in options.source:
+            if name == "builtin":
+                texts = builtin_texts()
+                yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
+                continue
+            with opened(name, options.split) as table:
+                has, alone = {*table.rows.column_names}, len(options.source) == 1
+                named = [column for column in options.columns if column in has or alone]
+                columns = columns_of(table, named, wanted, {"text"}, model)["text"]
+                label = _label(name, table, options)
+                if table.rows.info.builder_name != "text":
+                    label += f":{','.join(columns)}"
+                chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
+                yield cls(label, len(table.rows), chunks)
+
+
+def _label(name: str, table: Table, options: Calibration) -> str:
+    """Name a source; files of equal name by their folders too."""
+    alike = [Path(one).name for one in options.source].count(Path(name).name) > 1
+    folder = Path(name).expanduser().resolve().parent.name
+    return f"{folder}/{table.label}" if alike else table.label
+
+
+def _chunks(
+    table: Table, columns: tuple[str, ...], writer: ChatWriter
+) -> Iterator[list[list[str]]]:
+    rows, empty = table.rows.select_columns([*columns]), True
+    for first in range(0, len(rows), _ROWS):
+        part = rows[first : first + _ROWS]
+        cells = zip(*(part[column] for column in columns), strict=True)
+        texts = [[content(writer(cell)) for cell in row] for row in cells]
+        yield [[text for text in row if isinstance(text, str)] for row in texts]
+        empty = empty and not any(map(any, texts))
+    writer.close()
+    if empty:
+        raise DataError(
+            f"all {len(rows)} rows of `{table.label}` are empty in the columns {listed(columns)}",
+            hint="name other columns in `calibration.columns`, or give other data",
+        )

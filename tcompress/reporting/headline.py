@@ -1,0 +1,207 @@
+"""What a reader takes home of a report: size, speed and quality, and one sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+from tcompress.artifact.manifest import ExportedFile, Metric, Speed
+from tcompress.artifact.means import AGREEMENT
+from tcompress.reporting import formatting as fmt
+from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
+
+_NONE = "–"
+
+
+class Figure(NamedTuple):
+    """One number, what it is, and in small letters what belongs to it."""
+
+    label: str
+    value: str
+    words: str
+    notes: tuple[str, ...] = ()
+
+
+class Headline(NamedTuple):
+    """What stands at the top of a page."""
+
+    model: int  # number of the one that the figures are about
+    sentence: str
+    figures: tuple[Figure, Figure, Figure]  # size, speed, quality
+
+
+def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headline:
+    """Picks the model that comes closest to the dense quality, and says what it is worth.
+
+    Where none was measured it is the smallest.
+    """
+    metrics, speeds = main_metrics(reports), main_speeds(reports)
+    small = [index for index, report in enumerate(reports) if report.is_smaller]
+    measured = {i: metric for i in small if (metric := metrics[i]) is not None}
+    signed = {i: m.value * (1 if m.higher_is_better else -1) for i, m in measured.items()}
+    if signed:
+        best = max(signed, key=lambda index: signed[index])
+    else:
+        best = min(small or range(len(reports)), key=lambda i: reports[i].bytes_on_disk.now)
+    report, metric, speed = reports[best], metrics[best], speeds[best]
+    figures = (size_figure(report), speed_figure(report, speed), quality_figure(report, metric))
+    sentence = _sentence(report, metric, speed)
+    if len(reports) == 1:
+        text = f"{names[best]} {sentence}"
+    elif not small:
+        text = f"{len(reports)} dense models."
+    elif not measured:
+        text = f"The smallest, {names[best]}, {sentence}"
+    elif len(measured) > 1:
+        models = f"Of {len(reports)} models"
+        text = f"{models}, {names[best]} comes closest to the dense quality: it {sentence}"
+    else:
+        only = "" if len(small) == 1 else f", of {len(small)} conversions the only one measured,"
+        text = f"{names[best]}{only} {sentence}"
+    return Headline(best, text, figures)
+
+
+def _sentence(report: ModelReport, metric: Metric | None, speed: Speed | None) -> str:
+    """What one model keeps: bytes, time, quality."""
+    if not report.is_smaller:
+        value = "" if metric is None else f": {metric.label} {fmt.value_text(metric.value)}"
+        return f"is dense{value}."
+    words = [f"is {_times_smaller(report)}"]
+    if speed is not None:
+        words.append(f"runs at {_speed_text(speed)} the dense speed")
+    if metric is None and _calibrated(report) is None:
+        return f"{' and '.join(words)}; its quality was not measured."
+    words.append(_quality_words(report, metric))
+    return f"{', '.join(words[:-1])} and {words[-1]}."
+
+
+def _times_smaller(report: ModelReport) -> str:
+    size = report.bytes_on_disk
+    if size.now < size.dense:
+        return f"{size.dense / size.now:.1f}× smaller"
+    return f"{size.now / max(1, size.dense):.1f}× as large"
+
+
+def _speed_text(speed: Speed) -> str:
+    return fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else "")
+
+
+def _quality_words(report: ModelReport, metric: Metric | None) -> str:
+    if metric is None:
+        return f"agrees with the dense model by {fmt.value_text(_calibrated(report) or 0.0)}"
+    ratio, who = metric.ratio, other_baseline(report, metric) or "dense"
+    if metric.name == AGREEMENT:
+        return f"has {metric.label} {fmt.value_text(metric.value)}"
+    if ratio is None:
+        return f"has {metric.label} {fmt.value_text(metric.value)}"
+    if not metric.higher_is_better:
+        return f"has {fmt.ratio_text(ratio)} the {metric.label} of {_the(who)}{_chance(metric)}"
+    return f"keeps {ratio:.1%} of the {metric.label} of {_the(who)}{_chance(metric)}"
+
+
+def _the(who: str) -> str:
+    return "the dense model" if who == "dense" else who
+
+
+def _chance(metric: Metric) -> str:
+    return ", within chance" if _holds_zero(metric) else ""
+
+
+def _holds_zero(metric: Metric) -> bool:
+    gap = metric.difference
+    return bool(gap and gap.interval and gap.interval.low <= 0 <= gap.interval.high)
+
+
+def _calibrated(report: ModelReport) -> float | None:
+    """Agreement on held-out samples of the calibration; healing changes it unmeasured."""
+    agreement = report.calibration.agreement if report.calibration else {}
+    return fmean(agreement.values()) if agreement and not report.training else None
+
+
+def file_of(files: Sequence[ExportedFile], bits: int = 8) -> ExportedFile | None:
+    """Picks the file with weights of so many bits, if there is one."""
+    return next((item for item in files if item.bits == bits), None)
+
+
+def size_figure(report: ModelReport) -> Figure:
+    """Bytes of the weight files, and of files with eight bits where there are any."""
+    size, notes = report.bytes_on_disk, []
+    own, dense = file_of(report.exports), file_of(report.dense_exports)
+    if own is not None:
+        notes.append(f"int8 file {fmt.bytes_text(own.bytes)}")
+    if dense is not None and report.is_smaller:
+        notes.append(f"dense at int8 {fmt.bytes_text(dense.bytes)}")
+    words = "on disk"
+    if report.is_smaller:
+        share = fmt.share_text(size.kept)
+        words = f"{share} of the dense {fmt.bytes_text(size.dense)}"
+    return Figure("Size", fmt.bytes_text(size.now), words, tuple(notes))
+
+
+def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
+    """How fast a pass is beside the dense model's, and both with eight bits where timed."""
+    if speed is None:
+        hint = ("`tcompress bench` times it",) if report.is_smaller else ()
+        return Figure("Speed", _NONE, "not timed", hint)
+    times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+    own, dense = times
+    notes = [fmt.pass_text(speed)]
+    if speed.is_noisy:
+        notes.append("?: the machine was busy, the time is in doubt")
+    other = int8_speed(report, speed)
+    if other is not None and other is not speed:
+        notes.append(f"int8 in ONNX Runtime {_speed_text(other)}{_dense_there(other)}")
+    elif other is not None and other.same_runtime_milliseconds:
+        notes.append(_dense_there(other).removeprefix(", "))
+    return Figure("Speed", _speed_text(speed), f"{own}; dense {dense}", tuple(notes))
+
+
+def int8_speed(report: ModelReport, speed: Speed) -> Speed | None:
+    """The same pass with weights of eight bits in ONNX Runtime, if it was timed."""
+    size = (speed.batch, speed.length, speed.phase)
+    found = (item for item in report.speed if item.mode == "onnx-int8")
+    return next((item for item in found if (item.batch, item.length, item.phase) == size), None)
+
+
+def _dense_there(speed: Speed) -> str:
+    time = speed.same_runtime_milliseconds
+    if not time:
+        return ""
+    return f", dense at int8 {fmt.ratio_text(speed.baseline_milliseconds / time, 2)}"
+
+
+def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
+    """The share of the dense model's quality, or the agreement with it."""
+    if metric is None:
+        if (agreement := _calibrated(report)) is not None:
+            words, note = "agreement with the dense model", "held-out calibration samples"
+            return Figure("Quality", fmt.value_text(agreement), words, (note,))
+        error = next(iter(report.errors.items()), None)
+        hints = [] if error is None else [f"mean {_error(*error)}"]
+        hints += ["`tcompress evaluate` measures it"] if report.is_smaller else []
+        return Figure("Quality", _NONE, "not measured", tuple(hints))
+    value, gap, ratio = fmt.value_text(metric.value), metric.difference, metric.ratio
+    who = other_baseline(report, metric) or "dense"
+    level = None if metric.interval is None else f"{metric.interval.level:.0%} interval"
+    own = [] if metric.interval is None else [f"{level} {fmt.interval_text(metric.interval)}"]
+    if metric.name == AGREEMENT:
+        return Figure("Quality", value, f"agreement with {_the(who)}", tuple(own))
+    if gap is None or ratio is None:
+        return Figure("Quality", value, metric.label, tuple(own))
+    baseline = fmt.value_text(gap.baseline_value)
+    notes: list[str] = []
+    if gap.interval is not None:
+        ends = fmt.interval_text(gap.interval, signed=True)
+        level = f"{gap.interval.level:.0%} interval"
+        notes.append(f"difference {fmt.signed_text(gap.value)}, {level} {ends}")
+    if _holds_zero(metric):
+        notes.append("the interval holds 0: no difference was found")
+    share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)
+    lower = "" if metric.higher_is_better else ", lower is better"
+    words = f"of the {metric.label} of {_the(who)}: {value} of {baseline}{lower}"
+    return Figure("Quality", share, words, tuple(notes))
+
+
+def _error(kind: str, error: float) -> str:
+    return f"{fmt.error_name(kind)} {fmt.error_text(error)}"

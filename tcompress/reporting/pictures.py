@@ -1,0 +1,233 @@
+"""The pictures of a report, each with a name: what quality costs, what became of each layer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from tcompress.artifact.manifest import Metric, Speed
+from tcompress.models.names import ALIASES
+from tcompress.reporting import formatting as fmt
+from tcompress.reporting.charts import (
+    COLOURS,
+    Dot,
+    Mark,
+    Tile,
+    layer_map,
+    trade_off,
+    training_charts,
+)
+from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
+
+_MOST_LINES = 4  # of costs without a quality, in one picture
+
+
+class Picture(NamedTuple):
+    """A drawing, and the stem of the file that it may become."""
+
+    name: str
+    svg: Markup
+
+
+class Shown(NamedTuple):
+    """A model as pictures and tables name it."""
+
+    mark: str  # A, B, ..., Z, 27, ...
+    colour: int
+    name: str
+    report: ModelReport
+
+
+def shown_models(reports: Sequence[ModelReport], names: Sequence[str]) -> list[Shown]:
+    """Gives each model its letter and colour."""
+    return [
+        Shown(chr(ord("A") + i) if i < 26 else str(i + 1), i % COLOURS, name, report)
+        for i, (report, name) in enumerate(zip(reports, names, strict=True))
+    ]
+
+
+def all_pictures(models: Sequence[Shown]) -> list[Picture]:
+    """Draws everything that a page shows, under names that differ."""
+    pictures = trade_offs(models)
+    for model in models:
+        own = map_of(model.report)
+        name = re.sub(r"[^\w.-]+", "-", model.name).strip("-.") or "model"
+        end = f"{model.mark.lower()}-{name}"
+        pictures += [] if own is None else [Picture(f"layers-{end}", own)]
+        for number, run in enumerate(model.report.training, 1):
+            for kind, chart in training_charts(run).items():
+                pictures.append(Picture(f"training-{number}-{kind}-{end}", chart))
+    return pictures
+
+
+def trade_offs(models: Sequence[Shown]) -> list[Picture]:
+    """Draws quality against time and against bytes, where there is anything to compare."""
+    reports = [model.report for model in models]
+    metrics, speeds = main_metrics(reports), main_speeds(reports)
+    pairs = list(zip(reports, speeds, strict=True))
+    speed = next((speed for speed in speeds if speed is not None), None)
+    pictures = []
+    if speed is not None:
+        times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in speeds]
+        words = f"time of a pass ({fmt.pass_text(speed)})"
+        dots = _dots(models, metrics, times)
+        marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))][:1]
+        marks += [
+            Mark(f"{model.mark} int8", other.milliseconds)
+            for model, s in zip(models, speeds, strict=True)
+            if s and model.report.is_smaller and (other := int8_speed(model.report, s))
+        ]
+        write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
+        pictures += _picture("quality-time", dots, marks, words, metrics, write)
+    sizes = [(float(r.bytes_on_disk.now), float(r.bytes_on_disk.dense)) for r in reports]
+    files = [file_of(report.dense_exports) for report in reports]
+    marks = [Mark("dense int8", float(item.bytes)) for item in files if item][:1]
+    marks += [
+        Mark(f"{model.mark} int8", float(own.bytes))
+        for model in models
+        if model.report.is_smaller and (own := file_of(model.report.exports))
+    ]
+    write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
+    dots = _dots(models, metrics, sizes)
+    return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
+
+
+def _int8_time(report: ModelReport, speed: Speed) -> Mark | None:
+    other = int8_speed(report, speed)
+    time = other and other.same_runtime_milliseconds
+    return Mark("dense int8", time) if time else None
+
+
+def _dots(
+    models: Sequence[Shown],
+    metrics: Sequence[Metric | None],
+    costs: Sequence[tuple[float, float] | None],
+) -> list[Dot]:
+    """A dot for each model, and one for each baseline that is not itself a model here."""
+    dots: dict[object, Dot] = {}
+    for index, (model, metric, cost) in enumerate(zip(models, metrics, costs, strict=True)):
+        if metric is not None and cost is not None:
+            dots[index] = _dot(model, cost[0], metric)
+    for metric, cost in zip(metrics, costs, strict=True):
+        if metric is None or cost is None or (gap := metric.difference) is None:
+            continue
+        value, interval = gap.baseline_value, gap.baseline_interval
+        own = next((i for i, m in enumerate(models) if _is_baseline(m, gap.baseline)), None)
+        if own is None:
+            name = f"dense ({gap.baseline})"
+            dots.setdefault(name, Dot("", name, cost[1], value, interval))
+        elif own not in dots:  # a dense model is timed beside others, not by itself
+            found = metric.model_copy(update={"value": value, "interval": interval})
+            dots[own] = _dot(models[own], cost[1], found)
+    return [dots[key] for key in sorted(dots, key=lambda key: (isinstance(key, str), str(key)))]
+
+
+def _dot(model: Shown, cost: float, metric: Metric) -> Dot:
+    return Dot(model.mark, model.name, cost, metric.value, metric.interval, model.colour)
+
+
+def _is_baseline(model: Shown, name: str) -> bool:
+    """Whether a dense model is the one that another was compared with, however it is called."""
+    ends = (Path(ALIASES.get(item, item)).name for item in (model.report.name, name))
+    return not model.report.is_smaller and len(set(ends)) == 1
+
+
+def _picture(
+    name: str,
+    dots: list[Dot],
+    marks: Sequence[Mark],
+    costs: str,
+    metrics: Sequence[Metric | None],
+    write: Callable[[float], str],
+) -> list[Picture]:
+    main = next((metric for metric in metrics if metric is not None), None)
+    if len(dots) < 2 or main is None:
+        return []
+    lines = marks if len(marks) <= _MOST_LINES else marks[:1]
+    drawn = trade_off(dots, costs, main.label, write, main.higher_is_better, lines)
+    return [Picture(name, drawn)]
+
+
+def map_of(report: ModelReport) -> Markup | None:
+    """Draws what is kept of every layer, by block and role; None where nothing was rewritten."""
+    columns = _columns(report)
+    if not report.is_smaller or not columns:
+        return None
+    amounts: dict[tuple[str, str], list[Amount]] = {}
+    words: dict[tuple[str, str], list[str]] = {}
+    for layer in report.layers:
+        place = (layer.role, layer.block)
+        amounts.setdefault(place, []).append(layer.parameters)
+        error = next(iter(layer.errors.items()), None)
+        said = "" if error is None else f", {fmt.error_name(error[0])} {fmt.error_text(error[1])}"
+        words.setdefault(place, []).append(layer.structure + said)
+    for item in report.left:
+        if item.role and item.parameters:
+            place = (item.role, item.block)
+            amounts.setdefault(place, []).append(Amount.of(item.parameters, item.parameters))
+            words.setdefault(place, []).append(f"dense: {item.reason}")
+    roles = list(dict.fromkeys(role for role, _ in amounts)) or ["block"]
+    rows = []
+    for role in roles:
+        cells: list[Tile | None] = []
+        for label, block in columns:
+            place = (role, block or "")
+            if block is None:
+                cells.append(Tile(None, f"block {label}: dropped"))
+            elif place in amounts:
+                share = Amount.sum_of(amounts[place]).kept
+                text = "; ".join(dict.fromkeys(words[place]))
+                where = f"{role}, block {label}" if block else role
+                cells.append(Tile(share, f"{where}: {fmt.share_text(share)} kept, {text}"))
+            else:
+                kept = not amounts and block
+                cells.append(Tile(1.0, f"block {label}: kept as it is") if kept else None)
+        rows.append((role, cells))
+    return layer_map([label for label, _ in columns], rows)
+
+
+def _columns(report: ModelReport) -> list[tuple[str, str | None]]:
+    """Labels of blocks, by the dense model's numbers, with their names now; None of dropped ones.
+
+    What is outside the stacks of blocks, such as a word embedding, comes first.
+    """
+    left = (item.block for item in report.left if item.role and item.parameters)
+    every = {*(layer.block for layer in report.layers), *left}
+    blocks = sorted((block for block in every if re.search(r"\d", block)), key=_natural)
+    outside: list[tuple[str, str | None]] = [
+        (block.rpartition(".")[2], block) for block in sorted(every.difference(blocks))
+    ]
+    depth = report.depth
+    if depth is None or depth.deeper or depth.chosen == "later":
+        names = [fmt.short_names(blocks)[block] for block in blocks]
+        return outside + list(zip(_numbers(names), blocks, strict=True))
+    found: list[tuple[str, str | None]] = []
+    for stack in depth.stacks:
+        new = {old: f"{stack.path}.{index}" for index, old in enumerate(stack.kept)}
+        for old in range(stack.blocks):
+            label = f"{old}" if len(depth.stacks) == 1 else f"{stack.name} {old}"
+            own = new.get(old)
+            # Of checkpoints names are shorter, or longer, than paths in the model.
+            name = next((b for b in blocks if own and _same_end(b, own)), own)
+            found.append((label, name))
+    return outside + found
+
+
+def _same_end(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    return f".{long}".endswith(f".{short}")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(step), "") if step.isdecimal() else (-1, step) for step in name.split(".")]
+
+
+def _numbers(names: list[str]) -> list[str]:
+    """Leaves out what all names begin with, such as `layer.`."""
+    alike = len({name.rpartition(".")[0] for name in names}) == 1
+    return [name.rpartition(".")[2] for name in names] if alike else names

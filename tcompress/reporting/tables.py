@@ -1,0 +1,364 @@
+"""Tables in files: CSV with all numbers, LaTeX for papers, and drawings as SVG beside them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tcompress.artifact.manifest import Interval, Metric, Speed
+from tcompress.artifact.means import Mean
+from tcompress.files import check_drawings, check_latex, check_sheet, unwritable, write_text
+from tcompress.options.commands import Tables
+from tcompress.reporting import formatting as fmt
+from tcompress.reporting.charts import alone
+from tcompress.reporting.console import short_name
+from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.pareto import FrontReport, front_cells
+from tcompress.reporting.pictures import all_pictures, shown_models
+from tcompress.reporting.table_rows import Cell, parts_of
+from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds, numbers_of
+
+Value = str | float | int | None
+
+
+class Sheet(NamedTuple):
+    """Numbers as they are, with a name for each column."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Value, ...], ...]
+
+
+class Printed(NamedTuple):
+    """Cells as people read them; the first column holds names."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+def csv_text(sheet: Sheet) -> str:
+    """Writes a sheet as CSV: floats in full, nothing where there is no number."""
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(sheet.columns)
+    writer.writerows([["" if value is None else value for value in row] for row in sheet.rows])
+    return file.getvalue()
+
+
+_PLAIN = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "×": r"$\times$",
+    "−": "$-$",
+    "±": r"$\pm$",
+    "→": r"$\to$",
+    "…": r"\ldots{}",
+    "–": "--",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
+
+def escaped(text: str) -> str:
+    """Writes text so that LaTeX prints it as it is; line ends become blanks."""
+    return "".join(_PLAIN.get(character, character) for character in " ".join(text.split()))
+
+
+def latex_text(table: Printed) -> str:
+    """Writes a table in the style of `booktabs`; notes, such as intervals, are small."""
+
+    def line(cells: Iterable[str]) -> str:
+        return "  " + " & ".join(cells) + r" \\"
+
+    def cell(item: Cell) -> str:
+        note = rf" {{\small {escaped(item.note)}}}" if item.note else ""
+        return escaped(item.value) + note
+
+    aligned = "l" + "r" * (len(table.columns) - 1)
+    lines = [
+        "% needs \\usepackage{booktabs}",
+        rf"\begin{{tabular}}{{{aligned}}}",
+        r"  \toprule",
+        line(map(escaped, table.columns)),
+        r"  \midrule",
+        *(line(map(cell, row)) for row in table.rows),
+        r"  \bottomrule",
+        r"\end{tabular}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_tables(tables: Tables, sheet: Sheet, printed: Printed) -> dict[str, str]:
+    """Writes the files that are asked for, each whole or not at all; gives paths by kind."""
+    texts = {"csv": csv_text(sheet), "latex": latex_text(printed)}
+    checks = {"csv": check_sheet, "latex": check_latex}
+    written = {}
+    for kind, path in {"csv": tables.csv, "latex": tables.latex}.items():
+        if path is not None:
+            target = Path(path).expanduser()
+            checks[kind](target)
+            _write(target, texts[kind])
+            written[kind] = str(target)
+    return written
+
+
+def write_figures(reports: Sequence[ModelReport], folder: Path | str) -> list[Path]:
+    """Writes each picture of a page as a file of its own, which needs no page and no font."""
+    target = Path(folder).expanduser()
+    check_drawings(target)
+    names = [short_name(report, reports) for report in reports]
+    written = []
+    for picture in all_pictures(shown_models(reports, names)):
+        path = target / f"{picture.name}.svg"
+        try:
+            target.mkdir(exist_ok=True)
+        except OSError as error:
+            raise unwritable(target, error) from error
+        _write(path, alone(picture.svg))
+        written.append(path)
+    return written
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+_LONG = (
+    "model", "method", "quantity", "of", "value", "low", "high", "dense", "dense_low",
+    "dense_high", "difference", "difference_low", "difference_high", "ratio", "noisy",
+)  # fmt: skip
+
+
+def report_sheet(reports: Sequence[ModelReport]) -> Sheet:
+    """Lists every number of every model in a row of its own.
+
+    `ratio` is the part that is left of sizes and errors, the multiple of the dense model's quality,
+    and, of times, how many times as fast as the dense model.
+    """
+    rows: list[tuple[Value, ...]] = []
+    for report, metrics in zip(reports, numbers_of(reports), strict=True):
+        name = short_name(report, reports)
+        amounts = {
+            "parameters": report.parameters.total,
+            **{f"parameters, {part}": own for part, own in parts_of(report).items()},
+            "bytes on disk": report.bytes_on_disk,
+            "multiply-adds per token": report.macs_per_token,
+        }
+        length = f"T={report.macs_per_token.length}"
+        found: list[dict[str, Value]] = [
+            {"quantity": label, "of": length if "multiply" in label else "", **_amount(own)}
+            for label, own in amounts.items()
+        ]
+        for file in report.exports:
+            dense = file_of(report.dense_exports, file.bits)
+            before = None if dense is None else dense.bytes
+            facts = {"value": file.bytes, "dense": before}
+            ratio = file.bytes / before if before else None
+            found.append({"quantity": "bytes", "of": file.file, "ratio": ratio, **facts})
+            found.append({"quantity": "agreement", "of": file.file, "value": file.agreement})
+        for kind, error in report.errors.items():
+            found.append({"quantity": f"mean {fmt.error_name(kind)}", "value": error})
+        labels = fmt.metric_labels(metrics)
+        found += [_metric(label, own) for label, own in zip(labels, metrics, strict=True)]
+        found += [row for speed in report.speed for row in _times(speed)]
+        for row in found:
+            rows.append((name, report.method, *(row.get(column) for column in _LONG[2:])))
+    return Sheet(_LONG, tuple(rows))
+
+
+def _amount(amount: Amount) -> dict[str, Value]:
+    return {"value": amount.now, "dense": amount.dense, "ratio": amount.kept}
+
+
+def _metric(label: str, metric: Metric) -> dict[str, Value]:
+    gap, data = metric.difference, metric.protocol.get("data")
+    names = data if isinstance(data, list) else [data]
+    of = "; ".join(str(name) for name in names if name)
+    row: dict[str, Value] = {"quantity": label, "of": of, "ratio": metric.ratio}
+    row |= _ends("", metric.value, metric.interval)
+    if gap is not None:
+        row |= _ends("dense", gap.baseline_value, gap.baseline_interval)
+        row |= _ends("difference", gap.value, gap.interval)
+    return row
+
+
+def _ends(name: str, value: float, interval: Interval | None) -> dict[str, Value]:
+    """A number and its interval under the names of columns."""
+    prefix = f"{name}_" if name else ""
+    row: dict[str, Value] = {name or "value": value}
+    if interval is not None:
+        row |= {f"{prefix}low": interval.low, f"{prefix}high": interval.high}
+    return row
+
+
+def _times(speed: Speed) -> list[dict[str, Value]]:
+    facts = {"value": speed.milliseconds, "dense": speed.baseline_milliseconds}
+    noisy, of = int(speed.is_noisy), fmt.pass_text(speed)
+    rows: list[dict[str, Value]] = [
+        {"quantity": "milliseconds", "of": of, "ratio": speed.ratio, "noisy": noisy, **facts}
+    ]
+    if (time := speed.same_runtime_milliseconds) is not None:
+        there = {"value": speed.milliseconds, "dense": time, "ratio": time / speed.milliseconds}
+        name = "milliseconds, dense in the same runtime"
+        rows.append({"quantity": name, "of": of, "noisy": noisy, **there})
+    return rows
+
+
+def report_table(reports: Sequence[ModelReport]) -> Printed:
+    """A row for each model: bytes, quality, time, as a paper shows them.
+
+    The dense model comes first where it is none of them, and what it is with eight bits.
+    """
+    metrics, speeds = main_metrics(reports), main_speeds(reports)
+    main = next((metric for metric in metrics if metric is not None), None)
+    timed = next((speed for speed in speeds if speed is not None), None)
+    label = "quality" if main is None else main.label
+    columns = ("model", "bytes", "of dense", label, "of dense", "time", "speed")
+    triples = list(zip(reports, metrics, speeds, strict=True))
+    rows = [*_dense_row(triples), *_dense_int8_row(reports, timed)]
+    for report, metric, speed in triples:
+        size = report.bytes_on_disk
+        noisy = " ?" if speed and speed.is_noisy else ""
+        rows.append(
+            (
+                Cell(short_name(report, reports)),
+                Cell(fmt.bytes_text(size.now)),
+                Cell(fmt.share_text(size.kept) if report.is_smaller else ""),
+                Cell() if metric is None else _with_interval(metric.value, metric.interval),
+                Cell("" if metric is None else fmt.ratio_text(metric.ratio)),
+                Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds)),
+                Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy),
+            )
+        )
+        rows += _int8_row(short_name(report, reports), report, timed)
+    return _used(columns, rows, 1)
+
+
+_Triple = tuple[ModelReport, Metric | None, Speed | None]
+
+
+def _dense_row(triples: Sequence[_Triple]) -> list[tuple[Cell, ...]]:
+    """The dense model of models that share one, where it is not itself among them."""
+    sources = {report.source for report, _, _ in triples}
+    if len(sources) > 1 or not all(report.is_smaller for report, _, _ in triples):
+        return []
+    metrics = [metric for _, metric, _ in triples if metric is not None]
+    gap = next((metric.difference for metric in metrics if metric.difference), None)
+    speed = next((speed for _, _, speed in triples if speed is not None), None)
+    size = fmt.bytes_text(triples[0][0].bytes_on_disk.dense)
+    quality = Cell() if gap is None else _with_interval(gap.baseline_value, gap.baseline_interval)
+    time = "" if speed is None else fmt.milliseconds_text(speed.baseline_milliseconds)
+    return [(Cell("dense"), Cell(size), Cell(), quality, Cell(), Cell(time), Cell())]
+
+
+def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list[tuple[Cell, ...]]:
+    """What rounding alone makes of the dense model, where its file or its time is known."""
+    file = next((file for r in reports if (file := file_of(r.dense_exports))), None)
+    there = next((speed for r in reports for speed in r.speed if _is_int8(speed, timed)), None)
+    if file is None and there is None:
+        return []
+    size = Cell("" if file is None else fmt.bytes_text(file.bytes))
+    time = ratio = Cell()
+    if there is not None and there.same_runtime_milliseconds:
+        time = Cell(fmt.milliseconds_text(there.same_runtime_milliseconds))
+        faster = there.baseline_milliseconds / there.same_runtime_milliseconds
+        ratio = Cell(fmt.ratio_text(faster, 2))
+    return [(Cell("dense, int8"), size, Cell(), Cell(), Cell(), time, ratio)]
+
+
+def _int8_row(name: str, report: ModelReport, timed: Speed | None) -> list[tuple[Cell, ...]]:
+    """What rounding makes of a model, as of the dense one."""
+    file, speed = file_of(report.exports), timed and int8_speed(report, timed)
+    if (file is None and speed is None) or not report.is_smaller:
+        return []
+    size = Cell("" if file is None else fmt.bytes_text(file.bytes))
+    dense = report.bytes_on_disk.dense
+    share = Cell("" if file is None else fmt.share_text(file.bytes / max(1, dense)))
+    noisy = " ?" if speed and speed.is_noisy else ""
+    time = Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds))
+    ratio = Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy)
+    return [(Cell(f"{name}, int8"), size, share, Cell(), Cell(), time, ratio)]
+
+
+def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) -> Printed:
+    """Leaves out columns that nothing is in, but for the first ones."""
+    used = [i for i in range(len(columns)) if i < first or any(row[i].value for row in rows)]
+    kept = tuple(tuple(row[i] for i in used) for row in rows)
+    return Printed(tuple(columns[i] for i in used), kept)
+
+
+def _is_int8(speed: Speed, timed: Speed | None) -> bool:
+    size = (speed.batch, speed.length, speed.phase)
+    same = timed is not None and size == (timed.batch, timed.length, timed.phase)
+    return same and speed.mode == "onnx-int8" and bool(speed.same_runtime_milliseconds)
+
+
+def _with_interval(value: float, interval: Interval | None) -> Cell:
+    return Cell(fmt.value_text(value), ends_text(interval))
+
+
+def ends_text(interval: Interval | None, signed: bool = False) -> str:
+    """Writes an interval in brackets."""
+    if interval is None:
+        return ""
+    write = fmt.signed_text if signed else fmt.value_text
+    return f"[{write(interval.low)}, {write(interval.high)}]"
+
+
+def metrics_sheet(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Sheet:
+    """Lists the numbers of each model in a row of its own; `scores` are names and numbers."""
+    columns = ("model", "of", *_LONG[4:-1])
+    named = ("model", "quantity", *columns[1:])
+    rows = []
+    for name, metrics in scores:
+        for metric in metrics:
+            row = _metric(metric.label, metric) | {"model": name}
+            rows.append(tuple(row.get(column) for column in named))
+    return Sheet(named, tuple(rows))
+
+
+def metrics_table(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Printed:
+    """A row for each number of each model, with its difference to the baseline."""
+    rows = []
+    for name, metrics in scores:
+        several = [metric for metric in metrics if not isinstance(metric, Mean)]
+        means = [metric for metric in metrics if isinstance(metric, Mean)]
+        ordered = [*several, *means]
+        for label, metric in zip(fmt.metric_labels(ordered), ordered, strict=True):
+            gap = metric.difference
+            change = Cell()
+            if gap is not None:
+                change = Cell(fmt.signed_text(gap.value), ends_text(gap.interval, signed=True))
+            value = _with_interval(metric.value, metric.interval)
+            rows.append(
+                (Cell(name), Cell(label), value, change, Cell(fmt.ratio_text(metric.ratio)))
+            )
+    columns = ("model", "metric", "value", "difference", "ratio")
+    used = [i for i in range(len(columns)) if i < 3 or any(row[i].value for row in rows)]
+    kept = tuple(tuple(row[i] for i in used) for row in rows)
+    return Printed(tuple(columns[i] for i in used), kept)
+
+
+def front_sheet(front: FrontReport) -> Sheet:
+    """Lists every number of the models of a sweep, a row for each."""
+    fields = [name for name in type(front.rows[0]).model_fields if name != "interval"]
+    index = fields.index("quality") + 1
+    columns = (*fields[:index], "quality_low", "quality_high", *fields[index:])
+    rows = []
+    for row in front.rows:
+        ends = (None, None) if row.interval is None else (row.interval.low, row.interval.high)
+        facts = {**row.model_dump(), "quality_low": ends[0], "quality_high": ends[1]}
+        facts["front"] = " ".join(row.front)
+        rows.append(tuple(facts[column] for column in columns))
+    return Sheet(columns, tuple(rows))
+
+
+def front_printed(front: FrontReport) -> Printed:
+    """A row for each model of a sweep, with the columns of the table on the screen."""
+    columns, rows = front_cells(front)
+    return Printed(columns, tuple(rows))

@@ -1,0 +1,168 @@
+"""Which tokens stay: those that data needs, or the most frequent ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from weakref import WeakKeyDictionary
+
+from tcompress.data.whole_texts import WholeTexts
+from tcompress.errors import PlanError
+from tcompress.models import SourceModel
+from tcompress.models.vocabulary import Vocabulary, as_runs
+from tcompress.options import Convert
+from tcompress.progress import Progress, Silent
+from tcompress.vocabulary.cut import WITHOUT, ModelTokens, cut_vocabulary
+from tcompress.vocabulary.proof import prove
+
+_WHOLE = {
+    "add_special_tokens": False,
+    "truncation": False,
+    "padding": False,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+    "verbose": False,
+}
+_SAMPLE = 200  # texts of the data that the smaller tokenizer is tried on
+
+
+@dataclass
+class _Counts:
+    """Counts of tokens in data."""
+
+    name: str = ""
+    texts: int = 0
+    tokens: Counter[int] = field(default_factory=Counter)
+    rows: Counter[int] = field(default_factory=Counter)  # that a token occurs in
+    sample: list[str] = field(default_factory=list)  # of the texts, at growing distances
+
+
+_CHOSEN: WeakKeyDictionary[SourceModel, dict[str, Vocabulary]] = WeakKeyDictionary()
+"""Choices that were made for a model: conversions of a sweep ask for the same."""
+
+
+def with_vocabulary(
+    source: SourceModel, recipe: Convert, progress: Progress | None = None
+) -> SourceModel:
+    """Describe a model with the tokens that a recipe leaves it; the same if it says nothing.
+
+    Raises:
+        InputError: The tokenizer, the model or the data cannot be used, or too few are to stay.
+    """
+    if recipe.vocab is None or source.vocabulary is not None:
+        return source
+    key = f"{recipe.vocab} {recipe.calibration.model_dump_json()}"
+    chosen = _CHOSEN.setdefault(source, {})
+    if key in chosen:
+        return cut_vocabulary(source, chosen[key])
+    tokens = ModelTokens.open(source)
+    counts = _count(source, recipe, tokens, progress or Silent())
+    vocabulary = _choose(source, tokens, recipe.vocab, counts)
+    cut = cut_vocabulary(source, vocabulary, tokens)
+    prove(tokens, cut, counts.sample if counts else [])
+    gone = _parameters(source) - _parameters(cut)
+    chosen[key] = vocabulary.model_copy(update={"parameters": gone})
+    return replace(cut, vocabulary=chosen[key])
+
+
+def _parameters(source: SourceModel) -> int:
+    return sum(item.numel() for item in source.keymap.model.parameters())
+
+
+def _count(
+    source: SourceModel, recipe: Convert, tokens: ModelTokens, progress: Progress
+) -> _Counts | None:
+    """Count the tokens of all texts in the data, none of them cut off; None without data."""
+    if not recipe.calibration.files:
+        return None
+    counts, names = _Counts(), list[str]()
+    tokenizer = tokens.reader
+    for part in WholeTexts.of(source, recipe.calibration, tokenizer):
+        names.append(part.name)
+        progress.stage(f"counting tokens of {part.name}", part.count, "rows")
+        step, seen = max(1, part.count // _SAMPLE), 0
+        for rows in part.chunks:
+            texts = [text for row in rows for text in row]
+            encoded = iter(tokenizer(texts, **_WHOLE)["input_ids"] if texts else ())
+            for row in rows:
+                ids = [token for tokens_of in islice(encoded, len(row)) for token in tokens_of]
+                counts.tokens.update(ids)
+                counts.rows.update({*ids})
+            counts.sample += [row[0] for row in rows[-seen % step :: step] if row]
+            seen += len(rows)
+            counts.texts += len(texts)
+            progress.advance(len(rows), "")
+    counts.name = " + ".join(names)
+    return counts
+
+
+def _choose(
+    source: SourceModel, tokens: ModelTokens, vocab: int | str, counts: _Counts | None
+) -> Vocabulary:
+    """Choose the tokens that stay: those that must, and then others in their order."""
+    ids, most = tokens.pieces.ids, tokens.rows
+    kept = tokens.required(source)
+    rows = required = sum(index < most for index in kept)
+    _check_number(vocab, required, most)
+    limit = vocab if isinstance(vocab, int) else most
+    for piece in _in_order(tokens, counts, fill=isinstance(vocab, int)):
+        new = {ids[part] for part in tokens.pieces.needs(piece)} - kept if rows < limit else set()
+        count = sum(index < most for index in new)
+        if rows + count <= limit:
+            kept |= new
+            rows += count
+    if rows == most:
+        raise PlanError(
+            f"`vocab: {vocab}` leaves no token out: all {most:,} occur in the data, or are needed",
+            f"give a number below {most}, or {WITHOUT}",
+        )
+    facts: dict[str, str | int | float] = {}
+    if counts is not None:
+        total = counts.tokens.total()
+        inside = sum(number for index, number in counts.tokens.items() if index in kept)
+        facts = {"data": counts.name, "texts": counts.texts, "tokens": total}
+        facts |= {"pieces": len(counts.tokens), "covered": inside / max(1, total)}
+        once = (index for index, rows_of in counts.rows.items() if rows_of == 1)
+        facts["alone"] = sum(counts.tokens[index] for index in once if index in kept)
+    return Vocabulary(
+        before=most,
+        kept=as_runs(sorted(kept, key=lambda i: (i >= most, i not in tokens.ids, i))),
+        rows=rows,
+        required=required,
+        chosen="ranks" if counts is None else "data",
+        **facts,  # type: ignore[arg-type]
+    )
+
+
+def _check_number(vocab: int | str, required: int, most: int) -> None:
+    """Refuse a number of tokens that is too small, or that leaves all of them."""
+    if not isinstance(vocab, int):
+        return
+    if vocab < required:
+        raise PlanError(
+            f"`vocab` is {vocab:,}, and at least {required:,} of {most:,} tokens have to stay: "
+            "special tokens, those that the config names, and letters or bytes that any text can "
+            "be written in",
+            f"give {required} or more",
+        )
+    if vocab >= most:
+        text = f"`vocab: {vocab}` leaves no token out: there are {most:,}"
+        raise PlanError(text, f"give a smaller number, or {WITHOUT}")
+
+
+def _in_order(tokens: ModelTokens, counts: _Counts | None, *, fill: bool) -> Iterator[str]:
+    """List pieces in the order in which they are to stay."""
+    ranked = tokens.pieces.ranked
+    if counts is not None:
+        names = tokens.pieces.names
+        yield from (names[index] for index, _ in counts.tokens.most_common() if index in names)
+    elif ranked is None:
+        raise PlanError(
+            f"a `{tokens.pieces.kind}` tokenizer does not say how frequent its pieces are, so that "
+            "a number as `vocab` needs data to count them in",
+            "name data, such as `--calib FILE`",
+        )
+    if fill:
+        yield from ranked or sorted(tokens.pieces.ids, key=tokens.pieces.ids.__getitem__)

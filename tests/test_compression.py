@@ -1,0 +1,80 @@
+"""One command from a dense model to a folder that ships."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModel
+
+import tcompress
+from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.workplace import partial_folder
+from tcompress.errors import InputError
+from tcompress.options.compress_options import Compress
+from tcompress.options.read import read
+from tests.support.cli import run
+from tests.support.evaluation import encoder, pairs_file
+from tests.support.model_folders import sentences, text_file
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    encoder(tmp_path / "bert")
+    text_file(tmp_path / "texts.txt", sentences(60))
+    pairs_file(tmp_path / "pairs.jsonl", 40)
+    return tmp_path
+
+
+TYPED = ("compress", "bert", "--data", "texts.txt", "--smoke", "--minutes", "0.2", "-o", "small")
+
+
+def test_a_size_is_reached_in_pytorch(place: Path) -> None:
+    dense = (place / "bert" / "model.safetensors").stat().st_size
+    size = f"{int(0.8 * dense)}B"
+    measured = ("--task", "sts", "--test-data", "pairs.jsonl")
+    done = run(*TYPED, "--runtime", "torch", "--size", size, *measured, "--json")
+    assert done.code == 0, done.err
+    rows = {row["name"]: row for row in done.document["rows"]}
+    assert rows["this model, torch"]["bytes"] <= 0.8 * dense < rows["dense, PyTorch"]["bytes"]
+    assert done.document["quality"] == "spearman"
+    assert rows["this model, torch"]["quality"] is not None
+    manifest = read_manifest(place / "small")
+    assert manifest is not None
+    assert manifest.plan.budget is not None
+    assert AutoModel.from_pretrained(place / "small").config.hidden_size
+    assert not partial_folder(place / "small").exists()
+
+
+@pytest.mark.slow
+def test_a_dense_file_of_eight_bits_may_be_all_that_is_needed(place: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    dense = (place / "bert" / "model.safetensors").stat().st_size
+    done = run(*TYPED, "--size", f"{2 * dense}B")
+    assert done.code == 0, done.err
+    assert "nothing is cut" in done.err
+    assert (place / "small" / "onnx" / "model_int8.onnx").is_file()
+    assert json.loads((place / "small" / "config.json").read_text())["model_type"] == "bert"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_loss": 0.01, "speedup": 2.0}, "one or the other"),
+        ({"task": "sts"}, "go together"),
+        ({"speedup": 0.5}, "speedup"),
+    ],
+)
+def test_goals_that_contradict(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        read(Compress, options)
+
+
+def test_paths_are_looked_at_first(place: Path) -> None:
+    goal = ("--size", "3MB", "--runtime", "torch")
+    done = run("compress", "./nowhere", "--data", "absent.txt", *goal)
+    assert done.code == 2
+    assert "nowhere" in done.err
+    assert "absent.txt" in done.err
+    assert callable(tcompress.compress)

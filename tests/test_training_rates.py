@@ -1,0 +1,72 @@
+"""The default rate of healing follows how close a model is to its teacher."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from tcompress.training.loop import Loop
+from tcompress.training.rates import HALVINGS, MOVES, find_rate, rate_for
+from tcompress.training.setup import HEALING_RATE
+from tests.support.training import settings, small_encoder, texts, train
+
+
+def _rate(distance: float, batch_size: int = 4) -> float:
+    """Of a bowl so far from its bottom, in moves of the highest rate with four examples."""
+    value = nn.Parameter(torch.full((3,), distance / MOVES / 2))
+    start = value.detach().clone()
+    value.grad = value.detach().clone()
+    how = {"highest": 1.0, "batch_size": batch_size}
+    rate = find_rate({"a": value}, lambda: value.detach().square().sum(), **how)
+    assert_close(value.detach(), start, rtol=0, atol=0)
+    return rate
+
+
+@pytest.mark.parametrize(
+    ("distance", "rate"), [(5.0, 1.0), (0.9, 1.0), (0.5, 0.5), (0.1, 0.125), (1e-4, 2**-HALVINGS)]
+)
+def test_the_rate_is_in_moves_to_the_least_loss(distance: float, rate: float) -> None:
+    assert _rate(distance) == rate
+    assert _rate(distance / 8, batch_size=256) == rate  # the root of sixty-four times as many
+
+
+def test_moves_that_leave_no_number_are_not_taken() -> None:
+    value = nn.Parameter(torch.ones(1))
+    value.grad = torch.full((1,), torch.nan)
+    values = iter([torch.nan, torch.inf, 3.0, 2.0, 2.5])
+    how = {"highest": 1.0, "batch_size": 4}
+    assert find_rate({"a": value}, lambda: torch.tensor(next(values)), **how) == 1 / 8
+    assert find_rate({"a": value}, lambda: torch.tensor(torch.nan), **how) == 2**-HALVINGS
+    assert value.detach().tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "rate"), [(1, 1e-4), (100, 1e-4), (400, 2e-4), (2500, 5e-4), (10**6, 1e-3)]
+)
+def test_long_runs_may_win_back_what_they_lose(steps: int, rate: float) -> None:
+    assert rate_for(steps, 1e-4, 1e-3) == pytest.approx(rate)
+
+
+def test_healing_tests_its_rate_and_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    kept = Loop._test_rate
+
+    def heard(loop: Loop) -> float | None:
+        rates.append(kept(loop))
+        return rates[-1]
+
+    monkeypatch.setattr(Loop, "_test_rate", heard)
+    model, data = small_encoder(tmp_path), texts(tmp_path)
+    how = {"warmup": 0.0, "schedule": "constant", "data": data}
+    done = train(model, tmp_path / "out", **how)
+    assert rates[0] is not None
+    assert HEALING_RATE / 2**HALVINGS <= rates[0] <= HEALING_RATE
+    assert {point.learning_rate for point in done.facts.curve} == {rates[0]}
+    assert settings(**how).learning_rate is None
+    for index, given in enumerate(({"learning_rate": 5e-4}, {"stage": "blocks"})):
+        train(model, tmp_path / str(index), **how, **given)
+    assert rates[1:] == [None, None]

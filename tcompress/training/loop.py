@@ -46,6 +46,9 @@ from tcompress.training.setup import (
 READ_EVERY = 10
 """Steps after which the host reads what they computed, and waits for the device so long."""
 
+LIGHTER = 3.0
+"""Times as long as to compare outputs a pass takes in the first validation, which warms up."""
+
 WRITING = 4.0
 """Times as long as opening the model takes writing it, with opening and comparing what was."""
 
@@ -173,7 +176,7 @@ class Loop:
         held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
         held *= VARIANTS if embeds_texts(setup.source) else 1
         # The teacher and each share, where a validation is of the teacher and the student.
-        return (len(SHARES) + 1) * held / (2 * len(setup.data.validation))
+        return (len(SHARES) + 1) * held / (2 * len(setup.data.validation)) / LIGHTER
 
     def _mix(self) -> None:
         """Goes back as far on the way from the first weights as agrees best with the teacher."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tcompress
+from tcompress import files
 from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
@@ -52,7 +53,7 @@ class Row:
     name: str
     bytes: int
     speedup: float  # over the dense model in PyTorch
-    agreement: float | None = None  # of the file's outputs with PyTorch's
+    cosine: float | None = None  # of the file's outputs with those of the same model in PyTorch
     quality: float | None = None
 
 
@@ -65,12 +66,12 @@ class Compressed:
     rows: tuple[Row, ...]
     quality: str | None  # name of the number
     healed: str  # what became of healing, in words
+    missed: tuple[str, ...] = ()  # goals that were not reached, in words
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Give all of it as plain data."""
-        facts = asdict(self)
-        return {**facts, "folder": str(self.folder), "rows": [asdict(row) for row in self.rows]}
+        return {**asdict(self), "folder": str(self.folder)}
 
 
 def compress(
@@ -100,7 +101,7 @@ def compress(
         InputError: Something given cannot be used, or the goal is out of reach.
     """
     output = Path(output).expanduser().absolute()
-    _check(model, output, settings, force)
+    _check(output, settings, force)
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
         check_measurement(_measurement(settings), source, heads=True)
@@ -114,7 +115,7 @@ def compress(
     return result
 
 
-def _check(model: Path | str, output: Path, settings: Compress, force: bool) -> None:
+def _check(output: Path, settings: Compress, force: bool) -> None:
     """Refuse, before any work, what would fail in the end; name all problems."""
     problems = Problems()
     with problems.collected():
@@ -147,71 +148,82 @@ class _Run:
 
     def all_stages(self) -> Compressed:
         """Do everything that is not done yet."""
-        dense = self._dense()
+        dense = self._exported(self.original, "dense")
         converted = self._converted(dense)
         healed, words = self._healed(converted)
         shipped = self._exported(healed, "shipped")
         rows, quality = self._measured(dense, shipped)
         shutil.rmtree(self.place.model)
-        shipped.rename(self.place.model)
+        if shipped == self.original:
+            shutil.copytree(shipped, self.place.model)
+        else:
+            shipped.rename(self.place.model)
         file = _file_of(read_manifest(self.place.model), self.settings.runtime)
         name = "model.safetensors" if file is None else file.file
         notes = () if self.settings.data else (_NO_DATA,)
-        return Compressed(self.place.output, name, rows, quality, words, notes)
+        missed = self._missed(rows[-1])
+        return Compressed(self.place.output, name, rows, quality, words, missed, notes)
+
+    @property
+    def original(self) -> Path:
+        """The folder that was given."""
+        return Path(self.source.origin or self.source.folder)
+
+    def _missed(self, row: Row) -> tuple[str, ...]:
+        """Say which goals a model does not reach."""
+        goal, missed = self.settings, []
+        if goal.most_bytes is not None and row.bytes > goal.most_bytes:
+            missed.append(f"{row.bytes / 1e6:.2f} MB, not {goal.most_bytes / 1e6:.2f} MB")
+        if goal.speedup is not None and row.speedup < NEAR * goal.speedup:
+            missed.append(f"{row.speedup:.2f} x as fast, not {goal.speedup:g} x")
+        return tuple(missed)
 
     @property
     def minutes_left(self) -> float:
         return self.settings.most_minutes - (time.monotonic() - self.began) / 60
 
-    def _dense(self) -> Path:
-        """The dense model with its files for the runtime, which is the first candidate."""
-        return self._exported(Path(self.source.origin or self.source.folder), "dense")
-
     def _exported(self, model: Path, name: str) -> Path:
+        """A model with its files for the runtime; the model itself where that is PyTorch."""
+        if self.settings.runtime == "torch":
+            return model
         folder = self.place.folder / name
         if not (folder / "config.json").is_file():
-            if self.settings.runtime == "torch":
-                files = None
-            else:
-                manifest = read_manifest(model)
-                files = OnnxFiles(int8=True, embedding_bits=_embedding_bits(manifest))
-            if files is None:
-                shutil.copytree(model, folder)
-            else:
-                trust = self.source.trust_remote_code
-                export_onnx(model, folder, files, trust_remote_code=trust, progress=self.progress)
+            bits = _embedding_bits(read_manifest(model))
+            settings = OnnxFiles(int8=True, embedding_bits=bits)
+            trust = self.source.trust_remote_code
+            export_onnx(model, folder, settings, trust_remote_code=trust, progress=self.progress)
         return folder
 
     # The goal
     def _converted(self, dense: Path) -> Path:
         """The conversion that meets the goal; the dense model itself where its file does."""
         goal, folder = self.settings, self.place.folder / "converted"
-        if (folder / "config.json").is_file():
+        if self.place.notes("converted"):  # and measured, before a run was stopped
             return folder
-        speed, size = self._speed(dense), self._bytes(dense)
+        speed, size = self._speed(dense, dense), self._bytes(dense)
         self.say(f"dense in {goal.runtime}: {size / 1e6:.1f} MB, {speed:.2f} x as fast as PyTorch")
         fast = goal.speedup is None or speed >= goal.speedup
         small = goal.most_bytes is None or size <= goal.most_bytes
         if fast and small and (goal.speedup or goal.most_bytes):
             self.say("The dense model reaches the goal in this runtime: nothing is cut.")
-            return Path(self.source.origin or self.source.folder)
+            return self.original
         factor = None if goal.speedup is None else max(1.05, goal.speedup / speed)
         room = None if goal.most_bytes is None else int(HEADROOM * goal.most_bytes)
         for attempt in range(ATTEMPTS):
             options = self._options(None if fast else factor, None if small else room)
             convert(self.source, options, folder, force=True, progress=self.progress)
+            files.remove(self.place.folder / f"trial-{attempt}")
             trial = self._exported(folder, f"trial-{attempt}")
-            reached, took = self._speed(trial), self._bytes(trial)
-            self.say(f"converted: {took / 1e6:.1f} MB, {reached:.2f} x as fast as PyTorch")
-            slow = goal.speedup is not None and reached < NEAR * goal.speedup
-            large = goal.most_bytes is not None and took > goal.most_bytes
-            if not slow and not large:
+            row = Row("converted", self._bytes(trial), self._speed(trial, dense))
+            self.say(f"converted: {row.bytes / 1e6:.1f} MB, {row.speedup:.2f} x as fast as PyTorch")
+            if not self._missed(row):
                 break
-            if slow and goal.speedup is not None:
-                factor, fast = (factor or 1.05) * goal.speedup / reached, False
-            if large and goal.most_bytes is not None and room is not None:
+            if goal.speedup is not None and row.speedup < NEAR * goal.speedup:
+                factor, fast = (factor or 1.05) * goal.speedup / row.speedup, False
+            if goal.most_bytes is not None and row.bytes > goal.most_bytes and room is not None:
                 # What a graph takes beside its numbers does not shrink with them.
-                room, small = room - (took - goal.most_bytes) - goal.most_bytes // 200, False
+                room, small = room - (row.bytes - goal.most_bytes) - goal.most_bytes // 200, False
+        self.place.note("converted")
         return folder
 
     def _options(self, factor: float | None, room: int | None) -> Any:
@@ -224,7 +236,7 @@ class _Run:
             calibration["samples"] = SMOKE_SAMPLES
         said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
         if factor is not None:
-            said |= {"speedup": factor, "at": goal.at, "threads": goal.threads}
+            said |= {"speedup": factor, "at": goal.at, "threads": goal.threads, "device": "cpu"}
         if room is not None:
             said["target_bytes"] = room
             if goal.runtime != "torch":
@@ -233,8 +245,8 @@ class _Run:
             said["max_loss"] = goal.max_loss or 0.01
         return conversion({name: value for name, value in said.items() if value is not None})
 
-    def _speed(self, folder: Path) -> float:
-        """Times as fast as the dense model in PyTorch."""
+    def _speed(self, folder: Path, dense: Path) -> float:
+        """Times as fast as the dense model in PyTorch; of that too the files are there."""
         batch, length = self.settings.batch_and_length
         options = Bench(
             batch=(batch,),
@@ -244,11 +256,10 @@ class _Run:
             threads=self.settings.threads,
             device="cpu",
         )
-        against = str(self.source.origin or self.source.folder)
-        with RuntimeFiles.opened() as files:
-            shared: dict[str, Any] = {"save": False, "in_runtime": files, "progress": self.progress}
-            trust = self.source.trust_remote_code
-            [timed] = bench([str(folder)], against, options, trust_remote_code=trust, **shared)
+        with RuntimeFiles.opened() as opened:
+            shared: dict[str, Any] = {"save": False, "in_runtime": opened}
+            shared |= {"trust_remote_code": self.source.trust_remote_code}
+            [timed] = bench([str(folder)], str(dense), options, progress=self.progress, **shared)
         return timed.speed[0].ratio
 
     def _bytes(self, folder: Path) -> int:
@@ -284,11 +295,11 @@ class _Run:
 
     def _measured(self, dense: Path, shipped: Path) -> tuple[tuple[Row, ...], str | None]:
         """Dense in PyTorch and in the runtime, and what ships."""
-        runtime, original = self.settings.runtime, str(self.source.origin or self.source.folder)
+        runtime = self.settings.runtime
         stored, name, scores = self.source.store.total_bytes, None, dict[str, float]()
         if self.settings.task is not None:
             runtimes: tuple[RuntimeName, ...] = tuple(dict.fromkeys(("torch", runtime)))
-            models = [original, str(shipped)]
+            models = [str(dense), str(shipped)]
             measured = evaluate(
                 models,
                 _measurement(self.settings, runtimes),
@@ -300,13 +311,13 @@ class _Run:
             name = mains[0].name
             keys = [f"{model} {one}" for model in models for one in runtimes]
             scores = {key: main.value for key, main in zip(keys, mains, strict=True)}
-        rows = [Row("dense, PyTorch", stored, 1.0, None, scores.get(f"{original} torch"))]
-        pairs = [("dense", dense, original)] if runtime != "torch" else []
-        for label, folder, key in [*pairs, ("this model", shipped, str(shipped))]:
+        rows = [Row("dense, PyTorch", stored, 1.0, None, scores.get(f"{dense} torch"))]
+        dense_file = [("dense", dense)] if runtime != "torch" else []
+        for label, folder in [*dense_file, ("this model", shipped)]:
             file = _file_of(read_manifest(folder), runtime)
-            agreement = None if file is None else file.agreement
-            facts = (self._bytes(folder), self._speed(folder), agreement)
-            rows.append(Row(f"{label}, {runtime}", *facts, scores.get(f"{key} {runtime}")))
+            cosine = None if file is None else file.agreement
+            facts = (self._bytes(folder), self._speed(folder, dense), cosine)
+            rows.append(Row(f"{label}, {runtime}", *facts, scores.get(f"{folder} {runtime}")))
         return tuple(rows), name
 
 
@@ -317,11 +328,10 @@ def _file_of(manifest: Manifest | None, runtime: str) -> ExportedFile | None:
     """The measured file for a runtime, if a folder has one."""
     if manifest is None or runtime == "torch":
         return None
-    files = (file for file in manifest.exports if file.bits == 8)
-    found = next(files, None)
-    if found is None:
+    exported = next((file for file in manifest.exports if file.bits == 8), None)
+    if exported is None:
         raise InputError("no file of eight bits was exported", "give `--runtime torch`")
-    return found
+    return exported
 
 
 def _embedding_bits(manifest: Manifest | None) -> int:

@@ -38,6 +38,7 @@ def test_a_size_is_reached_in_pytorch(place: Path) -> None:
     assert done.code == 0, done.err
     rows = {row["name"]: row for row in done.document["rows"]}
     assert rows["this model, torch"]["bytes"] <= 0.8 * dense < rows["dense, PyTorch"]["bytes"]
+    assert done.document["missed"] == []
     assert done.document["quality"] == "spearman"
     assert rows["this model, torch"]["quality"] is not None
     manifest = read_manifest(place / "small")

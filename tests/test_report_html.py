@@ -8,8 +8,8 @@ import pytest
 from tcompress.artifact.manifest import Interval
 from tcompress.errors import DiskError
 from tcompress.reporting.model_report import report_of, with_baselines
+from tcompress.reporting.overview_charts import map_of
 from tcompress.reporting.page import heat_of, render_html, write_html
-from tcompress.reporting.pictures import map_of
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
 from tests.support.converted import converted

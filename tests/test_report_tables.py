@@ -8,8 +8,7 @@ import pytest
 
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.pareto import Candidate, front_of
-from tcompress.reporting.table_rows import Cell, rows_of
-from tcompress.reporting.tables import (
+from tcompress.reporting.table_files import (
     Printed,
     csv_text,
     escaped,
@@ -22,6 +21,7 @@ from tcompress.reporting.tables import (
     report_table,
     write_figures,
 )
+from tcompress.reporting.table_rows import Cell, rows_of
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run, worked
 from tests.support.converted import converted

@@ -17,8 +17,8 @@ from tcompress.conversion.converter import Converted
 from tcompress.data.calibration import builtin_texts
 from tcompress.errors import PlanError, RecipeError
 from tcompress.models.vocabulary import Vocabulary, as_runs
-from tcompress.vocabulary.files import renumbered, required_ids, tokenizer_json
 from tcompress.vocabulary.pieces import read_pieces
+from tcompress.vocabulary.tokenizer_files import renumbered, required_ids, tokenizer_json
 from tests.support.conversions import outputs
 from tests.support.model_folders import save_tokenizer, text_file
 from tests.support.tiny import TINY, VOCAB, build

@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
@@ -52,21 +54,25 @@ def compress(one: OneModel, goal: Compress, written: Written, hub: Hub, manner: 
         terminal.print_json(done.to_json())
     else:
         _show(done, folder)
+    if done.missed:
+        raise typer.Exit(terminal.THRESHOLD)
 
 
 def _show(done: Compressed, folder: Path) -> None:
     """Prints the table, and how the folder is used."""
-    columns = ["MB", "speed", "agreement", *([done.quality] if done.quality else [])]
+    columns = ["MB", "speed", "cosine of the file", *([done.quality] if done.quality else [])]
     table = terminal.table("model", *columns, right=columns)
     first = done.rows[0].quality
     for row in done.rows:
         cells = [f"{row.bytes / 1e6:.1f}", f"{row.speedup:.2f} x"]
-        cells.append("" if row.agreement is None else f"{row.agreement:.4f}")
+        cells.append("" if row.cosine is None else f"{row.cosine:.4f}")
         if done.quality and row.quality is not None and first:
             cells.append(f"{row.quality:.4f} ({row.quality / first:.3f} x)")
         table.add_row(row.name, *cells)
     terminal.results().print(table)
     terminal.tell(f"Healed: {done.healed}. Wrote `{folder}`; the runtime reads `{done.file}`.")
+    for text in done.missed:
+        terminal.tell(f"Missed: {text}.")
     for note in done.notes:
         terminal.tell(f"note: {note}")
     terminal.tell(f"Report: `tcompress report {terminal.typed(str(folder))} --html report.html`")

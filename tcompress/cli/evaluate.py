@@ -38,7 +38,7 @@ def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner:
     from tcompress.artifact.means import main_of
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document
-    from tcompress.reporting.tables import metrics_sheet, metrics_table, write_tables
+    from tcompress.reporting.table_files import metrics_sheet, metrics_table, write_tables
 
     bound = Threshold.parse(wanted.threshold) if wanted.threshold is not None else None
     if bound and bound.relative and not {*call.models} - {call.baseline or call.models[0]}:

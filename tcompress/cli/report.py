@@ -24,7 +24,12 @@ def report(call: Reported, tables: Tables, trust: Trust, manner: Manner) -> None
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import reports_of
     from tcompress.reporting.page import write_html
-    from tcompress.reporting.tables import report_sheet, report_table, write_figures, write_tables
+    from tcompress.reporting.table_files import (
+        report_sheet,
+        report_table,
+        write_figures,
+        write_tables,
+    )
 
     reports = reports_of(call.models, call.length, trust_remote_code=trust.allow_remote_code)
     written: dict[str, str | list[str]] = {}

@@ -49,7 +49,7 @@ from tcompress.options.commands import OnnxFiles
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.runtimes.installed import require_onnx
-from tcompress.runtimes.onnx_session import OnnxModel
+from tcompress.runtimes.onnx_session import OnnxModel, bytes_of
 
 FOLDER = "onnx"
 """Folder inside that of a model where libraries look for ONNX files."""
@@ -206,7 +206,7 @@ def _write_part(
     name = proof.part.file
     path = folder / FOLDER / f"{name}.onnx"
     write_graph(proof.part, path)
-    external = _bytes_of(path) > LARGEST_FILE
+    external = bytes_of(path) > LARGEST_FILE
     found = []
     for bits in settings.bits_of_files:
         file = path.with_name(f"{name}{SUFFIXES[bits]}.onnx")
@@ -221,8 +221,8 @@ def _write_part(
             )
         elif bits == 4:
             left = quantize_int4(path, file, external=external)
-        shown, nbytes = f"{FOLDER}/{file.name}", _bytes_of(file)
-        found.append(proof.facts(OnnxModel.open(file), shown, bits, nbytes, left))
+        opened = OnnxModel.open(file)
+        found.append(proof.facts(opened, f"{FOLDER}/{file.name}", bits, opened.nbytes, left))
         progress.advance(1, file.name)
     return found
 
@@ -233,12 +233,6 @@ def _smoothed(path: Path, proof: Proof, external: bool) -> Callable[[Graph], obj
         return lambda graph: None
     activations = activations_of(path, [inputs for inputs, _ in proof.samples])
     return lambda graph: smooth(graph, activations)
-
-
-def _bytes_of(path: Path) -> int:
-    """Bytes of a file, and of the weights beside it."""
-    beside = path.with_name(f"{path.name}_data")
-    return sum(item.stat().st_size for item in (path, beside) if item.is_file())
 
 
 def _encoder(

@@ -113,7 +113,7 @@ class TimedModel:
     def weight_bytes(self) -> int:
         """Memory that parameters and buffers take, and cached dense weights; bytes of a file."""
         if isinstance(self.model, OnnxModule):
-            return self.model.nbytes
+            return self.model.file.nbytes
         held = (*self.model.parameters(), *self.model.buffers())
         return sum(tensor.nbytes for tensor in held) + (self.kept_bytes or 0)
 

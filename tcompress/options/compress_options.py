@@ -52,9 +52,7 @@ class Compress(Section):
         **DATASET,
     )
     minutes: float = option(15.0, "duration of all of it, healing included", panel=WORK, gt=0)
-    smoke: bool = option(
-        False, f"all stages in little, in about {SMOKE_MINUTES:g} minute", panel=WORK
-    )
+    smoke: bool = option(False, "all stages in little: few samples, hardly any healing", panel=WORK)
     threads: int | None = option(
         None, "threads on a CPU; default PyTorch's", panel=WORK, gt=0, le=4096
     )

@@ -18,7 +18,7 @@ from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import LIGHT, style_sheet, training_charts
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
-from tcompress.reporting.pictures import Shown, map_of, shown_models, trade_offs
+from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,

@@ -28,12 +28,6 @@ class OnnxModule(nn.Module):
             raise InputError(text, "measure this model with `--runtime torch`")
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the file, and of weights beside it."""
-        path = self.file.path
-        return sum(item.stat().st_size for item in path.parent.glob(f"{path.name}*"))
-
-    @property
     def device(self) -> torch.device:
         """The device of inputs and outputs."""
         return torch.device("cpu")

@@ -59,6 +59,11 @@ class OnnxModel:
             ) from error
         return cls(path, session)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, and of weights beside it."""
+        return bytes_of(self.path)
+
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the inputs, in order."""
@@ -90,3 +95,9 @@ class OnnxModel:
                 like = np.asarray(inputs["input_ids"])
                 fed[name] = (np.ones if name == "attention_mask" else np.zeros)(like.shape, "int64")
         return fed
+
+
+def bytes_of(path: Path) -> int:
+    """Count the bytes of an ONNX file, and of weights beside it."""
+    beside = path.with_name(f"{path.name}_data")
+    return sum(item.stat().st_size for item in (path, beside) if item.is_file())

@@ -23,7 +23,8 @@ from tcompress.models.fewer_layers import sections, write_keys
 from tcompress.models.mended import copying
 from tcompress.models.vocabulary import Vocabulary, row_axes, with_rows
 from tcompress.roles.find import find_roles
-from tcompress.vocabulary.files import (
+from tcompress.vocabulary.pieces import PieceModel, Settings, read_pieces
+from tcompress.vocabulary.tokenizer_files import (
     MAIN,
     processor_ids,
     renumbered,
@@ -31,7 +32,6 @@ from tcompress.vocabulary.files import (
     rewrite_folder,
     tokenizer_json,
 )
-from tcompress.vocabulary.pieces import PieceModel, Settings, read_pieces
 
 WITHOUT = "leave `vocab` out"
 

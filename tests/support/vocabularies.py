@@ -63,6 +63,18 @@ class Kind:
         return folder
 
 
+def _fallback_decoder() -> decoders.Decoder:
+    """Joins pieces with `▁` for blanks, and bytes to characters."""
+    return decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+
+
 def _word_pieces(texts: Texts, size: int) -> Tokenizer:
     core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     core.normalizer = normalizers.BertNormalizer()
@@ -133,14 +145,7 @@ def _sentence_pieces(texts: Texts, size: int) -> Tokenizer:
     settings["model"] |= {"byte_fallback": True}
     settings["pre_tokenizer"] = None
     core = Tokenizer.from_str(json.dumps(settings))
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    core.decoder = _fallback_decoder()
     core.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
     return core
 
@@ -196,14 +201,7 @@ def _likeliest_bytes(texts: Texts, size: int) -> Tokenizer:
     pairs[count:count] = [[f"<0x{byte:02X}>", -20.0] for byte in range(256)]
     settings["model"]["byte_fallback"] = True
     core = Tokenizer.from_str(json.dumps(settings))
-    core.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    core.decoder = _fallback_decoder()
     return core
 
 

@@ -16,8 +16,8 @@ from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import alone
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.overview_charts import all_pictures, shown_models
 from tcompress.reporting.pareto import FrontReport, front_cells
-from tcompress.reporting.pictures import all_pictures, shown_models
 from tcompress.reporting.table_rows import Cell, parts_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds, numbers_of
 

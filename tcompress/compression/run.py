@@ -50,6 +50,8 @@ from tcompress.training.finetuning import finetune
 REPEATS, ATTEMPTS = 9, 3
 CUTTING = 0.5
 """Share of the time after which no further conversion is tried."""
+DENSE = "dense"
+"""Name of the rows of the model that was given."""
 SMOKE_SAMPLES, SMOKE_EXAMPLES = 64, 200
 
 Say = Callable[[str], None]
@@ -146,7 +148,7 @@ class _Run:
         if runtime == "torch" or self.place.notes("refused"):
             return "torch"
         try:
-            replace(self, runtime=runtime)._exported(self.original, "dense")
+            replace(self, runtime=runtime)._exported(self.original, DENSE)
         except InputError as error:
             if self.settings.runtime is not None:
                 raise
@@ -190,7 +192,7 @@ class _Run:
         folder = self.place.folder / name
         if not (folder / "config.json").is_file():
             bits = _embedding_bits(read_manifest(model))
-            four = 4 if name == "dense" and self.goal.bytes is not None else None
+            four = 4 if name == DENSE and self.goal.bytes is not None else None
             settings = OnnxFiles(int8=True, bits=four, embedding_bits=bits)
             trust = self.source.trust_remote_code
             with self._timed(f"Exporting {name}"):
@@ -202,7 +204,7 @@ class _Run:
     @property
     def dense(self) -> Path:
         """The dense model, with its files."""
-        return self._exported(self.original, "dense")
+        return self._exported(self.original, DENSE)
 
     # The goal
     def _converted(self) -> Path:
@@ -242,8 +244,8 @@ class _Run:
                     if attempts:
                         break
                     raise self._out_of_reach(following, error) from error
-                files.remove(self.place.folder / f"trial-{len(attempts)}")
-                found = self._measured(self._exported(folder, f"trial-{len(attempts)}"))
+                files.remove(self.place.folder / f"attempt-{len(attempts)}")
+                found = self._measured(self._exported(folder, f"attempt-{len(attempts)}"))
                 self.say(f"converted: {_words(found)}")
                 attempts.append((following, found))
                 following = next_ask(self.goal, dense, attempts)
@@ -319,11 +321,11 @@ class _Run:
     # What one would take in its place
     def _baselines(self) -> list[Row]:
         """Measure the dense model in PyTorch, in 8 and 4 bits, and a model of fewer layers."""
-        rows = [self._row("dense", self.original, "torch")]
+        rows = [self._row(DENSE, self.original, "torch")]
         if self.runtime != "torch":
-            rows.append(self._row("dense", self.dense, self.runtime))
+            rows.append(self._row(DENSE, self.dense, self.runtime))
             if self.goal.bytes is not None:
-                rows.append(self._row("dense", self.dense, "onnx-q4"))
+                rows.append(self._row(DENSE, self.dense, "onnx-q4"))
         if not self.settings.smoke:
             rows += self._fewer_layers()
         return rows
@@ -349,7 +351,7 @@ class _Run:
                 kept = kept_layers(len(blocks), count)
                 settings = conversion({"keep_layers": kept, **bits})
                 convert(self.source, settings, folder, force=True, progress=self.progress)
-            return [self._row(name, self._exported(folder, "fewer layers"), self.runtime)]
+            return [self._row(name, self._exported(folder, "fewer-layers-exported"), self.runtime)]
         return []
 
     def _row(self, name: str, folder: Path, runtime: RuntimeName) -> Row:
@@ -358,7 +360,7 @@ class _Run:
             if (note["row"]["name"], note["row"]["runtime"]) == (name, runtime):
                 return Row.of_json(note["row"])
         with self._timed(f"Measuring {name} in {runtime}"):
-            dense = folder == self.original and runtime == "torch"
+            dense = (name, runtime) == (DENSE, "torch")
             size = self.source.store.total_bytes if dense else self._bytes(folder, runtime)
             row = Row(name, runtime, size, 1.0 if dense else self._speed(folder, runtime))
             if self.settings.task is not None:
@@ -368,7 +370,7 @@ class _Run:
 
     def _with_quality(self, row: Row, folder: Path) -> Row:
         """Evaluate a model beside the dense one in PyTorch."""
-        dense = row.speedup == 1.0 and folder == self.original
+        dense = (row.name, row.runtime) == (DENSE, "torch")
         baseline: Sequence[Baseline] = () if dense else self._baseline()
         settings = _measurement(self.settings, row.runtime)  # type: ignore[arg-type]
         trust = self.source.trust_remote_code
@@ -394,7 +396,7 @@ class _Run:
         if converted == self.original:
             return converted, "not needed"
         if not (folder / "config.json").is_file():
-            following = self._seconds("Exporting dense", f"Measuring dense in {self.runtime}")
+            following = self._seconds(f"Exporting {DENSE}", f"Measuring {DENSE} in {self.runtime}")
             minutes = max(0.1, self.minutes_left - 1.1 * following / 60)
             options: dict[str, Any] = {"minutes": minutes, "seed": self.settings.seed}
             if self.settings.data:

@@ -19,7 +19,8 @@ import torch
 
 import tcompress
 from tcompress import files
-from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
+from tcompress.artifact.checksums import digest_of, seal
+from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest, write_manifest
 from tcompress.artifact.means import AGREEMENT, main_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
@@ -46,6 +47,8 @@ from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
+from tcompress.reporting.model_report import report_of
+from tcompress.reporting.page import write_html
 from tcompress.runtimes.installed import require_onnx
 from tcompress.training.finetuning import finetune
 
@@ -54,6 +57,9 @@ CUTTING = 0.5
 """Share of the time after which no further conversion is tried."""
 DENSE = "dense"
 """Name of the rows of the model that was given."""
+SHIPPED = "this model"
+"""Name of the rows of the model that is written."""
+PAGE = "report.html"
 SMOKE_SAMPLES, SMOKE_EXAMPLES = 64, 200
 
 Say = Callable[[str], None]
@@ -295,8 +301,8 @@ class _Run:
     def _measured(self, folder: Path) -> Measured:
         return Measured(self._bytes(folder, self.runtime), self._speed(folder, self.runtime))
 
-    def _speed(self, folder: Path, runtime: RuntimeName) -> float:
-        """Times as fast as the dense model in PyTorch."""
+    def _speed(self, folder: Path, runtime: RuntimeName, *, save: bool = False) -> float:
+        """Times as fast as the dense model in PyTorch; `save` keeps it in the manifest."""
         batch, length = self.settings.batch_and_length
         reads = inputs_of(self.source)
         options = Bench(
@@ -308,7 +314,7 @@ class _Run:
             device="cpu",
         )
         with RuntimeFiles.opened() as opened:
-            shared: dict[str, Any] = {"save": False, "in_runtime": opened}
+            shared: dict[str, Any] = {"save": save, "in_runtime": opened}
             shared |= {"trust_remote_code": self.source.trust_remote_code}
             timed = bench([str(folder)], str(self.original), options, **shared)
         return timed[0].speed[0].ratio
@@ -364,7 +370,8 @@ class _Run:
         with self._timed(f"Measuring {name} in {runtime}"):
             dense = (name, runtime) == (DENSE, "torch")
             size = self.source.store.total_bytes if dense else self._bytes(folder, runtime)
-            row = Row(name, runtime, size, 1.0 if dense else self._speed(folder, runtime))
+            speed = 1.0 if dense else self._speed(folder, runtime, save=name == SHIPPED)
+            row = Row(name, runtime, size, speed)
             if self.settings.task is not None:
                 row = self._with_quality(row, folder)
         self.place.note("row", row=row.to_json())
@@ -377,7 +384,8 @@ class _Run:
         settings = _measurement(self.settings, row.runtime)  # type: ignore[arg-type]
         trust = self.source.trust_remote_code
         shared: dict[str, Any] = {"trust_remote_code": trust, "progress": self.progress}
-        [scores] = evaluate([folder], settings, baseline=baseline, save=False, **shared)
+        save = row.name == SHIPPED
+        [scores] = evaluate([folder], settings, baseline=baseline, save=save, **shared)
         main = main_of(scores.metrics, several=len(scores.sets) > 1)
         assert main is not None  # a task has a number
         if dense:
@@ -421,13 +429,17 @@ class _Run:
     def _finished(self, healed: Path, words: str, rows: list[Row]) -> Compressed:
         """Measure what ships, and lay it out as the output."""
         shipped = self._exported(healed, "shipped") if healed != self.original else self.dense
-        row = self._row("this model", shipped, self.runtime)
+        row = self._row(SHIPPED, shipped, self.runtime)
+        if self.runtime != "torch" and not self.settings.smoke:
+            rows = [*rows, self._row(SHIPPED, shipped, "torch")]
         shutil.rmtree(self.place.model)
         if shipped == self.original:
             shutil.copytree(shipped, self.place.model)
         else:
             shipped.rename(self.place.model)
         manifest = read_manifest(self.place.model)
+        if manifest is not None:
+            self._write_page(self.place.model, manifest)
         exported = _file_of(manifest, self.runtime)
         file = "model.safetensors" if exported is None else exported.file
         agreements = [
@@ -455,6 +467,13 @@ class _Run:
             missed=measured.missed(self.goal, near=NEAR),
             notes=() if self.settings.data else (_NO_DATA,),
         )
+
+    def _write_page(self, folder: Path, manifest: Manifest) -> None:
+        """Write the page of `report` into a folder, and seal it with what is there."""
+        report = report_of(folder, trust_remote_code=self.source.trust_remote_code)
+        write_html([report.model_copy(update={"name": self.place.output.name})], folder / PAGE)
+        sealed = seal(folder, {**manifest.checksums, PAGE: digest_of(folder / PAGE)})
+        write_manifest(folder, manifest.model_copy(update=sealed))
 
     def _quality_name(self) -> str | None:
         """Name the number that models are measured by."""

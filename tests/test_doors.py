@@ -55,7 +55,7 @@ def test_a_compiled_model_is_one_graph(
 
 
 _RUN = """
-import sys, torch
+import sys, torch, transformers.modeling_outputs
 program, cases = torch.export.load(sys.argv[1]).module(), torch.load(sys.argv[2])
 with torch.no_grad():
     torch.save([program(**inputs).logits for inputs in cases], sys.argv[3])

@@ -47,6 +47,7 @@ def test_a_compiled_model_is_one_graph(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     model, inputs = made.load().eval(), made.inputs()
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     backend = "inductor" if COMPILER else "aot_eager"
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert distance(outputs(compiled, inputs), outputs(model, inputs)) <= 1e-5

@@ -6,7 +6,8 @@
 MODEL is a sentence encoder. Each form (dense, svd and width at 25 %, slices with p = 4) is
 converted, stored in 8 and in 4 bits, healed for a few steps as float and as 4 bits, and exported.
 Numbers are Spearman of `--task sts`, the mean of the sets, and their share of the float form's.
-Half an hour of two cores; what OUT/results.json has is not done again.
+`--goals` asks `tcompress compress` for sizes and speeds, and shows its tables. Half an hour of two
+cores, and what goals are given; what OUT/results.json has is not done again.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "width": {"method": "width", "target": 0.25},
     "lprod": {"method": {"name": "lprod", "p": 4}},
 }
+GOALS: dict[str, dict[str, Any]] = {
+    "10MB": {"size": "10MB", "minutes": 12},
+    "6MB": {"size": "6MB", "minutes": 9},
+    "4MB": {"size": "4MB", "minutes": 9},
+    "6x": {"speedup": 6, "minutes": 9},
+    "10x": {"speedup": 10, "minutes": 9},
+}
 RUNTIMES = ("torch", "onnx", "onnx-int8", "onnx-q4")
 
 
@@ -40,7 +48,8 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", required=True, help="texts to fit and heal on")
     parser.add_argument("--steps", type=int, default=100, help="of healing")
     parser.add_argument("--threads", type=int, default=2, help="of what is timed")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--goals", nargs="*", choices=GOALS, default=[], help="of `compress`")
     args = parser.parse_args()
     record, results = recorded(args.out)
 
@@ -63,6 +72,27 @@ def main() -> None:
         shipped = f"{form}-healed" if form != "dense" else form
         row(f"{shipped}: runtimes", lambda one=shipped: scores(args, [one], RUNTIMES))
         row(f"{shipped}: speed", lambda one=shipped: speed(args, one))
+    for goal in args.goals:
+        row(f"compress: {goal}", lambda goal=goal: compressed(args, goal))
+
+
+def compressed(args: argparse.Namespace, goal: str) -> dict[str, Any]:
+    """Gives one command a goal.  Its table, with the share of the dense model's quality."""
+    options = {"data": args.train, "task": "sts", "test_data": args.data, "threads": args.threads}
+    output = args.out / f"goal-{goal}"
+    done = tcompress.compress(args.model, output, force=True, **options, **GOALS[goal])
+    first = done.rows[0].quality
+    rows = {
+        f"{row.name}, {row.runtime}": {
+            "MB": round(row.bytes / 1e6, 2),
+            "speed": round(row.speedup, 2),
+            "quality": row.quality and round(row.quality, 4),
+            "times_dense": row.quality and first and round(row.quality / first, 4),
+            "agreement": row.agreement and round(row.agreement, 4),
+        }
+        for row in done.rows
+    }
+    return {**rows, "healed": done.healed, "missed": done.missed}
 
 
 def folder(args: argparse.Namespace, name: str) -> Path:

@@ -37,10 +37,11 @@ def test_a_size_is_reached_in_pytorch(place: Path) -> None:
     done = run(*TYPED, "--runtime", "torch", "--size", size, *measured, "--json")
     assert done.code == 0, done.err
     rows = {row["name"]: row for row in done.document["rows"]}
-    assert rows["this model, torch"]["bytes"] <= 0.8 * dense < rows["dense, PyTorch"]["bytes"]
+    assert rows["this model"]["bytes"] <= 0.8 * dense < rows["dense"]["bytes"]
     assert done.document["missed"] == []
     assert done.document["quality"] == "spearman"
-    assert rows["this model, torch"]["quality"] is not None
+    assert rows["this model"]["quality"] is not None
+    assert 0 < rows["this model"]["agreement"] <= 1
     manifest = read_manifest(place / "small")
     assert manifest is not None
     assert manifest.plan.budget is not None

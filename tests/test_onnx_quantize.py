@@ -177,6 +177,23 @@ def test_four_bits_lose_nothing_of_weights_that_have_four(tmp_path: Path) -> Non
     assert np.array_equal((codes * scales[..., None]).reshape(w.shape), w.numpy())
 
 
+@pytest.mark.parametrize(("width", "scale", "bytes_"), [(80, 1.0, 2), (64, 1e-7, 4)])
+def test_tables_of_four_bits_give_the_rows_of_four_bits(
+    width: int, scale: float, bytes_: int, tmp_path: Path
+) -> None:
+    """Of any width; scales take two bytes where those hold them and what they give exactly."""
+    table = torch.from_numpy(_drawn(WORDS, width)) * scale
+    rounding = Rounding.usual(4)
+    rows = nearest(table, quantize(table, 4, rounding.group)[1], rounding)
+    nodes = [("Gather", ["table", "ids"], "y")]
+    path = _graph(tmp_path / "model.onnx", *nodes, table=rows.numpy())
+    quantize_int8(path, tmp_path / "small.onnx", table_bits=4)
+    assert np.array_equal(_computed(tmp_path / "small.onnx"), _computed(path))
+    whole = -(-width // 32)
+    taken = _sizes(tmp_path / "small.onnx")[0]
+    assert 0 <= taken - WORDS * whole * (16 + bytes_) <= 64  # shapes
+
+
 @pytest.mark.parametrize("linear", [False, True])
 def test_large_channels_are_made_like_others(linear: bool, tmp_path: Path) -> None:
     """By the weights of a product before, or by a factor for each channel."""

@@ -11,8 +11,9 @@ import typer
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
+from tcompress.compression.table import columns
 from tcompress.models.names import default_output_name
-from tcompress.options.commands import Hub, Manner, OneModel, Written
+from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
 from tcompress.runtimes.installed import require_onnx
 
@@ -22,12 +23,19 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "tcompress compress minilm --data train.csv --size 10MB",
     "tcompress compress minilm --data a.txt --data b.csv --speedup 6 --minutes 30",
-    "tcompress compress minilm --smoke --speedup 4",
+    "tcompress compress minilm --speedup 4 --dry-run",
     "tcompress compress bert-sst2 --data a.csv --speedup 4 --task classification --test-data b.csv",
 )
 
 
-def compress(one: OneModel, goal: Compress, written: Written, hub: Hub, manner: Manner) -> None:
+def compress(
+    one: OneModel,
+    goal: Compress,
+    written: Written,
+    planned: Planned,
+    hub: Hub,
+    manner: Manner,
+) -> None:
     """Does what `tcompress compress` says."""
     folder = Path(written.output or default_output_name(one.model, "small"))
     with first_look() as look:
@@ -37,6 +45,9 @@ def compress(one: OneModel, goal: Compress, written: Written, hub: Hub, manner: 
         look.models(one.model)
         look.data([*goal.data, *goal.test_data])
     reach(one.model, token=hub.token)
+    if planned.dry_run:
+        _show_forecast(one.model, goal, folder, hub, manner)
+        return
     from tcompress.compression import compress as run
 
     what = partial(terminal.unwritten, folder)
@@ -58,19 +69,44 @@ def compress(one: OneModel, goal: Compress, written: Written, hub: Hub, manner: 
         raise typer.Exit(terminal.THRESHOLD)
 
 
+def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: Manner) -> None:
+    """Prints what would be done."""
+    from tcompress.artifact.reader import open_checked
+    from tcompress.compression.forecast import forecast
+
+    source = open_checked(model, token=hub.token, trust=hub.allow_remote_code)
+    found = forecast(source, goal)
+    if manner.as_json:
+        terminal.print_json({"dry_run": True, "output": str(folder.absolute()), **found.to_json()})
+        return
+    for number, stage in enumerate(found.stages, 1):
+        terminal.tell(f"{number}. {stage}")
+    terminal.tell(f"Not known yet: {found.unknown}.")
+    terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
+
+
 def _show(done: Compressed, folder: Path) -> None:
     """Prints the table, and how the folder is used."""
-    columns = ["MB", "speed", "cosine of the file", *([done.quality] if done.quality else [])]
-    table = terminal.table("model", *columns, right=columns)
+    names = columns(done.rows, done.quality)
+    table = terminal.table("model", *names, right=names[1:])
     first = done.rows[0].quality
     for row in done.rows:
-        cells = [f"{row.bytes / 1e6:.1f}", f"{row.speedup:.2f} x"]
-        cells.append("" if row.cosine is None else f"{row.cosine:.4f}")
-        if done.quality and row.quality is not None and first:
-            cells.append(f"{row.quality:.4f} ({row.quality / first:.3f} x)")
+        cells = [row.runtime, f"{row.bytes / 1e6:.1f}", f"{row.speedup:.2f} x"]
+        if row.quality is not None and first:
+            low, high = row.interval or (None, None)
+            around = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
+            cells.append(f"{row.quality:.4f}{around} ({row.quality / first:.3f} x)")
+        if "agreement" in names:
+            cells.append("" if row.agreement is None else f"{row.agreement:.4f}")
         table.add_row(row.name, *cells)
     terminal.results().print(table)
-    terminal.tell(f"Healed: {done.healed}. Wrote `{folder}`; the runtime reads `{done.file}`.")
+    healed = f"Healed: {done.healed}"
+    if done.agreement is not None:
+        healed += f"; agreement with the dense model on texts held back {done.agreement:.4f}"
+    terminal.tell(f"{healed}.")
+    terminal.tell(f"Wrote `{folder}`; the runtime reads `{done.file}`:")
+    for line in done.usage.splitlines():
+        terminal.tell(f"    {line}")
     for text in done.missed:
         terminal.tell(f"Missed: {text}.")
     for note in done.notes:

@@ -270,15 +270,19 @@ def _surprise(one: Tensor, two: Tensor) -> Tensor:
 def _change_of_likeness(dense: Tensor, other: Tensor) -> float:
     """Change of the cosines of texts with their variants and with each other, as much of both.
 
-    Less what an affine map of all cosines tells.  (variants * texts, d) for both; summed over texts
+    It is what an affine map of the other model's cosines leaves of the dense model's, so that one
+    whose texts are all alike is not near.  (variants * texts, d) for both; summed over texts
     """
     one, two = _cosines(dense), _cosines(other)
     weights = torch.cat([torch.full_like(own, 1 / max(1, len(own))) for own in one])
-    before, after = torch.cat(one), torch.cat(two)
-    apart = before - weights @ before / weights.sum()
-    gap = (after - before) - weights @ (after - before) / weights.sum()
-    slope = weights @ (apart * gap) / (weights @ apart.square()).clamp_min(1e-200)
-    return float(weights @ (gap - slope * apart).square()) * len(dense) / VARIANTS
+    before, after = (_centred(torch.cat(own), weights) for own in (one, two))
+    slope = weights @ (before * after) / (weights @ after.square()).clamp_min(1e-200)
+    rest = before - slope.clamp_min(0.0) * after  # the other way round is no order that is kept
+    return float(weights @ rest.square()) * len(dense) / VARIANTS
+
+
+def _centred(values: Tensor, weights: Tensor) -> Tensor:
+    return values - weights @ values / weights.sum()
 
 
 def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:

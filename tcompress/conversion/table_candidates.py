@@ -28,6 +28,7 @@ from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.knapsack import BudgetSite, Option
 from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
+from tcompress.planning.storage import TABLE_RANKS
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -35,8 +36,6 @@ TABLE = "word embedding"
 """Name of the site in a budget."""
 
 BITS = (8, 4)
-RANKS = (0.5, 0.25, 0.125)
-"""Kept fractions of low rank, in four bits: wider factors lose as much as fewer bits do."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def table_candidates(source: SourceModel, recipe: Convert) -> list[TableCandidat
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
     roundings = [Rounding.usual(bits, group) for bits in widths]
     candidates = [TableCandidate(rounding) for rounding in (None, *roundings)]
-    for fraction in RANKS:
+    for fraction in TABLE_RANKS:
         options = Embeddings(method=LowRankSpec(), target=fraction)
         with suppress(PlanError):  # what computes more than a table does keeps its weight
             planned = plan_embeddings(options, source, roles_of(source))

@@ -277,25 +277,40 @@ class Graph:
 
     def block_tables(self) -> None:
         """Store tables in blocks of four bits; those that a product has so too are shared."""
-        from onnx import helper
+        from onnx import TensorProto, helper
 
         for node in self.tables():
             name, (out,) = node.input[0], node.output
             table = self.weight(name)
-            if table is None or table.shape[1] % BLOCK or f"{name}_int8" in self.tensors:
+            if table is None or table.shape[1] < BLOCK or f"{name}_int8" in self.tensors:
                 continue
             rows, width = table.shape
-            parts = self._blocks(name, table)
-            shapes = ([rows, width // 2], [rows, width // BLOCK])
+            blocks = -(-width // BLOCK)
+            parts = self._blocks(name, table, half=True)
+            shapes = ([rows, blocks * BLOCK // 2], [rows, blocks])
             read = [f"{part}_rows" for part in parts]
             for part, shape, new in zip(parts, shapes, read, strict=True):
                 size = self.add(f"{part}_shape", np.array(shape, dtype=np.int64))
                 if not any(new in item.output for item in self.nodes):
                     self.nodes.insert(0, helper.make_node("Reshape", [part, size], [new], new))
+            follow = []
+            value = out
+            if width % BLOCK:  # codes of whole blocks, of which the last is cut off
+                value = f"{out}_whole"
+                ends = ((0, "start"), (width, "end"), (-1, "axis"))
+                cut = [self.add(f"{name}_{what}", np.array([at])) for at, what in ends]
+                follow.append(helper.make_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
+            if self.tensors[parts[1]].data_type == TensorProto.FLOAT16:
+                half = f"{out}_half"
+                cast = helper.make_node(
+                    "Cast", [half], [value], f"{node.name}_cast", to=TensorProto.FLOAT
+                )
+                follow.insert(0, cast)
+                value = half
             lookup = helper.make_node(
                 "GatherBlockQuantized",
                 [read[0], node.input[1], read[1]],
-                [out],
+                [value],
                 node.name,
                 domain=_DOMAIN,
                 bits=4,
@@ -303,10 +318,14 @@ class Graph:
                 gather_axis=0,
                 quantize_axis=1,
             )
-            self.replace(node, lookup)
+            self.replace(node, lookup, *follow)
 
-    def _blocks(self, name: str, rows: Array) -> tuple[str, str]:
-        """Store rows in blocks of four bits, once; gives the names of codes and of scales."""
+    def _blocks(self, name: str, rows: Array, *, half: bool = False) -> tuple[str, str]:
+        """Store rows in blocks of four bits, once; gives the names of codes and of scales.
+
+        Scales have eight bits of precision and codes three, so that `half` of the bytes holds
+        scales and their products with codes exactly, unless they are tiny or huge.
+        """
         import torch
 
         from tcompress.linalg.rounding import pack_codes, quantize
@@ -317,8 +336,12 @@ class Graph:
             codes, scales = quantize(torch.from_numpy(rows.copy()), 4, BLOCK)
             padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
             packed = pack_codes(padded, 4).reshape(count, -1, BLOCK // 2)
+            sizes = scales.float().abs()
+            range_ = torch.finfo(torch.float16)
+            fits = (sizes == 0) | ((sizes >= range_.tiny) & (sizes < range_.max / 8))
+            dtype = torch.float16 if half and bool(fits.all()) else torch.float32
             self.add(parts[0], packed.numpy())
-            self.add(parts[1], scales.float().numpy())
+            self.add(parts[1], scales.to(dtype).numpy())
         return parts
 
     def _table(self, name: str, largest: int = 127) -> tuple[str, str]:

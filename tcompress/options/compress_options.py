@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tcompress.fields import DATASET, FRACTION, Section, Sources, option
 from tcompress.options.convert_options import Bytes, Speedup, bytes_of
@@ -34,14 +34,23 @@ class Compress(Section):
         "no other goal is given",
         **FRACTION,
     )
-    runtime: Literal["onnx-int8", "torch"] = option(
-        "onnx-int8", "what the result is to run in; speed and size are those of its file"
+    runtime: Literal["onnx-int8", "torch"] | None = option(
+        None,
+        "what the result is to run in; speed and size are those of its file; default `onnx-int8`, "
+        "or `torch` where the model has no such file",
+        metavar="onnx-int8|torch",
     )
     at: str = option(
         "32x32",
         "the pass that is timed: texts in a batch and tokens in a text",
         pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,5}$",
         metavar="32x32",
+    )
+    vocab: Annotated[int, Field(gt=0, le=10**7)] | Literal["data"] | None = option(
+        None,
+        "tokens that stay: those that `data` needs, or a number of the most frequent ones; default "
+        "all",
+        metavar="data|N",
     )
     data: Sources = option(
         (),
@@ -68,6 +77,8 @@ class Compress(Section):
     def _check_pairs(self) -> Compress:
         if (self.task is None) != (not self.test_data):
             raise ValueError("`task` and `test_data` go together: give both, or none")
+        if self.vocab == "data" and not self.data:
+            raise ValueError("`vocab: data` keeps what your data needs: give `data`")
         if self.max_loss is not None and (self.speedup or self.size):
             raise ValueError(
                 "`max_loss` asks for the smallest model, `speedup` and `size` say how small it is: "

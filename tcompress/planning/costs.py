@@ -19,7 +19,7 @@ from tcompress.options import Convert, Embeddings
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
-from tcompress.planning.storage import Widths
+from tcompress.planning.storage import TABLE_RANKS, Widths
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -292,7 +292,20 @@ def _largest(
             if size <= limit:
                 return fraction, plan
         fraction *= _STEP
-    raise out_of_reach(budget, source, recipe, sizes[min(sizes)] if sizes else plan_of(None))
+    smallest = sizes[min(sizes)] if sizes else plan_of(None)
+    if recipe.chooses_table and not smallest.embeddings and (tables := _smallest_tables(source)):
+        # What data will tell may be as small as this: it is the stand-in in place of few bits.
+        changed = {"embeddings": tables}
+        return _largest(recipe, budget, source, lambda s: plan_of(s).model_copy(update=changed))
+    raise out_of_reach(budget, source, recipe, smallest)
+
+
+def _smallest_tables(source: SourceModel) -> tuple[LayerPlan, ...]:
+    """Plan the lowest rank that a budget of bytes chooses for word embeddings, if they take any."""
+    with suppress(PlanError):
+        options = Embeddings(method=LowRankSpec(), target=min(TABLE_RANKS))
+        return plan_embeddings(options, source, roles_of(source))
+    return ()
 
 
 def out_of_reach(

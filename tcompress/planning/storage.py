@@ -26,6 +26,10 @@ SMALLEST = 2048
 STAND_IN = 4
 """Bits of a word embedding until data tells what a budget of bytes makes of it."""
 
+TABLE_RANKS = (0.5, 0.25, 0.125)
+"""Kept fractions of a word embedding of low rank that a budget of bytes chooses from, in few bits:
+wider factors lose as much as fewer bits do."""
+
 
 def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
     """Plan the widths that a recipe asks for; None where nothing is rounded.

@@ -1,0 +1,69 @@
+"""What `compress` would do, before anything is done."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tcompress.fields import RuntimeName
+from tcompress.models import SourceModel
+from tcompress.options.choose import conversion
+from tcompress.options.compress_options import Compress
+from tcompress.planning.costs import disk_bytes
+from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import roles_of
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The stages, and what is known of them."""
+
+    bytes: int  # of the dense model
+    bytes_there: int  # of its weights in the runtime
+    stages: tuple[str, ...]
+    unknown: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Give all of it as plain data."""
+        return asdict(self)
+
+
+def bytes_of_weights(source: SourceModel, runtime: RuntimeName) -> int:
+    """Tell what the weights of a dense model take in a runtime, without names and shapes."""
+    if runtime == "torch":
+        return source.store.total_bytes
+    return disk_bytes(source, make_plan(conversion({"bits": 8}), source), None)
+
+
+def forecast(source: SourceModel, settings: Compress) -> Forecast:
+    """Say what would be tried.
+
+    Raises:
+        PlanError: A size is out of reach; the message says the least.
+    """
+    dense, runtime = source.store.total_bytes, settings.runtime or "onnx-int8"
+    as_it_is = bytes_of_weights(source, runtime)
+    wide = f"narrow the {len(roles_of(source).blocks)} blocks (neurons and heads)"
+    if settings.vocab is not None:
+        wide = f"leave out tokens, {wide}"
+    goal = [f"to {settings.size}"] if settings.size else []
+    goal += [f"to {settings.speedup:g} x the speed at {settings.at}"] if settings.speedup else []
+    if settings.max_loss or not goal:
+        goal = [f"as far as {settings.max_loss or 0.01:.2%} of agreement allows"]
+    if settings.most_bytes is not None and settings.vocab is None:
+        if as_it_is > settings.most_bytes:
+            size = {"method": {"name": "width"}, "target_bytes": settings.most_bytes}
+            bits = {} if runtime == "torch" else {"bits": 8}
+            make_plan(conversion({**size, **bits}), source)
+        elif settings.speedup is None:
+            wide, goal = "cut nothing", ["the dense file is small enough"]
+    export = "" if runtime == "torch" else "export and time the dense model; "
+    stages = (
+        f"{export}{as_it_is / 1e6:.1f} MB in {runtime}, {dense / 1e6:.1f} MB as it is",
+        f"{wide}: {' and '.join(goal)}; measured, and repeated up to twice where it misses",
+        f"heal on {', '.join(settings.data) or 'text that ships'} in what is left of "
+        f"{settings.most_minutes:g} minutes",
+        f"measure {settings.task or 'size and speed'} of it, the dense model and fewer layers",
+    )
+    unknown = "what is lost, and how fast the result is: both are measured on the way"
+    return Forecast(dense, as_it_is, stages, unknown)

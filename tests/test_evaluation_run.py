@@ -295,6 +295,7 @@ def test_lm_eval_is_passed_its_arguments(monkeypatch: pytest.MonkeyPatch) -> Non
         assert run("lm-eval", *arguments).code == 0
         assert calls.pop() == ["lm-eval", *arguments]
         assert sys.argv == before
-    done = run("lm-eval", "run", "--model_args", "dtype=auto,pretrained=./nowhere")
-    assert (done.code, calls) == (2, [])
-    assert "there is no folder `./nowhere`" in done.err
+    for more in ([], ["--tasks", "a,b"]):
+        done = run("lm-eval", "run", "--model_args", "dtype=auto,pretrained=./nowhere", *more)
+        assert (done.code, calls) == (2, [])
+        assert "there is no folder `./nowhere`" in done.err

@@ -27,7 +27,7 @@ def lm_eval(call: Passed) -> None:
         text = "lm-evaluation-harness is not installed"
         raise InputError(text, f"run `{install_with('eval')}`")
     # Those of the harness's arguments that name a model.
-    models = re.findall(r"(?:^|,)pretrained=([^,]+)", "\n".join(call.arguments), re.MULTILINE)
+    models = re.findall(r"(?:^|,)pretrained=([^,\n]+)", "\n".join(call.arguments), re.MULTILINE)
     with first_look() as look:
         look.models(*models)
     # This package is imported, which is all that loading converted models takes.

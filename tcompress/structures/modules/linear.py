@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
+from torch.nn.utils.parametrize import is_parametrized
 
 from tcompress.errors import refuse_replica
 from tcompress.structures.base import (
@@ -302,7 +303,8 @@ class StructuredLinear(nn.Module):
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
-        return next(self.parameters(recurse=False)).dtype
+        # Parametrised ones, as PEFT's `target_parameters` makes them for a pass, lie deeper.
+        return next(self.parameters()).dtype
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies every term's input transform.  # (..., in) -> one (tokens, in') per term."""
@@ -364,6 +366,9 @@ class StructuredLinear(nn.Module):
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
             return None
+        if is_parametrized(self):  # for one pass: the next may have other tensors
+            kept.drop()
+            return None
         weight, dtype = kept.current(), self.stored_dtype
         if weight is None:
             accurate = torch.promote_types(dtype, torch.float32)
@@ -405,7 +410,7 @@ class StructuredLinear(nn.Module):
         x = x if x.dtype == dtype else x.to(compute_dtype(x.device, dtype))
         rows = x if self.reads is None else self.reads.gather(x)
         if weight is None and self._is_matrix and rows.dtype == dtype:
-            weight = self.get_parameter(tensor_prefix(self.parts, 0, 0) + "w")
+            weight = getattr(self, tensor_prefix(self.parts, 0, 0) + "w")
         if weight is not None:
             return self._spread(linear(rows, weight, self.bias))
         y = self.decode(self.core(self.encode(rows)))

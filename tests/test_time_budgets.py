@@ -348,6 +348,20 @@ def test_several_speeds_are_models_of_one_measurement(
     assert "Nothing was written" in planned.out
 
 
+def test_a_speed_is_predicted_alike_beside_others(counted: None, own_folder: None) -> None:
+    headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
+    options = ("--at", "4x8", "--calib-samples", "200", "--device", "cpu")
+    for speeds, out in (("2.2", "alone"), ("1.05,2.2", "both")):
+        done = run("convert", "dense", "--speedup", speeds, *options, "-o", out)
+        assert done.code == 0, done.err
+    alone, beside = (
+        json.loads(Path(folder, "tcompress.json").read_text())["plan"]
+        for folder in ("alone", "both/auto-2.2x")
+    )
+    assert alone["budget"]["error"] == beside["budget"]["error"]
+    assert alone["layers"] == beside["layers"]
+
+
 def test_one_conversion_has_one_speed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="asks for 2 models"):
         _made(tmp_path, speedup=[2, 4])

@@ -100,6 +100,33 @@ Measured = Iterator[tuple[Block, dict[str, LayerStatistics]]]
 """What is known of the layers of every block, by name."""
 
 
+@dataclass(frozen=True)
+class _Predicted:
+    """Candidates before their losses were corrected, so that another budget begins with them."""
+
+    layers: tuple[tuple[LayerCandidates, dict[str, dict[str, list[Option]]]], ...]
+    sites: tuple[tuple[WidthSite, list[Option], tuple[Tensor, ...]], ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerCandidates], sites: Sequence[WidthSite]) -> _Predicted:
+        """Keep what is there; corrections replace lists and tensors, and change none."""
+        kinds = ("offers", "quick", "alone")
+        return cls(
+            tuple((item, {kind: dict(getattr(item, kind)) for kind in kinds}) for item in layers),
+            tuple((site, site.options, tuple(own.losses for own in site.found)) for site in sites),
+        )
+
+    def restore(self) -> None:
+        """Give all candidates their predicted losses."""
+        for item, offers in self.layers:
+            for kind, options in offers.items():
+                setattr(item, kind, dict(options))
+        for site, choices, losses in self.sites:
+            site.options = choices
+            for own, predicted in zip(site.found, losses, strict=True):
+                own.losses = predicted
+
+
 @dataclass
 class Decision:
     """Measures all layers once, and answers how a budget is best spent; `plan` has equal sizes."""
@@ -113,6 +140,7 @@ class Decision:
     _layers: list[LayerCandidates] | None = field(default=None, init=False)
     _clock: ModelClock | None = field(default=None, init=False)
     _tables: TableSite | None = field(default=None, init=False)
+    _predicted: _Predicted | None = field(default=None, init=False)
 
     def within(self, error: float, progress: Progress) -> Plan | None:
         """Returns the cheapest plan of so small a predicted error; None if all layers stay."""
@@ -133,8 +161,11 @@ class Decision:
         return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
     def about(self, recipe: Convert, plan: Plan, place: FitWorkplace) -> Decision:
-        """The same for another budget: what was measured is known."""
+        """The same for another budget: what was measured is known, and losses are as predicted."""
         other = copy.copy(self)
+        if self._predicted is not None:
+            self._predicted.restore()
+            self._substitutions.begin_again()
         other.recipe, other.plan, other.place = recipe, plan, place
         return other
 
@@ -315,6 +346,8 @@ class Decision:
     def _try_alone(self, methods: Collection[str], progress: Progress) -> None:
         """Corrects what candidates are predicted to lose by some of them in the dense model."""
         if self.data is not None:
+            if self._predicted is None:
+                self._predicted = _Predicted.of(self._layers or (), self._widths)
             self._substitutions.correct(methods, self._substitution, progress)
             for site in self._widths:
                 site.lose_as_found()

@@ -202,6 +202,15 @@ class Substitutions:
     _items: list[tuple[Substitute, Callable[[float], None]]] = field(default_factory=list)
     """Those to try, each with what scales the losses that it tells of."""
     usual: float | None = None  # what the output changes by for a predicted loss of one
+    _changes: dict[int, float] = field(default_factory=dict)
+    """What the output changes by with substitutes, by their place: the same for every budget."""
+    _corrected: set[str] = field(default_factory=set)
+    """Methods whose losses are scaled already."""
+
+    def begin_again(self) -> None:
+        """Forget what was scaled, for another budget; losses are as predicted once more."""
+        self.usual = None
+        self._corrected.clear()
 
     def of_layers(
         self,
@@ -252,25 +261,28 @@ class Substitutions:
 
         What was tried before is not tried again.
         """
-        items = [item for item in self._items if item[0].method in methods]
+        fresh = {*methods} - self._corrected
+        items = {n: item for n, item in enumerate(self._items) if item[0].method in fresh}
         if not items:
             return
-        self._items = [item for item in self._items if item[0].method not in methods]
-        order = [*dict.fromkeys(own.block for own, _ in items)]
+        self._corrected |= fresh
+        order = [*dict.fromkeys(own.block for own, _ in items.values())]
         chosen = some_of(order)
-        substitutes = [own for own, _ in items if own.block in chosen]
-        progress.stage(f"trying {len(substitutes)} candidates", len(chosen), "blocks")
-        changes = walk(substitutes).changes(lambda block: progress.advance(1, block))
-        pairs = zip(changes, substitutes, strict=True)
-        ratios = [max(0.0, change) / own.predicted for change, own in pairs]
+        substitutes = {n: own for n, (own, _) in items.items() if own.block in chosen}
+        if untried := [n for n in substitutes if n not in self._changes]:
+            progress.stage(f"trying {len(untried)} candidates", len(chosen), "blocks")
+            walked = walk([substitutes[n] for n in untried])
+            changes = walked.changes(lambda block: progress.advance(1, block))
+            self._changes |= dict(zip(untried, changes, strict=True))
+        ratios = [max(0.0, self._changes[n]) / own.predicted for n, own in substitutes.items()]
         if self.usual is None:
             self.usual = float(np.median(ratios))
         if self.usual > 0:
             found = dict[tuple[str, ...], dict[int, float]]()
-            for own, ratio in zip(substitutes, ratios, strict=True):
+            for own, ratio in zip(substitutes.values(), ratios, strict=True):
                 factor = min(MOST, max(LEAST, ratio / self.usual))
                 found.setdefault(own.kind, {})[order.index(own.block)] = factor
-            for own, scale in items:
+            for own, scale in items.values():
                 if own.kind in found:
                     scale(_between(found[own.kind], order.index(own.block)))
 

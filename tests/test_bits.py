@@ -31,7 +31,7 @@ from tcompress.linalg.rounding import (
 )
 from tcompress.models import SourceModel
 from tcompress.models.store import WeightStore
-from tcompress.options import Convert
+from tcompress.options import Convert, Finetune
 from tcompress.planning import storage
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
@@ -283,6 +283,28 @@ def test_training_sees_weights_as_they_will_be_stored(tmp_path: Path) -> None:
     assert any(not torch.equal(one[key], two[key]) for key in _rounded_keys(rounded))
     second = train(first.folder, tmp_path / "second", steps=1, **given)
     assert second.facts.curve[0].validation == pytest.approx(first.facts.best, rel=1e-6)
+
+
+def test_healing_begins_with_whole_weights_and_writes_few_bits(tmp_path: Path) -> None:
+    """Of what was validated: the next run begins with the same number."""
+    model_folder("llama", tmp_path / "llama", processor=False)
+    whole = converted("llama", tmp_path, method={"name": "svd"}, target=0.5).folder
+    for file in (tmp_path / "llama").glob("tokenizer*"):
+        (whole / file.name).write_bytes(file.read_bytes())
+    given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
+    options = {**given, "train": "blocks"}
+    first = train(whole, tmp_path / "first", steps=6, bits=4, learning_rate=3e-3, **options)
+    widths = {WeightStore.open(first.folder).rounding(key) for key in _rounded_keys(first.folder)}
+    assert widths == {Rounding.usual(4)}
+    assert any("tc_a" in key for key in _rounded_keys(first.folder))
+    assert any("embed" in key for key in _rounded_keys(first.folder))
+    manifest = read_manifest(first.folder)
+    assert manifest is not None
+    assert str(manifest.plan.storage) == str(Artifact.open(first.folder).storage) != "None"
+    second = train(first.folder, tmp_path / "second", steps=1, **options)
+    assert second.facts.curve[0].validation == pytest.approx(first.facts.best, rel=1e-6)
+    with pytest.raises(ValueError, match="goes with `bits`"):
+        Finetune(embedding_bits=4)
 
 
 def test_gradients_are_those_at_the_rounded_weights() -> None:

@@ -22,13 +22,15 @@ from tcompress.models.store import WeightStore
 from tcompress.planning.entries import Storage
 
 
-def round_again(folder: Path, source: WeightStore, storage: Storage) -> dict[str, Rounding]:
-    """Round what is stored in a folder as a source's tensors are; names may gain or lose a prefix.
+def round_files(
+    folder: Path, wanted: Mapping[str, Rounding | None], storage: Storage
+) -> dict[str, Rounding]:
+    """Round what is stored in a folder, by names that may gain or lose a prefix.
 
     Gives what was rounded, by name. Memory holds one tensor.
     """
     store = WeightStore.open(folder)
-    roundings = _alike({key: source.rounding(key) for key in source.keys()}, store)  # noqa: SIM118
+    roundings = _alike(wanted, store)
     if not roundings:
         return {}
     shards = []

@@ -158,11 +158,28 @@ class Finetune(Section):
     evaluate_every: int = option(100, "steps between validations", gt=0)
     checkpoint_every: int = option(200, "steps between checkpoints", gt=0)
     patience: int | None = option(None, "stop after so many validations without a better one", gt=0)
+    bits: Literal[8, 4] | None = option(
+        None,
+        "bits that weights are stored in when they are written, which training makes up for; "
+        "default as the model is stored",
+        metavar="8|4",
+    )
+    embedding_bits: Literal[8, 4, 3] | None = option(
+        None, "the same of the word embedding; default `bits`", metavar="8|4|3"
+    )
     trackers: tuple[str, ...] = option(
         (), "loggers of accelerate, such as `tensorboard` or `wandb`", "--track", metavar="NAME"
     )
     seed: int = option(0, "seed of the order of examples, new heads and dropout", ge=0, lt=2**32)
     device: Device = "auto"
+
+    @model_validator(mode="after")
+    def _check_bits(self) -> Self:
+        if self.embedding_bits is not None and self.bits is None:
+            raise ValueError(
+                "`embedding_bits` goes with `bits`: give both, or convert with `--embedding-bits`"
+            )
+        return self
 
     @field_validator("objectives")
     @classmethod

@@ -31,7 +31,7 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.rounding_files import round_again
+from tcompress.artifact.rounding_files import round_files
 from tcompress.artifact.workplace import (
     Workplace,
     check_apart,
@@ -50,6 +50,7 @@ from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
+from tcompress.training.rounded import storage_of
 from tcompress.training.setup import Setup, blocks_first, set_up
 from tcompress.training.teacher import find_teacher
 
@@ -258,8 +259,10 @@ class _Run:
             seconds=0.0,
             environment=environment(),
         )
-        storage = manifest.plan.storage
-        rounded = {} if storage is None else round_again(folder, store, storage)
+        storage = storage_of(self.source, self.setup.options, self.manifest)
+        rounded = {} if storage is None else round_files(folder, self.setup.roundings, storage)
+        plan = manifest.plan.model_copy(update={"storage": storage})
+        manifest = manifest.model_copy(update={"plan": plan})
         # Numbers that were measured before belong to other weights.
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}

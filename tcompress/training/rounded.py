@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from tcompress.artifact.manifest import Manifest
 from tcompress.linalg.rounding import Rounding, nearest, quantize, usual_scales
-from tcompress.models import KeyMap
-from tcompress.training.setup import Setup
+from tcompress.models import KeyMap, SourceModel
+from tcompress.options import Convert, Finetune
+from tcompress.planning.entries import Storage
+from tcompress.planning.storage import Widths, planned_storage
+
+if TYPE_CHECKING:
+    from tcompress.training.setup import Setup
 
 
 @dataclass
@@ -27,19 +34,9 @@ class RoundedWeights:
 
     @classmethod
     def of(cls, setup: Setup) -> RoundedWeights:
-        """Take over how the source's tensors are stored, but for those that are stored in parts."""
-        store = setup.source.store
-        keys = [key for key in store.keys() if store.rounding(key) is not None]  # noqa: SIM118
-        if not keys:
-            return cls({})
-        keymap = KeyMap(setup.model, store.keys())
-        roundings: dict[str, Rounding] = {}
-        for name in setup.trained:
-            sources = keymap.sources(name) if keymap.has(name) else None
-            if sources is not None and sources.converter is None:
-                rounding = store.rounding(sources.keys[0])
-                roundings |= {} if rounding is None else {name: rounding}
-        return cls(roundings)
+        """Take over how tensors will be stored, but for those that are stored in parts."""
+        found = _by_name(setup)
+        return cls({name: found[name] for name in setup.trained if name in found})
 
     @contextmanager
     def applied(
@@ -70,3 +67,52 @@ class RoundedWeights:
         if quick:
             return usual_scales(value.data, rounding.bits, rounding.group)
         return quantize(value.data, rounding.bits, rounding.group)[1]
+
+
+def round_frozen(setup: Setup) -> None:
+    """Give a model the weights that no step changes as they will be stored."""
+    found, trained = _by_name(setup), setup.trained
+    for name, value in setup.model.named_parameters():
+        if name in found and name not in trained:
+            rounding = found[name]
+            scales = quantize(value.data, rounding.bits, rounding.group)[1]
+            value.data = nearest(value.data, scales, rounding)
+
+
+def _by_name(setup: Setup) -> dict[str, Rounding]:
+    """Find the roundings of a model's parameters, but for those that are stored in parts."""
+    if not any(setup.roundings.values()):
+        return {}
+    keymap = KeyMap(setup.model, setup.source.store.keys())
+    found: dict[str, Rounding] = {}
+    for name, _ in setup.model.named_parameters():
+        sources = keymap.sources(name) if keymap.has(name) else None
+        if sources is not None and sources.converter is None:
+            rounding = setup.roundings.get(sources.keys[0])
+            found |= {} if rounding is None else {name: rounding}
+    return found
+
+
+def storage_of(source: SourceModel, options: Finetune, manifest: Manifest | None) -> Storage | None:
+    """Tell in how many bits the result is stored: as asked for, or as the model is.
+
+    Raises:
+        PlanError: Bits are asked for a word embedding, and the model has none.
+    """
+    if options.bits is None:
+        return None if manifest is None else manifest.plan.storage
+    recipe = Convert(bits=options.bits, embedding_bits=options.embedding_bits)
+    return planned_storage(recipe, source)
+
+
+def roundings_of(
+    source: SourceModel, options: Finetune, manifest: Manifest | None
+) -> dict[str, Rounding | None]:
+    """Give the rounding of every stored tensor, by key; None for one that stays as it is."""
+    store = source.store
+    keys = [*store.keys()]
+    if options.bits is None:
+        return {key: store.rounding(key) for key in keys}
+    embeddings = () if manifest is None else manifest.plan.embeddings
+    widths = Widths.of(source, storage_of(source, options, manifest), embeddings)
+    return {key: widths.rounding(key, store.shape(key), store.dtype(key)) for key in keys}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from tcompress.data.labels import is_independent
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
+from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
 from tcompress.progress import Progress
@@ -29,6 +30,7 @@ from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear
 from tcompress.structures.modules.shared import TransformModule
 from tcompress.training.objectives import OBJECTIVES, Objective, Observer, Setting, loaded_roles
+from tcompress.training.rounded import round_frozen, roundings_of
 from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
 from tcompress.training.training_data import (
@@ -184,6 +186,7 @@ class Setup:
     data: Data
     task: Task | None
     source: SourceModel
+    roundings: Mapping[str, Rounding | None]  # of what will be stored, by key of the source
     untrained: bool = False
     opening: float = 0.0  # seconds that it took to load the model
 
@@ -255,7 +258,7 @@ def set_up(
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
     _choose_trained(model, roles, options, from_random=from_random)
     untrained = manifest is not None and manifest.is_untrained
-    return Setup(
+    setup = Setup(
         options,
         model,
         observer,
@@ -264,9 +267,13 @@ def set_up(
         data,
         task,
         source,
+        roundings_of(source, options, manifest),
         untrained,
         opening,
     )
+    if options.bits is not None:  # else they are as they are stored
+        round_frozen(setup)
+    return setup
 
 
 def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:

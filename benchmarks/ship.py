@@ -117,13 +117,14 @@ def write(args: argparse.Namespace, form: str) -> dict[str, float]:
 
 
 def heal(args: argparse.Namespace, form: str) -> dict[str, float]:
-    """Heals a form, as float and in 4 bits.  Seconds."""
+    """Heals a form, to be stored as float and in 4 bits.  Seconds."""
     options = {"steps": args.steps, "data": {"source": args.train, "max_length": 64}}
     options |= {"mixed_precision": "bf16", "force": True}
     seconds = {}
-    for name in (form, f"{form}-4"):
+    for name, bits in ((form, {}), (f"{form}-4", {"bits": 4})):
         start = time.perf_counter()
-        tcompress.finetune(folder(args, name), output=args.out / f"{name}-healed", **options)
+        output = args.out / f"{name}-healed"
+        tcompress.finetune(folder(args, form), output=output, **options, **bits)
         seconds[name] = round(time.perf_counter() - start, 1)
     return seconds
 

@@ -332,16 +332,16 @@ class _Run:
         rows = [self._row(DENSE, self.original, "torch")]
         if self.runtime != "torch":
             rows.append(self._row(DENSE, self.dense, self.runtime))
-            if self.goal.bytes is not None:
-                rows.append(self._row(DENSE, self.dense, "onnx-q4"))
+        there = rows[-1]
+        if self.runtime != "torch" and self.goal.bytes is not None:
+            rows.append(self._row(DENSE, self.dense, "onnx-q4"))
         if not self.settings.smoke:
-            rows += self._fewer_layers()
+            rows += self._fewer_layers(there)
         return rows
 
-    def _fewer_layers(self) -> list[Row]:
+    def _fewer_layers(self, dense: Row) -> list[Row]:
         """Measure the most whole layers that reach the goal, as they are."""
         blocks = roles_of(self.source).blocks
-        dense = self._measured(self.dense)
         layers = [layer for block in blocks for layer in block.layers]
         numbers = sum(one.in_features * one.out_features * (one.experts or 1) for one in layers)
         each = numbers // max(1, len(blocks)) * (4 if self.runtime == "torch" else 1)

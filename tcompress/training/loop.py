@@ -111,7 +111,7 @@ class Loop:
         again = [data.train] if self._most > self.per_epoch else []
         self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
-        self.rounded = RoundedWeights.of(setup)
+        self.rounded = RoundedWeights.of(setup.model, setup.source, setup.roundings)
         self.pace = Pace(options.minutes, options.evaluate_every, self.spent)
         self._told = False  # how many steps the time allows
         self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device

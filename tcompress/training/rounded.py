@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,9 +19,6 @@ from tcompress.models import KeyMap, SourceModel
 from tcompress.options import Convert, Finetune
 from tcompress.planning.entries import Storage
 from tcompress.planning.storage import Widths, planned_storage
-
-if TYPE_CHECKING:
-    from tcompress.training.setup import Setup
 
 
 @dataclass
@@ -33,10 +30,16 @@ class RoundedWeights:
     """Scales that were looked for, by the state of the weights."""
 
     @classmethod
-    def of(cls, setup: Setup) -> RoundedWeights:
-        """Take over how tensors will be stored, but for those that are stored in parts."""
-        found = _by_name(setup)
-        return cls({name: found[name] for name in setup.trained if name in found})
+    def of(
+        cls, model: nn.Module, source: SourceModel, roundings: Mapping[str, Rounding | None]
+    ) -> RoundedWeights:
+        """Take those that are trained, but for those that are stored in parts.
+
+        Roundings are by key of the source.
+        """
+        found = _by_name(model, source, roundings)
+        trained = (name for name, value in model.named_parameters() if value.requires_grad)
+        return cls({name: found[name] for name in trained if name in found})
 
     @contextmanager
     def applied(
@@ -69,26 +72,30 @@ class RoundedWeights:
         return quantize(value.data, rounding.bits, rounding.group)[1]
 
 
-def round_frozen(setup: Setup) -> None:
+def round_frozen(
+    model: nn.Module, source: SourceModel, roundings: Mapping[str, Rounding | None]
+) -> None:
     """Give a model the weights that no step changes as they will be stored."""
-    found, trained = _by_name(setup), setup.trained
-    for name, value in setup.model.named_parameters():
-        if name in found and name not in trained:
+    found = _by_name(model, source, roundings)
+    for name, value in model.named_parameters():
+        if name in found and not value.requires_grad:
             rounding = found[name]
             scales = quantize(value.data, rounding.bits, rounding.group)[1]
             value.data = nearest(value.data, scales, rounding)
 
 
-def _by_name(setup: Setup) -> dict[str, Rounding]:
+def _by_name(
+    model: Any, source: SourceModel, roundings: Mapping[str, Rounding | None]
+) -> dict[str, Rounding]:
     """Find the roundings of a model's parameters, but for those that are stored in parts."""
-    if not any(setup.roundings.values()):
+    if not any(roundings.values()):
         return {}
-    keymap = KeyMap(setup.model, setup.source.store.keys())
+    keymap = KeyMap(model, source.store.keys())
     found: dict[str, Rounding] = {}
-    for name, _ in setup.model.named_parameters():
+    for name, _ in model.named_parameters():
         sources = keymap.sources(name) if keymap.has(name) else None
         if sources is not None and sources.converter is None:
-            rounding = setup.roundings.get(sources.keys[0])
+            rounding = roundings.get(sources.keys[0])
             found |= {} if rounding is None else {name: rounding}
     return found
 

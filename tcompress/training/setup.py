@@ -272,7 +272,7 @@ def set_up(
         opening,
     )
     if options.bits is not None:  # else they are as they are stored
-        round_frozen(setup)
+        round_frozen(model, source, setup.roundings)
     return setup
 
 

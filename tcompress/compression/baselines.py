@@ -1,0 +1,112 @@
+"""The rows of the table: a model, and what one would take in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tcompress.artifact.means import AGREEMENT, main_of
+from tcompress.compression.table import Row, kept_layers, layers_that_reach
+from tcompress.compression.working import DENSE, Work
+from tcompress.conversion.converter import convert
+from tcompress.errors import PlanError
+from tcompress.evaluation.measuring import evaluate
+from tcompress.evaluation.scores import Baseline
+from tcompress.fields import RuntimeName
+from tcompress.options import Evaluate
+from tcompress.options.choose import conversion
+from tcompress.options.compress_options import Compress
+from tcompress.options.read import read
+from tcompress.planning.sites import roles_of
+
+SHIPPED = "this model"
+"""Name of the rows of the model that is written."""
+SMOKE_EXAMPLES = 200
+
+
+def measurement(settings: Compress, runtime: RuntimeName = "torch") -> Evaluate:
+    """Give the measurement of quality that was asked for."""
+    limit = {"limit": SMOKE_EXAMPLES, "bootstrap": 0} if settings.smoke else {}
+    options = {"seed": settings.seed, "runtime": [runtime], "device": "cpu", **limit}
+    return read(Evaluate, {"task": settings.task, "data": list(settings.test_data), **options})
+
+
+def baselines(work: Work) -> list[Row]:
+    """Measure the dense model in PyTorch, in 8 and 4 bits, and a model of fewer layers."""
+    rows = [row_of(work, DENSE, work.original, "torch")]
+    if work.runtime != "torch":
+        rows.append(row_of(work, DENSE, work.dense, work.runtime))
+    there = rows[-1]
+    if work.runtime != "torch" and work.goal.bytes is not None:
+        rows.append(row_of(work, DENSE, work.dense, "onnx-q4"))
+    if not work.settings.smoke:
+        rows += _fewer_layers(work, there)
+    return rows
+
+
+def _fewer_layers(work: Work, dense: Row) -> list[Row]:
+    """Measure the most whole layers that reach the goal, as they are."""
+    blocks = roles_of(work.source).blocks
+    layers = [layer for block in blocks for layer in block.layers]
+    numbers = sum(one.in_features * one.out_features * (one.experts or 1) for one in layers)
+    each = numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1)
+    reaching = (work.goal.speedup, dense.speedup, work.goal.bytes, dense.bytes, max(1, each))
+    count = layers_that_reach(len(blocks), *reaching)
+    if not 0 < count < len(blocks):
+        return []
+    name = f"{count} of {len(blocks)} layers, not healed"
+    folder = work.place.folder / "fewer-layers"
+    with suppress(PlanError):  # stacks of several kinds, and the like
+        if not (folder / "config.json").is_file():
+            bits = {} if work.runtime == "torch" else {"bits": 8}
+            if bits and work.goal.bytes is not None:
+                bits["embedding_bits"] = 4
+            kept = kept_layers(len(blocks), count)
+            settings = conversion({"keep_layers": kept, **bits})
+            convert(work.source, settings, folder, force=True, progress=work.progress)
+        return [row_of(work, name, work.exported(folder, "fewer-layers-exported"), work.runtime)]
+    return []
+
+
+def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
+    """Measure a model once; what was measured before an interruption is read."""
+    for note in work.place.notes("row"):
+        if (note["row"]["name"], note["row"]["runtime"]) == (name, runtime):
+            return Row.of_json(note["row"])
+    with work.timed(f"Measuring {name} in {runtime}"):
+        dense = (name, runtime) == (DENSE, "torch")
+        size = work.source.store.total_bytes if dense else work.bytes_read(folder, runtime)
+        speed = 1.0 if dense else work.speed(folder, runtime, save=name == SHIPPED)
+        row = Row(name, runtime, size, speed)
+        if work.settings.task is not None:
+            row = _with_quality(work, row, folder)
+    work.place.note("row", row=row.to_json())
+    return row
+
+
+def _with_quality(work: Work, row: Row, folder: Path) -> Row:
+    """Evaluate a model beside the dense one in PyTorch."""
+    dense = (row.name, row.runtime) == (DENSE, "torch")
+    baseline: Sequence[Baseline] = () if dense else _baseline(work)
+    settings = measurement(work.settings, row.runtime)  # type: ignore[arg-type]
+    trust = work.source.trust_remote_code
+    shared: dict[str, Any] = {"trust_remote_code": trust, "progress": work.progress}
+    save = row.name == SHIPPED
+    [scores] = evaluate([folder], settings, baseline=baseline, save=save, **shared)
+    main = main_of(scores.metrics, several=len(scores.sets) > 1)
+    assert main is not None  # a task has a number
+    if dense:
+        work.place.note("quality", name=main.name)
+        work.place.note("baseline", sets=[one.to_json() for one in scores.baseline])
+    agreements = [one.value for one in scores.metrics if one.name == AGREEMENT]
+    interval = None if main.interval is None else (main.interval.low, main.interval.high)
+    agreement = fmean(agreements) if agreements else None
+    return replace(row, quality=main.value, interval=interval, agreement=agreement)
+
+
+def _baseline(work: Work) -> list[Baseline]:
+    return [Baseline.of_json(one) for one in work.place.notes("baseline")[-1]["sets"]]

@@ -1,0 +1,115 @@
+"""The conversion whose file reaches a goal."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tcompress import files
+from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
+from tcompress.compression.forecast import bytes_of_weights
+from tcompress.compression.working import Work
+from tcompress.conversion.converter import convert
+from tcompress.conversion.shared_statistics import Statistics
+from tcompress.errors import PlanError
+from tcompress.options import Convert
+from tcompress.options.choose import conversion
+
+ATTEMPTS = 3
+CUTTING = 0.5
+"""Share of the time after which no further conversion is tried."""
+SMOKE_SAMPLES = 64
+
+
+def converted(work: Work) -> Path:
+    """The conversion that meets the goal; the dense model itself where its file does."""
+    for note in work.place.notes("converted"):  # and measured, before a run was stopped
+        return work.original if note["number"] is None else _attempt(work, note["number"])
+    dense = work.measured(work.dense)
+    work.say(f"dense in {work.runtime}: {_words(dense)}")
+    goal, ask = work.goal, Ask()
+    if goal != Goal():
+        first = Ask.first(goal, dense, bytes_of_weights(work.source, work.runtime))
+        if first is None and work.settings.vocab is None:
+            work.say("The dense model reaches the goal in this runtime: nothing is cut.")
+            work.place.note("converted", number=None)
+            return work.original
+        ask = first or ask
+    attempts = _attempts(work, ask, dense)
+    number = best(goal, attempts)
+    work.place.note("converted", number=number)
+    return _attempt(work, number)
+
+
+def _attempt(work: Work, number: int) -> Path:
+    return work.place.folder / f"converted-{number}"
+
+
+def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
+    """Convert and measure until the goal is met, or tries or time are spent."""
+    attempts: list[Attempt] = []
+    following: Ask | None = ask
+    with tempfile.TemporaryDirectory(dir=work.place.folder, prefix="statistics-") as scratch:
+        statistics = Statistics(Path(scratch))
+        while following is not None and len(attempts) < ATTEMPTS:
+            folder = _attempt(work, len(attempts))
+            try:
+                with work.timed("Converting"):
+                    _convert(work, following, folder, statistics)
+            except PlanError as error:
+                if attempts:
+                    break
+                raise _out_of_reach(work, following, error) from error
+            files.remove(work.place.folder / f"attempt-{len(attempts)}")
+            found = work.measured(work.exported(folder, f"attempt-{len(attempts)}"))
+            work.say(f"converted: {_words(found)}")
+            attempts.append((following, found))
+            following = next_ask(work.goal, dense, attempts)
+            if work.minutes_left < (1 - CUTTING) * work.settings.most_minutes:
+                break
+    return attempts
+
+
+def _convert(work: Work, ask: Ask, folder: Path, statistics: Statistics) -> None:
+    settings = _options(work, ask)
+    shared = {"force": True, "progress": work.progress}
+    # Only speeds of one recipe share what they measure.
+    given = statistics if settings.target_bytes is None and settings.speedup else None
+    convert(work.source, settings, folder, statistics=given, **shared)  # type: ignore[arg-type]
+
+
+def _out_of_reach(work: Work, ask: Ask, error: PlanError) -> PlanError:
+    """Say what a goal comes to for a conversion that cannot meet it."""
+    asked = [f"{ask.speedup:.2f} x in PyTorch"] if ask.speedup else []
+    asked += [f"{ask.bytes / 1e6:.2f} MB of weights"] if ask.bytes else []
+    text = f"the goal asks for {' and '.join(asked)}: {error.message}"
+    return PlanError(text if asked else error.message, "ask for less, or give `--vocab data`")
+
+
+def _options(work: Work, ask: Ask) -> Convert:
+    """Options of a conversion for a speed in PyTorch and bytes of weights."""
+    goal = work.settings
+    calibration: dict[str, Any] = {"seed": goal.seed}
+    if goal.data:
+        calibration["source"] = list(goal.data)
+    if goal.smoke:
+        calibration["samples"] = SMOKE_SAMPLES
+    said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
+    if ask.speedup is not None:
+        said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}
+        said |= {"device": "cpu"}
+    if ask.bytes is not None:
+        # What becomes of the word embedding is chosen with the sizes of layers.
+        said |= {"target_bytes": ask.bytes, "bits": None if work.runtime == "torch" else 8}
+    if ask == Ask():
+        if work.goal == Goal():
+            said["max_loss"] = goal.max_loss or 0.01
+        else:  # nothing to do but what was asked for by name
+            del said["method"]
+    said["vocab"] = goal.vocab
+    return conversion({name: value for name, value in said.items() if value is not None})
+
+
+def _words(found: Measured) -> str:
+    return f"{found.bytes / 1e6:.1f} MB, {found.speedup:.2f} x as fast as PyTorch"

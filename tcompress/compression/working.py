@@ -1,0 +1,140 @@
+"""Where `compress` works: what it reads, the files of models for a runtime, and their times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
+from tcompress.artifact.workplace import Workplace
+from tcompress.compression.attempts import Goal, Measured
+from tcompress.data.inputs import inputs_of
+from tcompress.errors import InputError
+from tcompress.exports.onnx_folder import export_onnx
+from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.fields import RuntimeName
+from tcompress.latency.benchmark import bench
+from tcompress.models import SourceModel
+from tcompress.options import Bench
+from tcompress.options.commands import OnnxFiles
+from tcompress.options.compress_options import Compress
+from tcompress.progress import Progress
+
+REPEATS = 9
+DENSE = "dense"
+"""Name of the rows of the model that was given."""
+_BITS: dict[str, int] = {"onnx-int8": 8, "onnx-q4": 4}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run of `compress`, with what it reads and where it works."""
+
+    source: SourceModel
+    settings: Compress
+    place: Workplace
+    progress: Progress
+    say: Say
+    runtime: RuntimeName = "torch"
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def original(self) -> Path:
+        """The folder that was given."""
+        return Path(self.source.origin or self.source.folder)
+
+    @property
+    def goal(self) -> Goal:
+        """What is asked of the file."""
+        return Goal(self.settings.speedup, self.settings.most_bytes)
+
+    @property
+    def minutes_left(self) -> float:
+        """Minutes that this run has; those before an interruption are not counted."""
+        return self.settings.most_minutes - (time.monotonic() - self.began) / 60
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Say that a stage begins, and keep how long it takes."""
+        self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
+        start = time.monotonic()
+        yield
+        self.place.note("seconds", stage=stage, seconds=time.monotonic() - start)
+
+    def seconds_of(self, *stages: str) -> float:
+        """Seconds that stages took, whenever that was."""
+        notes = self.place.notes("seconds")
+        return sum(float(note["seconds"]) for note in notes if note["stage"] in stages)
+
+    def exported(self, model: Path, name: str) -> Path:
+        """A model with its files for the runtime; the model itself where that is PyTorch."""
+        if self.runtime == "torch":
+            return model
+        folder = self.place.folder / name
+        if not (folder / "config.json").is_file():
+            bits = _embedding_bits(read_manifest(model))
+            four = 4 if name == DENSE and self.goal.bytes is not None else None
+            settings = OnnxFiles(int8=True, bits=four, embedding_bits=bits)
+            trust = self.source.trust_remote_code
+            with self.timed(f"Exporting {name}"):
+                shared: dict[str, Any] = {"trust_remote_code": trust, "progress": self.progress}
+                export_onnx(model, folder, settings, **shared)
+            file_of(read_manifest(folder), self.runtime)  # there is one
+        return folder
+
+    @property
+    def dense(self) -> Path:
+        """The dense model, with its files."""
+        return self.exported(self.original, DENSE)
+
+    def measured(self, folder: Path) -> Measured:
+        return Measured(self.bytes_read(folder, self.runtime), self.speed(folder, self.runtime))
+
+    def speed(self, folder: Path, runtime: RuntimeName, *, save: bool = False) -> float:
+        """Times as fast as the dense model in PyTorch; `save` keeps it in the manifest."""
+        batch, length = self.settings.batch_and_length
+        reads = inputs_of(self.source)
+        options = Bench(
+            batch=(batch,),
+            length=(length,) if reads.text or reads.decoder else (),
+            runtime=(runtime,),
+            repeats=3 if self.settings.smoke else REPEATS,
+            threads=self.settings.threads,
+            device="cpu",
+        )
+        with RuntimeFiles.opened() as opened:
+            shared: dict[str, Any] = {"save": save, "in_runtime": opened}
+            shared |= {"trust_remote_code": self.source.trust_remote_code}
+            timed = bench([str(folder)], str(self.original), options, **shared)
+        return timed[0].speed[0].ratio
+
+    def bytes_read(self, folder: Path, runtime: RuntimeName) -> int:
+        """Bytes of what the runtime reads."""
+        file = file_of(read_manifest(folder), runtime)
+        if file is not None:
+            return file.bytes
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def file_of(manifest: Manifest | None, runtime: str) -> ExportedFile | None:
+    """The measured file for a runtime, if a folder has one."""
+    if manifest is None or runtime == "torch":
+        return None
+    exported = [file for file in manifest.exports if file.bits == _BITS[runtime]]
+    if len(exported) != 1:
+        text = f"`{manifest.source.id}` becomes {len(exported)} files of {_BITS[runtime]} bits"
+        raise InputError(f"{text}, which are not run together here", "give `--runtime torch`")
+    return exported[0]
+
+
+def _embedding_bits(manifest: Manifest | None) -> int:
+    """Bits that a conversion chose for the word embedding; 8 where it chose none."""
+    storage = None if manifest is None else manifest.plan.storage
+    rounding = None if storage is None else storage.embeddings
+    return 8 if rounding is None else max(4, min(8, rounding.bits))

@@ -28,7 +28,7 @@ from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
-from tcompress.models.names import sentence_root
+from tcompress.models.names import encodes_sentences
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -176,11 +176,13 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         for source in run.sources
         if source.kept is not None
     ]
+    kind = work.source.model_class.__name__
     usage = usage_of(
         work.place.output,
         file,
-        work.source.model_class.__name__,
-        sentences=sentence_root(work.place.model) is not None,
+        kind,
+        # A head that was trained on an encoder comes with the files of the encoder.
+        sentences="For" not in kind and encodes_sentences(work.place.model),
         pictures=inputs_of(work.source).image,
     )
     measured = Measured(row.bytes, row.speedup)

@@ -44,4 +44,5 @@ def report(call: Reported, tables: Tables, trust: Trust, manner: Manner) -> None
     results().print(render(reports, per_layer=call.layers))
     tell_written(path for path in written.values() if isinstance(path, str))
     if call.figures is not None:
-        tell(f"Wrote {len(written['figures'])} pictures to `{call.figures}`.")
+        count = len(written["figures"])
+        tell(f"Wrote {count} picture{'' if count == 1 else 's'} to `{call.figures}`.")

@@ -156,10 +156,15 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
 
 def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compressed:
     """Measure what ships, and lay it out as the output."""
-    shipped = work.exported(healed, "shipped") if healed != work.original else work.dense
-    row = row_of(work, SHIPPED, shipped, work.runtime)
-    if work.runtime != "torch" and not work.settings.smoke:
-        rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
+    if healed == work.original:  # which is measured already
+        shipped = work.dense
+        [dense] = (item for item in rows if (item.name, item.runtime) == (DENSE, work.runtime))
+        row = replace(dense, name=SHIPPED)
+    else:
+        shipped = work.exported(healed, "shipped")
+        row = row_of(work, SHIPPED, shipped, work.runtime)
+        if work.runtime != "torch" and not work.settings.smoke:
+            rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
     shutil.rmtree(work.place.model)
     if shipped == work.original:
         shutil.copytree(shipped, work.place.model)

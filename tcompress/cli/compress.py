@@ -104,7 +104,10 @@ def _show(done: Compressed, folder: Path) -> None:
     if done.agreement is not None:
         healed += f"; agreement with the dense model on texts held back {done.agreement:.4f}"
     terminal.tell(f"{healed}.")
-    terminal.tell(f"Wrote `{folder}`; the runtime reads `{done.file}`:")
+    terminal.tell(
+        f"Wrote `{folder}`. What the runtime reads is `{done.file}`, with `config.json` and the "
+        "tokenizer; the rest is for PyTorch:"
+    )
     for line in done.usage.splitlines():
         terminal.tell(f"    {line}")
     for text in done.missed:

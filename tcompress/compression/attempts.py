@@ -39,7 +39,7 @@ class Measured:
         """Say in words which goals it does not reach; of a speed, a share may be enough."""
         words = []
         if goal.bytes is not None and self.bytes > goal.bytes:
-            words.append(f"{self.bytes / 1e6:.2f} MB, not {goal.bytes / 1e6:.2f} MB")
+            words.append(f"{self.bytes / 1e6:.4g} MB, not {goal.bytes / 1e6:.4g} MB")
         if goal.speedup is not None and self.speedup < near * goal.speedup:
             words.append(f"{self.speedup:.2f} x as fast, not {goal.speedup:g} x")
         return tuple(words)

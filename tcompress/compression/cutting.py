@@ -20,6 +20,8 @@ ATTEMPTS = 3
 CUTTING = 0.5
 """Share of the time after which no further conversion is tried."""
 SMOKE_SAMPLES = 64
+CONVERTED, EXPORTED = "converted", "exported"
+"""Beginnings of the names of a conversion's folder, and of that with its files."""
 
 
 def converted(work: Work) -> Path:
@@ -43,7 +45,7 @@ def converted(work: Work) -> Path:
 
 
 def _attempt(work: Work, number: int) -> Path:
-    return work.place.folder / f"converted-{number}"
+    return work.place.folder / f"{CONVERTED}-{number}"
 
 
 def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
@@ -61,8 +63,8 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
                 if attempts:
                     break
                 raise _out_of_reach(work, following, error) from error
-            files.remove(work.place.folder / f"attempt-{len(attempts)}")
-            found = work.measured(work.exported(folder, f"attempt-{len(attempts)}"))
+            files.remove(work.place.folder / f"{EXPORTED}-{len(attempts)}")
+            found = work.measured(work.exported(folder, f"{EXPORTED}-{len(attempts)}"))
             work.say(f"converted: {_words(found)}")
             attempts.append((following, found))
             following = next_ask(work.goal, dense, attempts)

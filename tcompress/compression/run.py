@@ -5,6 +5,7 @@ A stage that is finished is not done again after an interruption.
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,9 @@ from tcompress.artifact.checksums import digest_of, seal
 from tcompress.artifact.manifest import Manifest, read_manifest, write_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
-from tcompress.compression.attempts import Measured
+from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
-from tcompress.compression.cutting import converted
+from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
 from tcompress.data.inputs import inputs_of
@@ -39,6 +40,8 @@ from tcompress.runtimes.installed import require_onnx
 from tcompress.training.finetuning import finetune
 
 PAGE = "report.html"
+LEAST_MINUTES = 0.2
+"""Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
 NEAR = 0.98
 """Share of a speed that counts as reached in the end: times of a pass differ so much by chance."""
 _NO_DATA = "fitted and healed on text that ships: `--data` with texts of your own does better"
@@ -134,7 +137,11 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
         return narrowed, "not needed"
     if not (folder / "config.json").is_file():
         following = work.seconds_of(f"Exporting {DENSE}", f"Measuring {DENSE} in {work.runtime}")
-        minutes = max(0.1, work.minutes_left - 1.1 * following / 60)
+        minutes = work.minutes_left - 1.1 * following / 60
+        if work.settings.smoke:  # of every stage a little
+            minutes = max(LEAST_MINUTES / 2, minutes)
+        elif minutes < LEAST_MINUTES:
+            return narrowed, f"no (no time was left: `--minutes {_more_minutes(work)}` leaves some)"
         options: dict[str, Any] = {"minutes": minutes, "seed": work.settings.seed}
         if _has_bfloat16():  # half as many steps again in the same time
             options["mixed_precision"] = "bf16"
@@ -147,8 +154,6 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     manifest = read_manifest(folder)
     runs = manifest.training if manifest else []
     steps = sum(run.steps for run in runs)
-    if not steps:
-        return folder, "no (no time was left)"
     if all(run.keeps_start for run in runs):
         return folder, f"no ({steps:,} steps tried, none better)"
     return folder, f"{steps:,} steps"
@@ -161,7 +166,10 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         [dense] = (item for item in rows if (item.name, item.runtime) == (DENSE, work.runtime))
         row = replace(dense, name=SHIPPED)
     else:
-        shipped = work.exported(healed, "shipped")
+        # Without healing it is the conversion's export, which is there.
+        unhealed = healed.name.startswith(CONVERTED)
+        name = healed.name.replace(CONVERTED, EXPORTED) if unhealed else f"{healed.name}-{EXPORTED}"
+        shipped = work.exported(healed, name)
         row = row_of(work, SHIPPED, shipped, work.runtime)
         if work.runtime != "torch" and not work.settings.smoke:
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
@@ -200,7 +208,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         usage=usage,
         agreement=fmean(agreements) if agreements else None,
         missed=measured.missed(work.goal, near=NEAR),
-        notes=() if work.settings.data else (_NO_DATA,),
+        notes=_notes(work, rows),
     )
 
 
@@ -219,6 +227,23 @@ def _quality_name(work: Work) -> str | None:
     sets = work.place.notes("baseline")[-1]["sets"]
     several = "mean " if len(sets) > 1 else ""
     return several + str(work.place.notes("quality")[-1]["name"])
+
+
+def _notes(work: Work, rows: list[Row]) -> tuple[str, ...]:
+    """Say what a user should know of the result."""
+    notes = [] if work.settings.data else [_NO_DATA]
+    if (
+        work.goal != Goal()
+        and not work.settings.smoke
+        and not any("layers" in r.name for r in rows)
+    ):
+        notes.append("no number of whole layers reaches the goal without other changes")
+    return tuple(notes)
+
+
+def _more_minutes(work: Work) -> int:
+    """Minutes in which healing would have had as long as all that came before it."""
+    return math.ceil(2 * max(1.0, work.settings.most_minutes - work.minutes_left))
 
 
 def _has_bfloat16() -> bool:

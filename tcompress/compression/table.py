@@ -40,7 +40,7 @@ class Compressed:
     rows: tuple[Row, ...]
     quality: str | None  # name of the number
     healed: str  # what became of healing, in words
-    usage: str  # three lines of Python
+    usage: str  # a few lines of Python
     agreement: float | None = None  # with the dense model on held-back texts, in PyTorch
     missed: tuple[str, ...] = ()  # goals that were not reached, in words
     notes: tuple[str, ...] = ()
@@ -81,7 +81,8 @@ def layers_that_reach(
 
 _SENTENCES = """from sentence_transformers import SentenceTransformer
 options = {{"file_name": "{file}"}}
-vectors = SentenceTransformer("{folder}", backend="onnx", model_kwargs=options).encode(texts)"""
+model = SentenceTransformer("{folder}", backend="onnx", model_kwargs=options)
+vectors = model.encode(["A red fox."])"""
 _ONNX = """import onnxruntime, transformers
 inputs = transformers.{reader}.from_pretrained("{folder}")({given}, return_tensors="np")
 outputs = onnxruntime.InferenceSession("{folder}/{path}").run(None, dict(inputs))"""
@@ -91,7 +92,7 @@ outputs = transformers.{kind}.from_pretrained("{folder}")(**inputs)"""
 
 
 def usage_of(folder: Path, file: str, kind: str, *, sentences: bool, pictures: bool) -> str:
-    """Write three lines of Python that run the model.
+    """Write a few lines of Python that run the model.
 
     Args:
         folder: The written folder.
@@ -100,8 +101,9 @@ def usage_of(folder: Path, file: str, kind: str, *, sentences: bool, pictures: b
         sentences: Whether it is a folder of sentence-transformers.
         pictures: Whether it reads pictures.
     """
+    here = Path.cwd()
     facts = {
-        "folder": folder.name,
+        "folder": str(folder.relative_to(here) if folder.is_relative_to(here) else folder),
         "path": file,
         "file": Path(file).name,
         "kind": kind,

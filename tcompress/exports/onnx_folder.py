@@ -298,13 +298,17 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
         [
             _HEADING,
             "",
-            "| file | bits of weights | MB | speed | agreement |",
+            "| file | bits of weights | MB | speed | cosine |",
             "|---|---|---|---|---|",
             *rows,
             "",
-            f"Speed is that of ONNX Runtime over PyTorch in float32, for {files[0].size} on "
-            f"{protocol['threads']} threads of {protocol['device_name']} "
-            f"({protocol['instructions']}); agreement is the mean cosine of outputs.",
+            f"Speed is that of ONNX Runtime over this model in PyTorch in float32, for "
+            f"{files[0].size} on {protocol['threads']} threads of {protocol['device_name']} "
+            f"({protocol['instructions']}); the cosine is the mean of outputs, with the same.",
+            "",
+            'ONNX Runtime, sentence-transformers (`backend="onnx"`), optimum and transformers.js '
+            "open these files without tcompress: each needs but the file, `config.json` and the "
+            "tokenizer.",
             "",
         ]
     )

@@ -88,7 +88,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     manifest = read_manifest(folder)
     measured = manifest.model_copy(update={"metrics": [metric()], "speed": [speed()]})
     write_manifest(folder, measured)
-    done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3, learning_rate=1e-2)
+    done = train(folder, tmp_path / "out", data=texts(tmp_path), seed=3, learning_rate=3e-2)
     verify_files(done.folder)
     assert AutoTokenizer.from_pretrained(done.folder)("fox")["input_ids"]
     companions = (

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tcompress.conversion.output_sampler import VARIANTS, _change_of_likeness
 from tcompress.training import mixing
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.mixing import SHARES, chosen, is_worse
@@ -121,3 +122,19 @@ def test_a_task_is_learnt_to_its_end(tmp_path: Path) -> None:
     )
     assert done.facts.share == 1
     assert done.facts.sources == []
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.3, 0.01])
+def test_texts_that_are_all_alike_are_not_near(spread: float) -> None:
+    """How far likenesses are from the dense model's does not shrink with their own spread."""
+    dense = torch.randn(VARIANTS * 16, 8, generator=torch.Generator().manual_seed(0)).double()
+    noise = torch.randn(dense.shape, generator=torch.Generator().manual_seed(1)).double()
+
+    def collapsed(vectors: torch.Tensor, spread: float) -> torch.Tensor:
+        """Add what all texts have in common: cosines become 1 - spread² (1 - cosine)."""
+        shared = vectors.new_full((len(vectors), 1), (1 - spread**2) ** 0.5)
+        return torch.cat([spread * torch.nn.functional.normalize(vectors, dim=-1), shared], 1)
+
+    change = _change_of_likeness(dense, collapsed(dense + noise, spread))
+    assert change == pytest.approx(_change_of_likeness(dense, dense + noise), rel=1e-6)
+    assert _change_of_likeness(dense, collapsed(dense, spread)) == pytest.approx(0, abs=1e-12)

@@ -75,13 +75,15 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
     from tcompress.compression.forecast import forecast
 
     source = open_checked(model, token=hub.token, trust=hub.allow_remote_code)
-    found = forecast(source, goal)
+    expected = forecast(source, goal)
     if manner.as_json:
-        terminal.print_json({"dry_run": True, "output": str(folder.absolute()), **found.to_json()})
+        terminal.print_json(
+            {"dry_run": True, "output": str(folder.absolute()), **expected.to_json()}
+        )
         return
-    for number, stage in enumerate(found.stages, 1):
+    for number, stage in enumerate(expected.stages, 1):
         terminal.tell(f"{number}. {stage}")
-    terminal.tell(f"Not known yet: {found.unknown}.")
+    terminal.tell(f"Not known yet: {expected.unknown}.")
     terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
 
 

@@ -1,5 +1,5 @@
 """The whole way from a dense model to a folder that ships: plan, convert, heal, export, measure."""
 
-from tcompress.compression.run import compress as compress
+from tcompress.compression.stages import compress as compress
 from tcompress.compression.table import Compressed as Compressed
 from tcompress.compression.table import Row as Row

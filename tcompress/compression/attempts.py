@@ -110,12 +110,12 @@ def best(goal: Goal, attempts: Sequence[Attempt]) -> int:
     """
 
     def distance(number: int) -> tuple[float, float]:
-        found = attempts[number][1]
+        measured = attempts[number][1]
         short = 0.0
         if goal.bytes is not None:
-            short = max(short, math.log(found.bytes / goal.bytes))
+            short = max(short, math.log(measured.bytes / goal.bytes))
         if goal.speedup is not None:
-            short = max(short, math.log(goal.speedup / found.speedup))
-        return short, found.speedup if goal.speedup else -found.bytes
+            short = max(short, math.log(goal.speedup / measured.speedup))
+        return short, measured.speedup if goal.speedup else -measured.bytes
 
     return min(range(len(attempts)), key=distance)

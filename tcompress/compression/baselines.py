@@ -92,7 +92,7 @@ def _with_quality(work: Work, row: Row, folder: Path) -> Row:
     """Evaluate a model beside the dense one in PyTorch."""
     dense = (row.name, row.runtime) == (DENSE, "torch")
     baseline: Sequence[Baseline] = () if dense else _baseline(work)
-    settings = measurement(work.settings, row.runtime)  # type: ignore[arg-type]
+    settings = measurement(work.settings, row.runtime)
     trust = work.source.trust_remote_code
     shared: dict[str, Any] = {"trust_remote_code": trust, "progress": work.progress}
     save = row.name == SHIPPED

@@ -7,13 +7,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tcompress.fields import RuntimeName
+
 
 @dataclass(frozen=True)
 class Row:
     """A model in the table."""
 
     name: str
-    runtime: str
+    runtime: RuntimeName
     bytes: int  # of what the runtime reads
     speedup: float  # over the dense model in PyTorch
     quality: float | None = None

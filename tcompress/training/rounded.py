@@ -37,9 +37,9 @@ class RoundedWeights:
 
         Roundings are by key of the source.
         """
-        found = _by_name(model, source, roundings)
+        by_name = _by_name(model, source, roundings)
         trained = (name for name, value in model.named_parameters() if value.requires_grad)
-        return cls({name: found[name] for name in trained if name in found})
+        return cls({name: by_name[name] for name in trained if name in by_name})
 
     @contextmanager
     def applied(
@@ -76,10 +76,10 @@ def round_frozen(
     model: nn.Module, source: SourceModel, roundings: Mapping[str, Rounding | None]
 ) -> None:
     """Give a model the weights that no step changes as they will be stored."""
-    found = _by_name(model, source, roundings)
+    by_name = _by_name(model, source, roundings)
     for name, value in model.named_parameters():
-        if name in found and not value.requires_grad:
-            rounding = found[name]
+        if name in by_name and not value.requires_grad:
+            rounding = by_name[name]
             scales = quantize(value.data, rounding.bits, rounding.group)[1]
             value.data = nearest(value.data, scales, rounding)
 
@@ -91,13 +91,13 @@ def _by_name(
     if not any(roundings.values()):
         return {}
     keymap = KeyMap(model, source.store.keys())
-    found: dict[str, Rounding] = {}
+    by_name: dict[str, Rounding] = {}
     for name, _ in model.named_parameters():
         sources = keymap.sources(name) if keymap.has(name) else None
         if sources is not None and sources.converter is None:
             rounding = roundings.get(sources.keys[0])
-            found |= {} if rounding is None else {name: rounding}
-    return found
+            by_name |= {} if rounding is None else {name: rounding}
+    return by_name
 
 
 def storage_of(source: SourceModel, options: Finetune, manifest: Manifest | None) -> Storage | None:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tcompress.linalg.rounding import Rounding
+
 TOL = option(
     None,
     "largest error of a weight; as predicted, in place of a rank; in place of a budget too: each "
@@ -248,6 +250,18 @@ class Structure(ABC, Generic[S, L]):
         """Returns what a budget judges by: a dense weight, no better than that of a fit."""
         fitted = self.fit(replace(target, curvature=None), layout)
         return self.dense({**fitted, **target.factors}, layout)
+
+    def rounded(
+        self, target: Target, layout: L, tensors: Tensors, roundings: Mapping[str, Rounding]
+    ) -> dict[str, Tensor]:
+        """Rounds fitted tensors, those that have a rounding, as they will be stored.
+
+        To nearest, unless a structure knows how to keep its output in the norm of the moments.
+        """
+        return {
+            name: linalg.rounded(tensor, roundings[name]) if name in roundings else tensor
+            for name, tensor in tensors.items()
+        }
 
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""

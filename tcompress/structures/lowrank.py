@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -28,6 +28,8 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tcompress.linalg.rounding import Rounding
 
 
 class LowRankSpec(Spec):
@@ -97,6 +99,17 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        return {"a": a, "b": b}
+
+    def rounded(
+        self,
+        target: Target,
+        layout: LowRankLayout,
+        tensors: Tensors,
+        roundings: Mapping[str, Rounding],
+    ) -> dict[str, Tensor]:
+        factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
+        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:

@@ -120,6 +120,6 @@ def roundings_of(
     keys = [*store.keys()]
     if options.bits is None:
         return {key: store.rounding(key) for key in keys}
-    embeddings = () if manifest is None else manifest.plan.embeddings
-    widths = Widths.of(source, storage_of(source, options, manifest), embeddings)
+    entries = () if manifest is None else manifest.plan.entries
+    widths = Widths.of(source, storage_of(source, options, manifest), entries)
     return {key: widths.rounding(key, store.shape(key), store.dtype(key)) for key in keys}

@@ -19,6 +19,7 @@ from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import (
     SIDES,
+    RoundsInNorm,
     Side,
     Transformed,
     decoded,
@@ -86,7 +87,7 @@ class _Split:
     curvature: Tensor | None  # damped
     # Of every summand:
     shared: list[dict[str, Tensor]]
-    roundings: list[Mapping[str, Rounding]]  # by name, with the side in front for a transform's
+    roundings: Sequence[Mapping[str, Rounding]]  # by name, with the side in front for a transform's
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     transforms: list[dict[Side, Any]] = field(default_factory=list)
     dense: list[Tensor | None] = field(default_factory=list)
@@ -314,8 +315,9 @@ def _splits(
         for index, own_rows in enumerate(matrix.split(sizes)):
             terms = entry.parts[index].terms
             shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
-            own = [_term_roundings(entry, index, term, roundings) for term in range(len(terms))]
-            splits.append(_Split(entry, index, expert, own_rows, seen, curves[index], shared, own))
+            widths = [_term_roundings(entry, index, term, roundings) for term in range(len(terms))]
+            curve = curves[index]
+            splits.append(_Split(entry, index, expert, own_rows, seen, curve, shared, widths))
     return splits
 
 
@@ -410,18 +412,14 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
 
 
 def _round_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
-    """Rounds what is stored in few bits, so that the norm of the moments sees little of it."""
+    """Rounds what is stored in few bits, where a structure knows how to lose little by it."""
     for split in splits:
         widths = {name: own for name, own in split.roundings[term].items() if "." not in name}
-        if not widths:
-            continue
-        layout, target = split.terms[term], split.target(term)
-        _keep_term(
-            split,
-            term,
-            structure(layout.structure).rounded(target, layout, target.start, widths),
-            dtype,
-        )
+        layout = split.terms[term]
+        kind = structure(layout.structure)
+        if widths and isinstance(kind, RoundsInNorm):
+            target = split.target(term)
+            _keep_term(split, term, kind.rounded(target, layout, target.start, widths), dtype)
 
 
 def _keep_term(split: _Split, term: int, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:

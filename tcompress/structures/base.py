@@ -251,18 +251,6 @@ class Structure(ABC, Generic[S, L]):
         fitted = self.fit(replace(target, curvature=None), layout)
         return self.dense({**fitted, **target.factors}, layout)
 
-    def rounded(
-        self, target: Target, layout: L, tensors: Tensors, roundings: Mapping[str, Rounding]
-    ) -> dict[str, Tensor]:
-        """Rounds fitted tensors, those that have a rounding, as they will be stored.
-
-        To nearest, unless a structure knows how to keep its output in the norm of the moments.
-        """
-        return {
-            name: linalg.rounded(tensor, roundings[name]) if name in roundings else tensor
-            for name, tensor in tensors.items()
-        }
-
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""
         found = {
@@ -340,6 +328,16 @@ class LooksUp(ABC):
     @abstractmethod
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
         """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
+
+
+class RoundsInNorm(ABC):
+    """Rounds its tensors so that the norm of the moments sees little of it."""
+
+    @abstractmethod
+    def rounded(
+        self, target: Target, layout: Any, tensors: Tensors, roundings: Mapping[str, Rounding]
+    ) -> dict[str, Tensor]:
+        """Rounds fitted tensors, those that have a rounding, as they will be stored."""
 
 
 class Shared(NamedTuple):

@@ -14,6 +14,7 @@ from tcompress.structures.base import (
     Layout,
     LooksUp,
     Refusal,
+    RoundsInNorm,
     Shapes,
     Site,
     Spec,
@@ -58,7 +59,7 @@ class LowRankLayout(Layout):
     rank: int = Field(gt=0)
 
 
-class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
+class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     """Two thin factors, fitted by the whitened truncated SVD."""
 
     name = "lowrank"

@@ -14,6 +14,7 @@ from tcompress.fields import option
 from tcompress.structures.base import (
     Layout,
     Refusal,
+    RoundsInNorm,
     Shapes,
     Side,
     Site,
@@ -202,7 +203,7 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
+class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsOther):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
     name = "lprod"
@@ -323,7 +324,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
     ) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
         if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs
-            return super().rounded(target, layout, tensors, roundings)
+            return linalg.rounded_to_nearest(tensors, roundings)
         grams = linalg.diagonal_blocks(gram, layout.p)
         if layout.tubal_rank is None:
             rounding = roundings.get("slices")

@@ -208,6 +208,7 @@ class Loop:
         batches = self.losses.loaded(data, [part.tolist() for part in order])
         setup.model.eval()
         round_model(setup.model, rounded.roundings, batches, self.losses.run_student)
+        self.state.best = self._validation_value()
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options

@@ -17,7 +17,7 @@ from tcompress.artifact.reader import verify_files
 from tcompress.conversion.converter import convert
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError
-from tcompress.exports.onnx_folder import export_onnx, with_files
+from tcompress.exports.onnx_folder import export_onnx, with_files, without_files
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
@@ -70,6 +70,7 @@ def test_a_card_has_a_table_for_each_runtime() -> None:
     assert "`openvino/openvino_model.xml`" in card
     assert "`onnx/model.onnx`" in card
     assert "old.onnx" not in card
+    assert without_files(without_files(card, "openvino"), "onnx").strip() == "# Model\n\ntext"
 
 
 @pytest.mark.doors
@@ -98,6 +99,9 @@ def test_a_folder_holds_files_for_both_runtimes(tmp_path: Path) -> None:
     assert names == ["last_hidden_state", "sentence_embedding"]
     weights = (small / "model.safetensors").stat().st_size  # structures stay
     assert (out / "openvino" / "openvino_model.bin").stat().st_size < 1.05 * weights
+    elsewhere = export_onnx(out, tmp_path / "elsewhere", to="openvino").folder
+    assert not (elsewhere / "onnx").exists()
+    assert "## ONNX files" not in (elsewhere / "README.md").read_text()
     if PYTHON:
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
         inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")

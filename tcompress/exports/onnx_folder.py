@@ -289,6 +289,9 @@ def _record(
     """Write what was measured into card and manifest, and `config.json`, which makes it load."""
     card = folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    for kind in _HEADINGS:
+        if not (folder / kind).is_dir():  # of a folder that came with a table, but not its files
+            text = without_files(text, kind)
     write_text(card, with_files(text, files, to))
     manifest = read_manifest(folder) or Manifest(
         source=SourceFacts(
@@ -351,7 +354,12 @@ def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onn
             "",
         ]
     )
+    before = without_files(card, to).rstrip("\n")
+    return f"{before}\n\n{table}" if before else table
+
+
+def without_files(card: str, to: ExportFormat) -> str:
+    """Take the table of files for a runtime out of a card."""
     before, _, older = card.partition(f"\n{_HEADINGS[to]}\n")
     _, heading, after = older.partition("\n## ")  # files of the other kind
-    before = (before.rstrip("\n") + f"\n{heading}{after}").rstrip("\n")
-    return f"{before}\n\n{table}" if before else table
+    return before + f"{heading}{after}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -35,6 +36,29 @@ class Silent:
     def shorten(self, total: int) -> None: ...
     def part(self, name: str, number: int, total: int) -> None: ...
     def tell(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Passes all on to another progress, with one name for every stage."""
+
+    progress: Progress
+    name: str
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        self.progress.stage(self.name, total, unit)
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.progress.advance(amount, note)
+
+    def shorten(self, total: int) -> None:
+        self.progress.shorten(total)
+
+    def part(self, name: str, number: int, total: int) -> None:
+        self.progress.part(name, number, total)
+
+    def tell(self, text: str) -> None:
+        self.progress.tell(text)
 
 
 _listening: ContextVar[tuple[Progress, set[str]] | None] = ContextVar("listening", default=None)

@@ -22,6 +22,7 @@ from tcompress.options.choose import conversion
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.planning.sites import roles_of
+from tcompress.progress import Renamed
 
 SHIPPED = "this model"
 """Name of the rows of the model that is written."""
@@ -68,7 +69,9 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
             kept = kept_layers(len(blocks), count)
             settings = conversion({"keep_layers": kept, **bits})
             convert(work.source, settings, folder, force=True, progress=work.progress)
-        return [row_of(work, name, work.exported(folder, "fewer-layers-exported"), work.runtime)]
+        return [
+            row_of(work, name, work.exported(folder, "fewer-layers-exported", name), work.runtime)
+        ]
     return []
 
 
@@ -80,7 +83,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     with work.timed(f"Measuring {name} in {runtime}"):
         dense = (name, runtime) == (DENSE, "torch")
         size = work.source.store.total_bytes if dense else work.bytes_read(folder, runtime)
-        speed = 1.0 if dense else work.speed(folder, runtime, save=name == SHIPPED)
+        speed = 1.0 if dense else work.speed(folder, runtime, save=work.is_ours(folder))
         row = Row(name, runtime, size, speed)
         if work.settings.task is not None:
             row = _with_quality(work, row, folder)
@@ -94,9 +97,10 @@ def _with_quality(work: Work, row: Row, folder: Path) -> Row:
     baseline: Sequence[Baseline] = () if dense else _baseline(work)
     settings = measurement(work.settings, row.runtime)
     trust = work.source.trust_remote_code
-    shared: dict[str, Any] = {"trust_remote_code": trust, "progress": work.progress}
-    save = row.name == SHIPPED
-    [scores] = evaluate([folder], settings, baseline=baseline, save=save, **shared)
+    shown = Renamed(work.progress, f"{row.name} in {row.runtime}")
+    shared: dict[str, Any] = {"trust_remote_code": trust, "progress": shown}
+    shared["save"] = work.is_ours(folder)
+    [scores] = evaluate([folder], settings, baseline=baseline, **shared)
     main = main_of(scores.metrics, several=len(scores.sets) > 1)
     assert main is not None  # a task has a number
     if dense:

@@ -64,7 +64,8 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
                     break
                 raise _out_of_reach(work, following, error) from error
             files.remove(work.place.folder / f"{EXPORTED}-{len(attempts)}")
-            found = work.measured(work.exported(folder, f"{EXPORTED}-{len(attempts)}"))
+            name, label = f"{EXPORTED}-{len(attempts)}", "what was converted"
+            found = work.measured(work.exported(folder, name, label))
             work.say(f"converted: {_words(found)}")
             attempts.append((following, found))
             following = next_ask(work.goal, dense, attempts)

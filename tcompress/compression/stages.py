@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 import tcompress
-from tcompress.artifact.checksums import digest_of, seal
-from tcompress.artifact.manifest import Manifest, read_manifest, write_manifest
+from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
+from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
 from tcompress.data.inputs import inputs_of
@@ -34,12 +34,9 @@ from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.progress import Progress, Silent
-from tcompress.reporting.model_report import report_of
-from tcompress.reporting.page import write_html
 from tcompress.runtimes.installed import require_onnx
 from tcompress.training.finetuning import finetune
 
-PAGE = "report.html"
 LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
 NEAR = 0.98
@@ -120,7 +117,7 @@ def _runtime(work: Work) -> RuntimeName:
     if runtime == "torch" or work.place.notes("refused"):
         return "torch"
     try:
-        replace(work, runtime=runtime).exported(work.original, DENSE)
+        replace(work, runtime=runtime).exported(work.original, DENSE, DENSE)
     except InputError as error:
         if work.settings.runtime is not None:
             raise
@@ -169,7 +166,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         # Without healing it is the conversion's export, which is there.
         unhealed = healed.name.startswith(CONVERTED)
         name = healed.name.replace(CONVERTED, EXPORTED) if unhealed else f"{healed.name}-{EXPORTED}"
-        shipped = work.exported(healed, name)
+        shipped = work.exported(healed, name, "what was healed")
         row = row_of(work, SHIPPED, shipped, work.runtime)
         if work.runtime != "torch" and not work.settings.smoke:
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
@@ -178,9 +175,9 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         shutil.copytree(shipped, work.place.model)
     else:
         shipped.rename(work.place.model)
+    trust = work.source.trust_remote_code
+    write_records(work.place.model, work.place.output.name, trust_remote_code=trust)
     manifest = read_manifest(work.place.model)
-    if manifest is not None:
-        _write_page(work, work.place.model, manifest)
     exported = file_of(manifest, work.runtime)
     file = "model.safetensors" if exported is None else exported.file
     agreements = [
@@ -210,14 +207,6 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         missed=measured.missed(work.goal, near=NEAR),
         notes=_notes(work, rows),
     )
-
-
-def _write_page(work: Work, folder: Path, manifest: Manifest) -> None:
-    """Write the page of `report` into a folder, and seal it with what is there."""
-    report = report_of(folder, trust_remote_code=work.source.trust_remote_code)
-    write_html([report.model_copy(update={"name": work.place.output.name})], folder / PAGE)
-    sealed = seal(folder, {**manifest.checksums, PAGE: digest_of(folder / PAGE)})
-    write_manifest(folder, manifest.model_copy(update=sealed))
 
 
 def _quality_name(work: Work) -> str | None:

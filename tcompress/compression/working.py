@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
+from tcompress.artifact.manifest import ExportedFile, Manifest, one_file, read_manifest
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.data.inputs import inputs_of
@@ -27,7 +27,6 @@ from tcompress.progress import Progress
 REPEATS = 9
 DENSE = "dense"
 """Name of the rows of the model that was given."""
-_BITS: dict[str, int] = {"onnx-int8": 8, "onnx-q4": 4}
 
 Say = Callable[[str], None]
 
@@ -67,13 +66,23 @@ class Work:
         yield
         self.place.note("seconds", stage=stage, seconds=time.monotonic() - start)
 
+    def is_ours(self, folder: Path) -> bool:
+        """Tell whether a folder is one of this run, and not the user's, which is never changed."""
+        return folder.is_relative_to(self.place.folder)
+
     def seconds_of(self, *stages: str) -> float:
         """Seconds that stages took, whenever that was."""
         notes = self.place.notes("seconds")
         return sum(float(note["seconds"]) for note in notes if note["stage"] in stages)
 
-    def exported(self, model: Path, name: str) -> Path:
-        """A model with its files for the runtime; the model itself where that is PyTorch."""
+    def exported(self, model: Path, name: str, label: str) -> Path:
+        """A model with its files for the runtime; the model itself where that is PyTorch.
+
+        Args:
+            model: The model.
+            name: Name of the folder in the working folder.
+            label: What the model is, for people.
+        """
         if self.runtime == "torch":
             return model
         folder = self.place.folder / name
@@ -82,7 +91,7 @@ class Work:
             four = 4 if name == DENSE and self.goal.bytes is not None else None
             settings = OnnxFiles(int8=True, bits=four, embedding_bits=bits)
             trust = self.source.trust_remote_code
-            with self.timed(f"Exporting {name}"):
+            with self.timed(f"Exporting {label}"):
                 shared: dict[str, Any] = {"trust_remote_code": trust, "progress": self.progress}
                 export_onnx(model, folder, settings, **shared)
             file_of(read_manifest(folder), self.runtime)  # there is one
@@ -91,7 +100,7 @@ class Work:
     @property
     def dense(self) -> Path:
         """The dense model, with its files."""
-        return self.exported(self.original, DENSE)
+        return self.exported(self.original, DENSE, DENSE)
 
     def measured(self, folder: Path) -> Measured:
         return Measured(self.bytes_read(folder, self.runtime), self.speed(folder, self.runtime))
@@ -122,15 +131,15 @@ class Work:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def file_of(manifest: Manifest | None, runtime: str) -> ExportedFile | None:
+def file_of(manifest: Manifest | None, runtime: RuntimeName) -> ExportedFile | None:
     """The measured file for a runtime, if a folder has one."""
     if manifest is None or runtime == "torch":
         return None
-    exported = [file for file in manifest.exports if file.bits == _BITS[runtime]]
-    if len(exported) != 1:
-        text = f"`{manifest.source.id}` becomes {len(exported)} files of {_BITS[runtime]} bits"
+    if (exported := one_file(manifest.exports, runtime)) is None:
+        count = sum(file.runtime == runtime for file in manifest.exports)
+        text = f"`{manifest.source.id}` becomes {count} files for `{runtime}`"
         raise InputError(f"{text}, which are not run together here", "give `--runtime torch`")
-    return exported[0]
+    return exported
 
 
 def _embedding_bits(manifest: Manifest | None) -> int:

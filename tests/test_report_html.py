@@ -177,7 +177,7 @@ def test_dense_at_int8_stands_beside_ours(bare: ModelReport) -> None:
     assert "dense at int8 23.3 MB in PyTorch 44.2 kB" in page.text
     assert "Speed 5.00×" in page.text
     assert "dense at int8 2.50× in PyTorch 2.00×" in page.text
-    assert "of the accuracy of the dense model in PyTorch." in page.text  # of the file unknown
+    assert "in PyTorch keeps 94.4% of the accuracy" in page.text  # of the file unknown
     time, size = page.charts()[:2]
     unknown = "quality not measured"
     assert time.endswith(f"dense int8: 4 ms, {unknown}; A int8: 5 ms, {unknown}")

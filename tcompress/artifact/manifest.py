@@ -449,9 +449,7 @@ def _trained(manifest: Manifest) -> str:
         return "Not trained: train before use."
     if manifest.plan.cuts_vocabulary_only:
         return "Other texts are written in shorter pieces."
-    if manifest.plan.only_rounded:
-        return "Rounded to nearest, and not healed: compare it with the dense model before use."
-    return "Not healed: fine-tune before use."
+    return "Not healed: compare it with the dense model before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:

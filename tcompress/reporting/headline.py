@@ -6,6 +6,7 @@ Where a model ships as a file for another runtime, all three are those of the fi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
@@ -97,8 +98,8 @@ def _file_sentence(
     number = file.metric or metric
     if number is None and _calibrated(report) is None:
         return f"{' and '.join(words)}; its quality was not measured."
-    where = "" if file.metric else " in PyTorch"
-    words.append(_quality_words(report, number) + where)
+    where = "" if file.metric else "in PyTorch "
+    words.append(where + _quality_words(report, number))
     return f"{', '.join(words[:-1])} and {words[-1]}."
 
 
@@ -141,9 +142,16 @@ def _holds_zero(metric: Metric) -> bool:
 
 
 def _calibrated(report: ModelReport) -> float | None:
-    """Agreement on held-out samples of the calibration; healing changes it unmeasured."""
+    """Agreement with the dense model on samples held out of the calibration, or of the healing."""
     agreement = report.calibration.agreement if report.calibration else {}
-    return fmean(agreement.values()) if agreement and not report.training else None
+    values = [*agreement.values()]
+    if report.training:
+        last = report.training[-1]
+        # Another teacher than the dense model says nothing of how far the two are apart.
+        dense = PurePath(last.teacher or "").name == PurePath(report.source or "").name
+        sources = last.sources if dense and last.task is None else []
+        values = [item.kept for item in sources if item.kept is not None]
+    return fmean(values) if values else None
 
 
 def file_of(files: Sequence[ExportedFile], bits: int = 8) -> ExportedFile | None:
@@ -240,7 +248,8 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     """The share of the dense model's quality, or the agreement with it."""
     if metric is None:
         if (agreement := _calibrated(report)) is not None:
-            words, note = "agreement with the dense model", "held-out calibration samples"
+            words = "agreement with the dense model"
+            note = f"on samples held out of the {'healing' if report.training else 'calibration'}"
             return Figure("Quality", fmt.value_text(agreement), words, (note,))
         error = next(iter(report.errors.items()), None)
         hints = [] if error is None else [f"mean {_error(*error)}"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 
 class Progress(Protocol):
@@ -26,6 +26,38 @@ class Progress(Protocol):
 
     def tell(self, text: str) -> None:
         """Something is to be said beside it."""
+
+
+@runtime_checkable
+class Overview(Protocol):
+    """Hears of the stages of a whole command, inside of which work says how far it is."""
+
+    def begin(self, stage: str, minutes_left: float) -> None:
+        """The next stage of the command begins."""
+
+    def learn(self, name: str, value: float) -> None:
+        """A number of the model so far is known, in place of an older one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How far a stage is, as text such as `3 of 8 blocks`."""
+
+    name: str
+    total: int
+    unit: str
+    done: int = 0
+
+    def advanced(self, amount: int) -> Job:
+        return replace(self, done=self.done + amount)
+
+    def shortened(self, total: int) -> Job:
+        return replace(self, total=total)
+
+    def __str__(self) -> str:
+        if self.unit == "bytes":
+            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}"
 
 
 class Silent:

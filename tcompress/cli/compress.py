@@ -51,7 +51,8 @@ def compress(
     from tcompress.compression import compress as run
 
     what = partial(terminal.unwritten, folder)
-    with terminal.resumable(what, quiet=manner.quiet, output=folder) as heard:
+    quiet = manner.quiet
+    with terminal.resumable(what, quiet=quiet, output=folder, overview=True) as heard:
         done = run(
             one.model,
             folder,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress import files
+from tcompress.artifact.manifest import read_manifest
 from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
 from tcompress.compression.forecast import bytes_of_weights
 from tcompress.compression.working import Work
@@ -67,6 +68,8 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
             name, label = f"{EXPORTED}-{len(attempts)}", "what was converted"
             found = work.measured(work.exported(folder, name, label))
             work.say(f"converted: {_words(found)}")
+            if (manifest := read_manifest(folder)) is not None:
+                work.learn_agreement(manifest.calibration.agreement.values())
             attempts.append((following, found))
             following = next_ask(work.goal, dense, attempts)
             if work.minutes_left < (1 - CUTTING) * work.settings.most_minutes:

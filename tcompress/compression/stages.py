@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tcompress
-from tcompress.artifact.manifest import read_manifest
+from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.compression.attempts import Goal, Measured
@@ -151,6 +151,7 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     manifest = read_manifest(folder)
     runs = manifest.training if manifest else []
     steps = sum(run.steps for run in runs)
+    work.learn_agreement(_agreements(manifest))
     if all(run.keeps_start for run in runs):
         return folder, f"no ({steps:,} steps tried, none better)"
     return folder, f"{steps:,} steps"
@@ -180,12 +181,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
     manifest = read_manifest(work.place.model)
     exported = file_of(manifest, work.runtime)
     file = "model.safetensors" if exported is None else exported.file
-    agreements = [
-        source.kept
-        for run in (manifest.training if manifest else [])[-1:]
-        for source in run.sources
-        if source.kept is not None
-    ]
+    agreements = _agreements(manifest)
     kind = work.source.model_class.__name__
     usage = usage_of(
         work.place.output,
@@ -207,6 +203,12 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         missed=measured.missed(work.goal, near=NEAR),
         notes=_notes(work, rows),
     )
+
+
+def _agreements(manifest: Manifest | None) -> list[float]:
+    """List agreements with the dense model on texts held back from the last healing, by source."""
+    runs = manifest.training[-1:] if manifest else []
+    return [source.kept for run in runs for source in run.sources if source.kept is not None]
 
 
 def _quality_name(work: Work) -> str | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tcompress.artifact.manifest import ExportedFile, Manifest, one_file, read_manifest
@@ -22,7 +23,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
-from tcompress.progress import Progress
+from tcompress.progress import Overview, Progress
 
 REPEATS = 9
 DENSE = "dense"
@@ -61,10 +62,18 @@ class Work:
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Say that a stage begins, and keep how long it takes."""
-        self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
+        if isinstance(self.progress, Overview):
+            self.progress.begin(stage, self.minutes_left)
+        else:
+            self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
         start = time.monotonic()
         yield
         self.place.note("seconds", stage=stage, seconds=time.monotonic() - start)
+
+    def learn_agreement(self, values: Collection[float]) -> None:
+        """Show how far the model agrees with the dense one, where that was measured."""
+        if values and isinstance(self.progress, Overview):
+            self.progress.learn("agreement", fmean(values))
 
     def is_ours(self, folder: Path) -> bool:
         """Tell whether a folder is one of this run, and not the user's, which is never changed."""

@@ -84,6 +84,8 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
         return
     for number, stage in enumerate(expected.stages, 1):
         terminal.tell(f"{number}. {stage}")
+    if expected.too_short is not None:
+        terminal.tell(f"{expected.too_short}.")
     terminal.tell(f"Not known yet: {expected.unknown}.")
     terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _PER_SECOND = 4
-_BAR = 40  # characters
+_BAR = 30  # characters
 
 
 class LiveView:
@@ -99,7 +99,8 @@ class LiveView:
         if self._job.total:
             bar = ProgressBar(self._job.total, min(self._job.done, self._job.total), width=_BAR)
             row = Table.grid(padding=(0, 1))
-            row.add_row(bar, Text(f"{self._job.name}: {self._job}", overflow="ellipsis"))
+            text = Text(f"{self._job.name}: {self._job}", no_wrap=True, overflow="ellipsis")
+            row.add_row(bar, text)
             lines.append(row)
         numbers = [f"{name} so far {value:.4f}" for name, value in self._learned.items()]
         if words := "   ".join([*([self._note] if self._note else []), *numbers]):
@@ -108,9 +109,9 @@ class LiveView:
 
     def _finish(self) -> None:
         """Make a line of the stage that ends."""
-        if self._stage:
-            self.tell(f"{self._stage}: {self._clock() - self._began:.1f} s")
-        self._stage = ""
+        stage, self._stage = self._stage, ""  # so that it is not shown below its line
+        if stage:
+            self.tell(f"{stage}: {self._clock() - self._began:.1f} s")
 
 
 def _clock_text(seconds: float) -> str:

@@ -20,7 +20,6 @@ from tcompress.options.choose import conversion
 ATTEMPTS = 3
 CUTTING = 0.5
 """Share of the time after which no further conversion is tried."""
-SMOKE_SAMPLES = 64
 CONVERTED, EXPORTED = "converted", "exported"
 """Beginnings of the names of a conversion's folder, and of that with its files."""
 
@@ -99,8 +98,8 @@ def _options(work: Work, ask: Ask) -> Convert:
     calibration: dict[str, Any] = {"seed": goal.seed}
     if goal.data:
         calibration["source"] = list(goal.data)
-    if goal.smoke:
-        calibration["samples"] = SMOKE_SAMPLES
+    if work.effort.samples is not None:
+        calibration["samples"] = work.effort.samples
     said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
     if ask.speedup is not None:
         said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}

@@ -21,6 +21,7 @@ from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
+from tcompress.compression.effort import Effort, Needs, minutes_text
 from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
@@ -41,6 +42,8 @@ LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
 NEAR = 0.98
 """Share of a speed that counts as reached in the end: times of a pass differ so much by chance."""
+OVERRUN = 0.1
+"""Share of the time by which it may be exceeded before that is said."""
 _NO_DATA = "fitted and healed on text that ships: `--data` with texts of your own does better"
 
 
@@ -74,7 +77,7 @@ def compress(
     _check(output, settings, force)
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
-        check_measurement(measurement(settings), source, heads=True)
+        check_measurement(measurement(settings, Effort.least()), source, heads=True)
     facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
     identity = identity_of({**facts, "weights": source.store.fingerprint()})
     place = Workplace(output, identity, force=force)
@@ -84,6 +87,7 @@ def compress(
             place.discard()
             return Compressed.of_json(finished["result"])
         work = Work(source, settings, place, progress or Silent(), say)
+        work = replace(work, effort=_effort(work))
         result = _all_stages(replace(work, runtime=_runtime(work)))
         place.note("result", result=result.to_json())
         place.publish(force=force)
@@ -101,6 +105,22 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
         with problems.collected():
             require_onnx()
     problems.report()
+
+
+def _effort(work: Work) -> Effort:
+    """Choose how much stages take, once: a run that goes on after a kill does as it began."""
+    for note in work.place.notes("effort"):
+        return Effort(**note["effort"])
+    needs = Needs.of(work.source, work.settings)
+    effort = needs.effort(work.settings.most_minutes)
+    if work.settings.smoke:
+        effort = Effort.least(intervals=False)
+    if (text := needs.too_short(work.settings.most_minutes)) is not None:
+        work.say(f"{text}.")
+    elif effort != Effort() and not work.settings.smoke:
+        work.say(f"{minutes_text(work.settings.most_minutes)}: {effort.words}")
+    work.place.note("effort", effort=effort.to_json())
+    return effort
 
 
 def _all_stages(work: Work) -> Compressed:
@@ -133,7 +153,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     if narrowed == work.original:
         return narrowed, "not needed"
     if not (folder / "config.json").is_file():
-        following = work.seconds_of(f"Exporting {DENSE}", f"Measuring {DENSE} in {work.runtime}")
+        measured = (f"Measuring {DENSE} in {runtime}" for runtime in {work.runtime, "torch"})
+        following = work.seconds_of(f"Exporting {DENSE}", *measured)
         minutes = work.minutes_left - 1.1 * following / 60
         if work.settings.smoke:  # of every stage a little
             minutes = max(LEAST_MINUTES / 2, minutes)
@@ -169,7 +190,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         name = healed.name.replace(CONVERTED, EXPORTED) if unhealed else f"{healed.name}-{EXPORTED}"
         shipped = work.exported(healed, name, "what was healed")
         row = row_of(work, SHIPPED, shipped, work.runtime)
-        if work.runtime != "torch" and not work.settings.smoke:
+        if work.runtime != "torch" and work.effort.other_rows:
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
     shutil.rmtree(work.place.model)
     if shipped == work.original:
@@ -201,7 +222,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         usage=usage,
         agreement=fmean(agreements) if agreements else None,
         missed=measured.missed(work.goal, near=NEAR),
-        notes=_notes(work, rows),
+        notes=(*_notes(work, rows), *_overrun(work)),
     )
 
 
@@ -223,13 +244,18 @@ def _quality_name(work: Work) -> str | None:
 def _notes(work: Work, rows: list[Row]) -> tuple[str, ...]:
     """Say what a user should know of the result."""
     notes = [] if work.settings.data else [_NO_DATA]
-    if (
-        work.goal != Goal()
-        and not work.settings.smoke
-        and not any("layers" in r.name for r in rows)
-    ):
+    if work.goal != Goal() and work.effort.other_rows and not any("layers" in r.name for r in rows):
         notes.append("no number of whole layers reaches the goal without other changes")
     return tuple(notes)
+
+
+def _overrun(work: Work) -> tuple[str, ...]:
+    """Say that all of it took longer than it should, where that is more than a tenth."""
+    most = work.settings.most_minutes
+    if -work.minutes_left <= OVERRUN * most:
+        return ()
+    took = minutes_text(most - work.minutes_left)
+    return (f"took about {took} in place of {minutes_text(most)}: stages have a least size",)
 
 
 def _more_minutes(work: Work) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 from tcompress.artifact.manifest import ExportedFile, Manifest, one_file, read_manifest
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
+from tcompress.compression.effort import Effort
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
@@ -25,7 +26,6 @@ from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
 from tcompress.progress import Overview, Progress
 
-REPEATS = 9
 DENSE = "dense"
 """Name of the rows of the model that was given."""
 
@@ -42,6 +42,7 @@ class Work:
     progress: Progress
     say: Say
     runtime: RuntimeName = "torch"
+    effort: Effort = field(default_factory=Effort)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -122,7 +123,7 @@ class Work:
             batch=(batch,),
             length=(length,) if reads.text or reads.decoder else (),
             runtime=(runtime,),
-            repeats=3 if self.settings.smoke else REPEATS,
+            repeats=self.effort.repeats,
             threads=self.settings.threads,
             device="cpu",
         )

@@ -84,7 +84,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     with work.timed(f"Measuring {name} in {runtime}"):
         dense = (name, runtime) == (DENSE, "torch")
         size = work.source.store.total_bytes if dense else work.bytes_read(folder, runtime)
-        speed = 1.0 if dense else work.speed(folder, runtime, save=work.is_ours(folder))
+        speed = 1.0 if dense else work.speed(folder, runtime)
         row = Row(name, runtime, size, speed)
         if work.settings.task is not None:
             row = _with_quality(work, row, folder)

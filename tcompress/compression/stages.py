@@ -255,7 +255,9 @@ def _overrun(work: Work) -> tuple[str, ...]:
     if -work.minutes_left <= OVERRUN * most:
         return ()
     took = minutes_text(most - work.minutes_left)
-    return (f"took about {took} in place of {minutes_text(most)}: stages have a least size",)
+    longest = max(work.place.notes("seconds"), key=lambda note: float(note["seconds"]))
+    part = f"{longest['stage'].lower()} took {minutes_text(longest['seconds'] / 60)} of them"
+    return (f"all took about {took} in place of {minutes_text(most)}; {part}",)
 
 
 def _more_minutes(work: Work) -> int:

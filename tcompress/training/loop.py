@@ -128,6 +128,7 @@ class Loop:
 
     def run(self) -> RunState:
         """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
+        self.losses.read_texts(self.checkpoints.folder, self.progress)
         if (found := self.checkpoints.last()) is not None:
             self.accelerator.load_state(str(found))
             self.state = self.checkpoints.read_state(found)
@@ -289,7 +290,7 @@ class Loop:
         setup, options = self.setup, self.setup.options
         count = min(EXAMPLES, len(setup.data.train) // 2)
         given = options.learning_rate is not None or setup.task is not None
-        alone = blocks_first(options) or setup.teacher_observer is None
+        alone = blocks_first(options) or not setup.imitates
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)

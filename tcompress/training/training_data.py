@@ -36,7 +36,7 @@ from tcompress.models import SourceModel
 from tcompress.options import TrainingData
 from tcompress.options.steps import FEW
 from tcompress.progress import Progress, Silent
-from tcompress.training.batches import Encoded, Row
+from tcompress.training.batches import Encoded, Row, Text
 from tcompress.training.tasks import Task, masked
 
 BUILTIN, TEACHER = "builtin", "teacher"
@@ -290,6 +290,10 @@ class _Reader:
         prompted = [self.sentences.default.before(list(texts)) for texts in examples.texts]
         columns = [(column,) for column in prompted] if pairs else [prompted]
         found = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
+        read = [*zip(*examples.texts, strict=True)]  # without prompts, which are the model's own
+        texts: list[tuple[Text, ...]] = (
+            [tuple((text,) for text in own) for own in read] if pairs else [(own,) for own in read]
+        )
         labels = None
         if examples.targets is not None:
             labels = _targets_of(examples)
@@ -297,11 +301,12 @@ class _Reader:
                 low, high = labels.min(), labels.max()
                 labels = (labels - low) / (high - low).clamp_min(1e-12)
         elif not pairs:
+            texts = [own for own, rows in zip(texts, found, strict=True) if all(rows)]
             found = [rows for rows in found if all(rows)]
         if not all(all(rows) for rows in found):
             hint = "remove rows with empty texts"
             raise DataError(f"`{examples.name}` has texts without any token", hint)
-        return Encoded.of(found, labels)
+        return Encoded.of(found, labels, texts)
 
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
         """Reads a picture or a volume, given its place."""

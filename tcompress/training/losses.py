@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.data.inputs import IGNORED
 from tcompress.progress import Progress
 from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader, pins
@@ -261,6 +263,14 @@ class Losses:
             trained = self.setup.trained.values()
             terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
+
+    def taught_on(self, held: Encoded, batch: Batch, sampler: OutputSampler) -> tuple[Batch, Any]:
+        """Inputs of held-out texts with their variants, and what teachers put out for them."""
+        if self.targets is None:
+            inputs = dict(sampler.with_variants(batch))
+            return inputs, self.taught(inputs).output
+        seen = self.targets.observed(held, batch["place"], self.accelerator.device)
+        return _inputs(batch), seen.output if seen.vectors is None else seen.vectors
 
     def taught(self, inputs: Batch) -> Observed:
         """What the teacher computes, if there is one."""

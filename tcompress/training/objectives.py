@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -90,6 +92,27 @@ class Observer:
         if self._seen is not None:
             pieces = zip(sizes, output.split([*sizes.values()], -1), strict=True)
             self._seen.projections |= {role: item for role, item in pieces if role in _PROJECTIONS}
+
+
+class TokenTeachers:
+    """Several teachers that read the same tokens: the mean of their probabilities of the next."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self.model = nn.ModuleList([observer.model for observer in observers])
+
+    def run(self, batch: Mapping[str, Tensor]) -> Observed:
+        """Runs all of them; one by itself as it is."""
+        if len(self._observers) == 1:
+            return self._observers[0].run(batch)
+        mean: Tensor | None = None
+        for observer in self._observers:
+            logits = observer.run(batch).logits
+            assert logits is not None  # of models without a head there is only one
+            said = logits.float().log_softmax(-1)
+            mean = said if mean is None else torch.logaddexp(mean, said)
+        assert mean is not None
+        return Observed(SimpleNamespace(logits=mean - log(len(self._observers))))
 
 
 @contextmanager

@@ -217,8 +217,9 @@ def set_up(
     names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
     teacher, first = teaching.beside, next(iter(teachers), None)
+    how = first, progress, texts_beside(options)
     data = load_data(
-        source, options.data, task, options.seed, first, progress, texts_beside(options)
+        source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
     )
     if teacher is not None:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))

@@ -220,13 +220,24 @@ def test_a_classifier_learns_from_another_family(tmp_path: Path) -> None:
     assert all(own.kept is not None for own in done.facts.sources)
 
 
-def test_a_language_model_learns_logits_of_another_width(tmp_path: Path) -> None:
-    for name, width in (("student", 32), ("teacher", 64)):
-        headed("gpt2", tmp_path / name, "GPT2LMHeadModel", n_embd=width, vocab_size=100)
-    options = {"teacher": str(tmp_path / "teacher"), "data": texts(tmp_path), "steps": 6}
-    done = train(tmp_path / "student", tmp_path / "out", **options, train="all")
+@pytest.mark.parametrize("teachers", [("wide",), ("wide", "other")])
+def test_a_language_model_learns_logits_of_another_width(
+    teachers: tuple[str, ...], tmp_path: Path
+) -> None:
+    for seed, (name, width) in enumerate({"student": 32, "wide": 64, "other": 32}.items()):
+        headed("gpt2", tmp_path / name, "GPT2LMHeadModel", seed, n_embd=width)
+    named = [str(tmp_path / name) for name in teachers]
+    options = {"teacher": named, "data": texts(tmp_path), "steps": 6, "train": "all"}
+    losses = losses_of(tmp_path / "student", **options)
+    inputs = {name: item for name, item in batch_of(losses).items() if name != "labels"}
+    models = [targets.load_model(SourceModel.open(name)) for name in named]
+    with torch.no_grad():
+        mean = torch.stack([model(**inputs).logits.softmax(-1) for model in models]).mean(0)
+    assert_close(losses.taught(inputs).logits.softmax(-1), mean)  # type: ignore[union-attr]
+    done = train(tmp_path / "student", tmp_path / "out", **options)
     assert done.facts.objectives == {"logits": 1.0}
     assert done.facts.best < (done.facts.curve[0].validation or 0)
+    assert all(own.kept is not None for own in done.facts.sources)
 
 
 REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {

@@ -172,8 +172,8 @@ class Loop:
     def _mixing(self) -> float:
         """Least that it takes to compare mixtures, in validations; nothing where none is made."""
         setup, teacher = self.setup, self.setup.teacher_observer
-        beside = teacher is not None and type(teacher.model).__name__ == type(setup.model).__name__
-        if not beside and not setup.readers:
+        alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
+        if not setup.imitates or (setup.kind == "states" and not alike):
             return 0.0  # they put out other things
         held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
         held *= VARIANTS if embeds_texts(setup.source) else 1

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,18 +24,27 @@ from tcompress.hf.opening import load_model, pick_device
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.planning.entries import DepthPlan
 from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear
 from tcompress.structures.modules.shared import TransformModule
-from tcompress.training.objectives import OBJECTIVES, Objective, Observer, Setting, loaded_roles
+from tcompress.training.objectives import (
+    OBJECTIVES,
+    Objective,
+    Observer,
+    Setting,
+    TokenTeachers,
+    loaded_roles,
+)
 from tcompress.training.rounded import round_frozen, roundings_of
 from tcompress.training.targets import TextTeacher
 from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length
 from tcompress.training.teaching import (
+    Kind,
     Teaching,
     arranged,
     default_objectives,
@@ -181,7 +191,7 @@ class Setup:
     options: Finetune
     model: PreTrainedModel
     observer: Observer
-    teacher_observer: Observer | None
+    teacher_observer: Observer | TokenTeachers | None
     objectives: list[tuple[Objective, float]]
     data: Data
     task: Task | None
@@ -191,6 +201,7 @@ class Setup:
     opening: float = 0.0  # seconds that it took to load the model
     readers: Sequence[TextTeacher] = ()  # teachers that read the texts before the first step
     sentences: SentenceEncoder = PLAIN
+    kind: Kind = "states"
 
     @property
     def imitates(self) -> bool:
@@ -216,12 +227,12 @@ def set_up(
     teaching = arranged(source, teachers, options)
     names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
-    teacher, first = teaching.beside, next(iter(teachers), None)
+    first = next(iter(teachers), None)
     how = first, progress, texts_beside(options)
     data = load_data(
         source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
     )
-    if teacher is not None:
+    for teacher in teaching.beside:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
     head = head_options(task, data, source, first if "logits" in names else None)
@@ -240,17 +251,15 @@ def set_up(
             "leave `stage` and `block_steps` out",
         )
     teacher_observer = None
-    if teacher is not None:
-        taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-        teacher_roles = loaded_roles(teacher, taught)
+    if teaching.beside:
         depth = None if manifest is None else manifest.plan.depth
-        blocks: list[int] = []
-        if teaching.kind == "states":
-            blocks = blocks_to_imitate(roles, teacher_roles, options.teacher_blocks, depth)
-        teacher_observer = Observer(taught, teacher_roles, blocks, projections)
-        if "logits" in names:
-            _check_logits(model, taught)
-        _tell_padding(taught, data.pad)
+        observing = partial(_observing, teaching, options, roles, depth, projections=projections)
+        watched = [observing(teacher) for teacher in teaching.beside]
+        for seen in watched:
+            if "logits" in names:
+                _check_logits(model, seen.model)
+            _tell_padding(seen.model, data.pad)
+        teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     _tell_padding(model, data.pad)
     if not (first is None if options.dropout is None else options.dropout):
         drop_nothing(model)
@@ -282,10 +291,28 @@ def set_up(
         opening,
         _readers(teaching, model, options),
         sentences,
+        teaching.kind,
     )
     if options.bits is not None:  # else they are as they are stored
         round_frozen(model, source, setup.roundings)
     return setup
+
+
+def _observing(
+    teaching: Teaching,
+    options: Finetune,
+    student: Roles,
+    depth: DepthPlan | None,
+    teacher: SourceModel,
+    *,
+    projections: bool,
+) -> Observer:
+    """Loads a teacher that runs beside the student."""
+    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+    roles, blocks = loaded_roles(teacher, model), list[int]()
+    if teaching.kind == "states":
+        blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
+    return Observer(model, roles, blocks, projections)
 
 
 def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:

@@ -51,9 +51,9 @@ class Teaching:
     kind: Kind = "states"
 
     @property
-    def beside(self) -> SourceModel | None:
-        """The teacher that reads every batch as the student does, if one does."""
-        return self.teachers[0] if self.teachers and self.kind in ("states", "logits") else None
+    def beside(self) -> tuple[SourceModel, ...]:
+        """The teachers that read every batch as the student does."""
+        return self.teachers if self.kind in ("states", "logits") else ()
 
     @property
     def readers(self) -> tuple[SourceModel, ...]:

@@ -1,6 +1,6 @@
 """What teachers of another width teach an encoder: ways on a dense and on a narrow student.
 
-    python benchmarks/teachers.py TEACHER STUDENT OUT --train stsb/train.parquet sick/train.parquet \\
+    python benchmarks/teachers.py TEACHER STUDENT OUT --train stsb/train.parquet \\
         --data stsb/validation.parquet sick/validation.parquet --device cuda --steps 600
 
 Texts that are in a measured pair are left out of what is trained on. Each row is one `finetune` and
@@ -25,7 +25,6 @@ from tcompress.artifact.manifest import TrainingFacts, read_manifest
 from tcompress.training.text_agreement import without_words
 
 SENTENCES = ("sentence1", "sentence2", "sentence", "text")
-WIDTH = {"name": "width"}
 DROPPED = 0.45  # of the words of variants
 
 
@@ -77,7 +76,7 @@ def write_texts(train: list[Path], data: list[Path], out: Path) -> dict[bool, li
     for path in train:
         name = path.parent.name or path.stem
         texts = [text for text in texts_of(path) if text not in measured]
-        variants = [text for text in (without_words(own, DROPPED) for own in texts)]
+        variants = [without_words(own, DROPPED) for own in texts]
         for has, lines in ((False, texts), (True, [*texts, *variants])):
             file = out / f"{name}{'-variants' if has else ''}.txt"
             file.write_text("\n".join(dict.fromkeys(lines)) + "\n", encoding="utf-8")
@@ -129,9 +128,13 @@ def main() -> None:
     if any(WAYS[name].student == "narrow" for name in given.rows) and not Path(narrow).exists():
         calibration = {"source": texts[False], "samples": 640}
         tcompress.convert(
-            given.student, narrow, method=WIDTH, target=0.25, calibration=calibration,
+            given.student,
+            method="width",
+            output=narrow,
+            target=0.25,
+            calibration=calibration,
             device=given.device,
-        )  # fmt: skip
+        )
     folders = {"teacher": given.teacher, "student": given.student}
     places = {"dense": given.student, "narrow": narrow}
 
@@ -161,7 +164,7 @@ def main() -> None:
         chosen = {"learning_rate": given.lr} if given.lr else {}
         done = tcompress.finetune(
             places[way.student],
-            given.out / row.replace(" ", "-"),
+            output=given.out / row.replace(" ", "-"),
             teacher=[folders[one] for one in way.teachers],
             data={"source": texts[way.variants], "max_length": given.max_length},
             steps=given.steps,

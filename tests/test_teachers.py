@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[tuple[str, ...], dict[str, Any], list[str]]] = {
     "no pooling, and no encoder": (
         ("plain", "writer"),
         {},
-        ["does not say how tokens become an embedding", "`GPT2LMHeadModel`, embeds none"],
+        ["does not say how its tokens become one", "`GPT2LMHeadModel`, embeds none"],
     ),
     "states": (
         ("wide",),

@@ -186,11 +186,12 @@ def _check_encoder(student: SourceModel, teacher: SourceModel) -> None:
             f"`{teacher.model_class.__name__}`, embeds none",
             "give an encoder, as sentence-transformers saves it",
         )
-    if not SentenceEncoder.of(teacher).stated and differences(student, teacher):
+    found = differences(student, teacher)
+    if found and not SentenceEncoder.of(teacher).stated:
         raise InputError(
-            f"the teacher `{teacher.id}` does not say how tokens become an embedding: it has no "
-            "`modules.json`",
-            "give an encoder with its pooling, as sentence-transformers saves it",
+            f"{'; '.join(found)}; embeddings could be compared, but `{teacher.id}` does not say "
+            "how its tokens become one: it has no `modules.json`",
+            f"{_ALIKE}, or an encoder with its pooling, as sentence-transformers saves it",
         )
 
 

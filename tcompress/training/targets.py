@@ -41,6 +41,7 @@ CHUNK = 1024
 
 _AT_ONCE = 64  # texts in a forward pass
 _FITTED = 4096  # texts that the map into the student's space is fitted to, at most
+_LEAST = 1e-9  # of the largest singular value: what is smaller is rounding
 _SIZES = {torch.float16: 2, torch.float32: 4}
 
 
@@ -234,8 +235,10 @@ def _turning(table: Tensor, taught: Tensor, own: Tensor) -> Tensor:
         moments += part.double().mT @ part.double()
     _, axes = torch.linalg.eigh(moments)  # in ascending order
     axes = axes.flip(-1)[:, : own.shape[1]]
-    left, _, right = torch.linalg.svd((taught @ axes).mT @ own, full_matrices=False)
-    return axes @ left @ right
+    left, sizes, right = torch.linalg.svd((taught @ axes).mT @ own, full_matrices=False)
+    # Where texts are fewer than axes, nothing says where the others are to be turned to.
+    told = sizes > _LEAST * sizes.max()
+    return axes @ left[:, told] @ right[told]
 
 
 def _check_room(teachers: Sequence[TextTeacher], count: int) -> None:

@@ -95,7 +95,9 @@ def arranged(student: SourceModel, teachers: Sequence[SourceModel], options: Fin
         with problems.collected():
             _check(student, teacher, kind, options)
     with problems.collected():
-        _check_asked(teachers, kind, options)
+        _check_objectives(teachers, kind, options)
+    with problems.collected():
+        _check_stages(teachers, options)
     problems.report()
     return Teaching((*teachers,), kind)
 
@@ -221,21 +223,27 @@ def _check_classes(student: SourceModel, teacher: SourceModel, options: Finetune
         )
 
 
-def _check_asked(teachers: Iterable[SourceModel], kind: Kind, options: Finetune) -> None:
-    """Refuse objectives and stages that need the states of a teacher that is alike."""
-    allowed = _COMPARABLE[kind]
-    unfit = [name for name in options.objectives if name not in (*allowed, "task")]
-    names = ", ".join(f"`{teacher.id}`" for teacher in teachers)
-    hint = f"leave it out, or weigh {listed(allowed)}"
+def _check_objectives(teachers: Iterable[SourceModel], kind: Kind, options: Finetune) -> None:
+    """Refuse objectives that need the states of a teacher that is alike."""
+    allowed = listed(_COMPARABLE[kind])
+    unfit = [name for name in options.objectives if name not in (*_COMPARABLE[kind], "task")]
     if unfit:
         raise InputError(
-            f"{listed(unfit)} cannot be compared with {names}: of a teacher of another width or "
-            f"tokenizer, or of several, only {listed(allowed)} can",
-            hint,
+            f"{listed(unfit)} cannot be compared with {_named(teachers)}: of a teacher of another "
+            f"width or tokenizer, or of several, only {allowed} can",
+            f"leave such objectives out, or weigh {allowed}",
         )
+
+
+def _check_stages(teachers: Iterable[SourceModel], options: Finetune) -> None:
+    """Refuse what is about the blocks of a teacher that is alike."""
     if options.stage == "blocks" or options.block_steps is not None or options.teacher_blocks:
         raise InputError(
             "`stage`, `block_steps` and `teacher_blocks` are about blocks of one teacher of the "
-            f"model's width and tokenizer, which {names} is not",
-            "leave them out",
+            f"model's width and tokenizer, not of {_named(teachers)}",
+            "leave `stage`, `block_steps` and `teacher_blocks` out",
         )
+
+
+def _named(teachers: Iterable[SourceModel]) -> str:
+    return ", ".join(f"`{teacher.id}`" for teacher in teachers)

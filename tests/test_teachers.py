@@ -106,24 +106,21 @@ def test_what_harms_agreement_is_not_written(place: Path, tmp_path: Path) -> Non
     assert weights(done.folder) == weights(place / "student")
 
 
+@pytest.mark.parametrize("when", [pytest.param("mapping", marks=pytest.mark.slow), "training"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {**_options(place, "wide", "narrow"), "steps": 7, "checkpoint_every": 2}
     whole = train(place / "student", tmp_path / "whole", **options)
-    moments: dict[str, int | str] = {
-        "mapping": "tcompress.training.targets.Targets.fit_map",
-        "training": _texts_read(place, tmp_path) + 5,
-    }
-    for name, moment in moments.items():
-        output = tmp_path / name
-        train_until_killed(place / "student", output, moment, **options)
-        assert len([*partial_folder(output).rglob("*.outputs")]) >= 2
-        with monkeypatch.context() as patch:
-            patch.setattr(TextTeacher, "outputs", None)  # none are computed again
-            again = train(place / "student", output, **options)
-        assert curve(again) == curve(whole)
-        assert weights(again.folder) == weights(whole.folder)
+    moment: int | str = "tcompress.training.targets.Targets.fit_map"
+    if when == "training":
+        moment = _texts_read(place, tmp_path) + 5
+    train_until_killed(place / "student", tmp_path / "out", moment, **options)
+    assert len([*partial_folder(tmp_path / "out").rglob("*.outputs")]) >= 2
+    monkeypatch.setattr(TextTeacher, "outputs", None)  # none are computed again
+    again = train(place / "student", tmp_path / "out", **options)
+    assert curve(again) == curve(whole)
+    assert weights(again.folder) == weights(whole.folder)
 
 
 def _texts_read(place: Path, folder: Path) -> int:
@@ -275,6 +272,22 @@ def test_other_labels_are_refused(tmp_path: Path) -> None:
         arranged(models[0], models[1:], settings())
     assert "2 classes (`good`, `bad`), its teacher" in error.value.message
     assert "3 (`good`, `bad`, `ugly`)" in error.value.message
+
+
+def test_a_new_head_is_numbered_like_the_teachers(tmp_path: Path) -> None:
+    student, path = encoder(tmp_path / "student"), tmp_path / "rows.jsonl"
+    labelled_file(path, 40, ("a", "b"))
+    wide = {"hidden_size": 48, "intermediate_size": 64}
+    teacher = classifier(tmp_path / "teacher", ["b", "a"], seed=3, **wide)
+    options = {"task": "classification", "data": {"source": [str(path)]}, "steps": 2}
+    done = train(student, tmp_path / "out", teacher=str(teacher), **options)
+    assert done.facts.objectives == {"task": 1.0, "logits": 1.0}
+    config = json.loads((done.folder / "config.json").read_text(encoding="utf-8"))
+    assert config["id2label"] == {"0": "b", "1": "a"}
+    three = classifier(tmp_path / "three", 3, seed=3, **wide)
+    labelled_file(path, 40)
+    with pytest.raises(InputError, match="the model predicts 2 classes, its teacher"):
+        train(student, tmp_path / "other", teacher=str(three), **options)
 
 
 @pytest.mark.parametrize("changes", [{"vocab_size": 120}, {}])

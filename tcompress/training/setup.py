@@ -442,6 +442,10 @@ def _readers(
     if teaching.kind not in ("vectors", "classes"):
         return ()
     labels = label_names(model.config) if teaching.kind == "classes" else ()
+    for teacher in teaching.readers if labels else ():
+        if (other := len(label_names(teacher.config))) != len(labels):
+            text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {other}"
+            raise InputError(text, _OTHER_TEACHER)
     length = options.data.max_length
     made = [TextTeacher.of(own, length, teaching.kind, labels) for own in teaching.readers]
     return tuple(made)

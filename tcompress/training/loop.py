@@ -25,6 +25,7 @@ from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
 from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
 from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
@@ -160,6 +161,7 @@ class Loop:
         if state.best_step != state.step:
             self._restore_best()
         self._mix()
+        self._round()
         state.seconds = self._seconds()
         return state
 
@@ -195,6 +197,19 @@ class Loop:
         mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
+
+    def _round(self) -> None:
+        """Gives weights the values that will be read, where they are stored in few bits."""
+        setup, rounded = self.setup, self.rounded
+        if not rounded.later:
+            return
+        data = setup.data.train
+        data.epoch = 0
+        count = min(SAMPLES, len(data))
+        order = torch.linspace(0, len(data) - 1, count).long().split(JUDGED)
+        batches = self.losses.loaded(data, [part.tolist() for part in order])
+        setup.model.eval()
+        round_model(setup.model, rounded.roundings, batches, self.losses.run_student)
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options

@@ -279,6 +279,11 @@ class Losses:
         with torch.no_grad(), self.accelerator.autocast():
             return self.setup.teacher_observer.run(inputs)
 
+    def run_student(self, batch: Batch) -> Observed:
+        """Runs the model as it is, without gradients' wrappers."""
+        with torch.no_grad(), self.accelerator.autocast():
+            return self.setup.observer.run(_inputs(batch))
+
     def _imitated(self, batch: Batch, data: Encoded) -> Observed:
         """What the teacher computes for a batch of these examples, or has computed."""
         if self.targets is not None:

@@ -224,7 +224,8 @@ def set_up(
 ) -> Setup:
     """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
-    teaching = arranged(source, teachers, options)
+    depth = None if manifest is None else manifest.plan.depth
+    teaching = arranged(source, teachers, options, depth)
     names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
     first = next(iter(teachers), None)
@@ -252,7 +253,6 @@ def set_up(
         )
     teacher_observer = None
     if teaching.beside:
-        depth = None if manifest is None else manifest.plan.depth
         observing = partial(_observing, teaching, options, roles, depth, projections=projections)
         watched = [observing(teacher) for teacher in teaching.beside]
         for seen in watched:

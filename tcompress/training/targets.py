@@ -25,8 +25,8 @@ from tcompress.data.encoding import TextEncoder
 from tcompress.data.inputs import collate, inputs_of
 from tcompress.data.labels import label_names, order_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
-from tcompress.errors import DataError, InputError, TrainingError
-from tcompress.files import beside
+from tcompress.errors import DataError, InputError, TrainingError, first_line
+from tcompress.files import beside, free_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.progress import Progress
@@ -221,8 +221,7 @@ class Targets:
             own = embed([*range(count)]).double().cpu()
             rows = self._rows[data][:count].flatten()
             map_ = _turning(self.table, self.table[rows].double(), own)
-            with beside(path) as other:
-                save_file({"map": map_.float().contiguous()}, other)
+            _write(path, "map", map_.float())
         map_ = load_file(path)["map"]
         parts = (normalize(part.float() @ map_, dim=-1) for part in self.table.split(2**14))
         self.mapped = torch.cat([*parts])
@@ -269,7 +268,6 @@ def _kept(
 ) -> Iterator[Tensor]:
     """A teacher's outputs, chunk by chunk; which texts are in one does not depend on anything."""
     place = folder / f"targets-{teacher.identity(texts)}"
-    place.mkdir(parents=True, exist_ok=True)
     firsts = range(0, len(texts), CHUNK)
     files = [place / f"{first:09d}.outputs" for first in firsts]
     own = [*zip(firsts, files, strict=True)][accelerator.process_index :: accelerator.num_processes]
@@ -278,8 +276,7 @@ def _kept(
         for first, file in own:
             chunk = texts[first : first + CHUNK]
             if not file.is_file():
-                with beside(file) as other:
-                    save_file({"outputs": teacher.outputs(model, chunk).contiguous()}, other)
+                _write(file, "outputs", teacher.outputs(model, chunk))
             progress.advance(len(chunk) * accelerator.num_processes)
         del model
     else:
@@ -287,6 +284,20 @@ def _kept(
     accelerator.wait_for_everyone()
     for file in files:
         yield load_file(file)["outputs"]
+
+
+def _write(path: Path, name: str, value: Tensor) -> None:
+    """Write a tensor to a file that has its name from the moment that it is complete."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside(path) as other:
+            save_file({name: value.contiguous()}, other)
+    except Exception as error:  # safetensors wraps errors of the disk in its own
+        raise TrainingError(
+            f"what teachers say of texts cannot be written ({type(error).__name__}: "
+            f"{first_line(error)}); {free_text(path.parent)} on its disk",
+            "free some disk space and run the same command again: it goes on where it was",
+        ) from error
 
 
 def _joined(tables: Sequence[Tensor], kind: str, *, independent: bool) -> Tensor:

@@ -21,6 +21,7 @@ from tcompress.errors import DataError, InputError, Problems, listed
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.planning.entries import DepthPlan
 from tcompress.training.tasks import TASKS
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
@@ -73,19 +74,28 @@ def predicts(student: SourceModel, options: Finetune) -> str | None:
     return predicted(student.model_class) if head is None else _HEADS.get(head, "classes")
 
 
-def arranged(student: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> Teaching:
-    """Decide how teachers are imitated.
+def arranged(
+    student: SourceModel,
+    teachers: Sequence[SourceModel],
+    options: Finetune,
+    depth: DepthPlan | None = None,
+) -> Teaching:
+    """Decide how teachers are imitated; the `depth` plan says which blocks the student's were.
 
     Raises:
         InputError: They cannot be compared with the student, or not by the objectives that are
             asked for. All problems are named.
     """
-    if not teachers or (len(teachers) == 1 and not differences(student, teachers[0])):
-        return Teaching((*teachers,))
+    if not teachers:
+        return Teaching()
+    if len(teachers) == 1 and not differences(student, teachers[0]):
+        fewer = _fewer_blocks(student, teachers[0])
+        if not fewer or depth is not None or options.teacher_blocks:
+            return Teaching((*teachers,))
     problems = Problems()
     kind = _kind(student, options)
     if kind is None:
-        said = [text for teacher in teachers for text in differences(student, teacher)]
+        said = [text for teacher in teachers for text in _all_differences(student, teacher)]
         text = "; ".join(said) or "the model has several teachers"
         what = f"a `{student.model_class.__name__}`"
         if options.task is not None:
@@ -117,12 +127,21 @@ def differences(student: SourceModel, teacher: SourceModel) -> list[str]:
         own, other = (_number(model, name) for model in (student, teacher))
         if own is not None and other is not None and own != other:
             found.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
-    own, other = (_number(model, "num_hidden_layers") for model in (student, teacher))
-    if own is not None and other is not None and own > other:
-        found.append(f"the model has {own} blocks, but its teacher `{teacher.id}` only {other}")
     if not found and not _same_pieces(student, teacher):
         found.append(f"the model has another tokenizer than its teacher `{teacher.id}`")
     return found
+
+
+def _fewer_blocks(student: SourceModel, teacher: SourceModel) -> list[str]:
+    """Say that a teacher has not a block for each of the student's, if so."""
+    own, other = (_number(model, "num_hidden_layers") for model in (student, teacher))
+    if own is None or other is None or own <= other:
+        return []
+    return [f"the model has {own} blocks, but its teacher `{teacher.id}` only {other}"]
+
+
+def _all_differences(student: SourceModel, teacher: SourceModel) -> list[str]:
+    return differences(student, teacher) + _fewer_blocks(student, teacher)
 
 
 def _number(model: SourceModel, name: str) -> int | None:
@@ -188,7 +207,7 @@ def _check_encoder(student: SourceModel, teacher: SourceModel) -> None:
             f"`{teacher.model_class.__name__}`, embeds none",
             "give an encoder, as sentence-transformers saves it",
         )
-    found = differences(student, teacher)
+    found = _all_differences(student, teacher)
     if found and not SentenceEncoder.of(teacher).stated:
         raise InputError(
             f"{'; '.join(found)}; embeddings could be compared, but `{teacher.id}` does not say "

@@ -43,6 +43,13 @@ def test_of_shares_that_are_as_near_the_smallest_is_chosen() -> None:
     assert chosen({0.0: {"a": NEAR}, 0.5: {"a": [0.53] * 4}, 1.0: {"a": [0.5] * 4}}) == 1.0
 
 
+def test_a_source_that_agrees_more_is_not_harmed() -> None:
+    changes = {0.0: {"a": NEAR, "b": NEAR}, 1.0: {"a": _less(0.5), "b": [v + 0.1 for v in NEAR]}}
+    before, lower, higher = ({"a": 0.9, "b": own} for own in (0.7, 0.69, 0.75))
+    assert chosen(changes) == chosen(changes, {0.0: before, 1.0: lower}) == 0.0
+    assert chosen(changes, {0.0: before, 1.0: higher}) == 1.0
+
+
 def test_what_harms_a_source_is_not_chosen() -> None:
     changes = {
         0.0: {"a": NEAR, "b": NEAR},
@@ -67,7 +74,7 @@ def test_the_weights_that_were_chosen_are_written(
     share: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     folder, seen = small_encoder(tmp_path), {}
-    monkeypatch.setattr(mixing, "chosen", lambda changes: share)
+    monkeypatch.setattr(mixing, "chosen", lambda changes, agreements: share)
     best = Checkpoints.best
 
     def kept(own: Checkpoints, step: int) -> dict[str, torch.Tensor]:

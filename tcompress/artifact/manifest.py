@@ -200,7 +200,7 @@ class TrainingFacts(_Section):
 
     stage: str  # `blocks` or `end-to-end`
     task: str | None = None  # None if it was healed on unlabelled data
-    teacher: str | None = None  # the model that was imitated, if any
+    teacher: str | None = None  # the model that was imitated, if any; several as `one + other`
     data: str
     data_fingerprint: str | None = None
     objectives: dict[str, float]
@@ -454,10 +454,10 @@ def _trained(manifest: Manifest) -> str:
 
 def _sentence(facts: TrainingFacts) -> str:
     what = "Healed" if facts.task is None else f"Fine-tuned for {facts.task}"
-    teacher = facts.teacher or ""
-    if teacher and Path(teacher).exists():  # folders of one machine mean nothing to others
-        teacher = Path(teacher).name
-    by = f", taught by {teacher}" if teacher else ""
+    teachers = facts.teacher.split(" + ") if facts.teacher else []
+    # Folders of one machine mean nothing to others.
+    names = [Path(name).name if Path(name).exists() else name for name in teachers]
+    by = f", taught by {' + '.join(names)}" if names else ""
     start = next((point.validation for point in facts.curve if point.validation is not None), None)
     before = "" if start is None else f", {start:.4g} at the start"
     if facts.keeps_start:

@@ -20,7 +20,12 @@ from tcompress.conversion.channels import (
     narrowed_rows,
 )
 from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
+from tcompress.conversion.fit import (
+    FittedLayer,
+    LayerMoments,
+    SharedFactors,
+    fit_layers,
+)
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
     Branch,
@@ -40,6 +45,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
 from tcompress.hf.build import SEED, fill, install_attention, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
+from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.entries import FactorsKey, LayerPlan, Plan
 from tcompress.planning.sites import roles_of, tied_to
@@ -224,6 +230,8 @@ class BlockFitter:
     so that the blocks that stay make up for those that are gone."""
     tables: Mapping[str, StructuredEmbedding]
     """Rewritten word embeddings by module path, fitted before."""
+    roundings: Mapping[str, Rounding] = field(default_factory=dict)
+    """Of tensors of layers that are stored in few bits, by name."""
     sampler: OutputSampler | None = None
     """Compares what the model puts out before and after, on the batches held out."""
 
@@ -407,6 +415,7 @@ class BlockFitter:
             },
             factors=self.factors,
             lifts=lifts,
+            roundings=self.roundings,
         )
         for entry, layer in zip(group, fitted, strict=True):
             result.layers[entry.key] = layer

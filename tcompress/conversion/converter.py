@@ -491,6 +491,7 @@ class _Job:
             device=self.device,
             whole=self.source if depth is not None and depth.deeper else self.dense,
             tables=self.tables,
+            roundings=self.outputs.roundings,
             sampler=sampler,
         )
         for result in fitter.run(

@@ -14,9 +14,12 @@ from torch import Tensor
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments, relative_error
+from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import (
+    SIDES,
+    RoundsInNorm,
     Side,
     Transformed,
     decoded,
@@ -84,6 +87,7 @@ class _Split:
     curvature: Tensor | None  # damped
     # Of every summand:
     shared: list[dict[str, Tensor]]
+    roundings: Sequence[Mapping[str, Rounding]]  # by name, with the side in front for a transform's
     tensors: list[dict[str, Tensor]] = field(default_factory=list)
     transforms: list[dict[Side, Any]] = field(default_factory=list)
     dense: list[Tensor | None] = field(default_factory=list)
@@ -202,6 +206,7 @@ WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 NO_CURVATURES: Mapping[str, Tensor] = {}
 NO_EVALUATION: Mapping[str, EvaluationMoments] = {}
+NO_ROUNDINGS: Mapping[str, Rounding] = {}
 
 
 @dataclass(frozen=True)
@@ -225,6 +230,7 @@ def fit_layers(
     factors: SharedFactors = NO_FACTORS,
     lifts: Mapping[str, Tensor] = NO_CURVATURES,
     evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
+    roundings: Mapping[str, Rounding] = NO_ROUNDINGS,
 ) -> list[FittedLayer]:
     """Fits layers that read the same input; transforms are shared within this list only.
 
@@ -240,6 +246,8 @@ def fit_layers(
         lifts: From the inputs that are left to all, by name of layers that read fewer; their
             moments are of those that are left.  # ([experts,] in, left)
         evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
+        roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
+            With data they are rounded here, where it is known what that costs.
     """
     results: dict[str, FittedLayer] = {}
     for owner, first in enumerate(entries):
@@ -247,10 +255,8 @@ def fit_layers(
             continue
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
-            made = {
-                i: _splits(entries[i], weights[i], moments[i], damping, curvatures, factors, lifts)
-                for i in members
-            }
+            every = (damping, curvatures, factors, lifts, roundings)
+            made = {i: _splits(entries[i], weights[i], moments[i], *every) for i in members}
             try:
                 _fit_sum([split for own in made.values() for split in own], dtype)
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
@@ -277,6 +283,7 @@ def _splits(
     curvatures: Mapping[str, Tensor],
     factors: SharedFactors,
     lifts: Mapping[str, Tensor],
+    roundings: Mapping[str, Rounding],
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
     if not is_finite(stack):
@@ -308,8 +315,26 @@ def _splits(
         for index, own_rows in enumerate(matrix.split(sizes)):
             terms = entry.parts[index].terms
             shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
-            splits.append(_Split(entry, index, expert, own_rows, seen, curves[index], shared))
+            widths = [_term_roundings(entry, index, term, roundings) for term in range(len(terms))]
+            curve = curves[index]
+            splits.append(_Split(entry, index, expert, own_rows, seen, curve, shared, widths))
     return splits
+
+
+def _term_roundings(
+    entry: LayerPlan, part: int, term: int, roundings: Mapping[str, Rounding]
+) -> dict[str, Rounding]:
+    """Looks up the roundings of a summand's tensors; its transforms' have the side in front."""
+    if not roundings:
+        return {}
+    layout = entry.parts[part].terms[term]
+    prefix = tensor_prefix(entry.parts, part, term)
+    names = {name: prefix + name for name in structure(layout.structure).tensors(layout)}
+    for side in SIDES:
+        owner = transform_name(entry.parts, side, part, term)
+        names |= {f"{side}.{leaf}": f"{owner}.{leaf}" for leaf in transform_shapes(layout, side)}
+    stored = {name: f"{entry.name}.{entry.stored_name(leaf)}" for name, leaf in names.items()}
+    return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 
 def _damped(moments: Moments, damping: float) -> Moments:
@@ -333,6 +358,8 @@ def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
     for _ in range(ROUNDS if count > 1 else 0):
         for term in range(count):
             _fit_term([split for split in having[term] if len(split.terms) > 1], term, dtype)
+    for term in range(count):
+        _round_term([split for split in having[term] if split.moments is not None], term, dtype)
 
 
 def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch.dtype) -> None:
@@ -351,6 +378,9 @@ def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the fitted transform is not finite in {dtype}")
+    widths = splits[0].roundings[term]  # the layer's that stores it
+    for name in stored.keys() & {key.removeprefix(f"{side}.") for key in widths}:
+        stored[name] = rounded(stored[name], widths[f"{side}.{name}"])
     exact = {name: tensor.double() for name, tensor in stored.items()}
     like = torch.empty(0, dtype=torch.float64, device=splits[0].stored.device)
     built = transform.build(exact, like)
@@ -378,17 +408,30 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
 def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
     for split in splits:
         layout = split.terms[term]
-        fitted = structure(layout.structure).fit(split.target(term), layout)
-        if not all(map(is_finite, fitted.values())):
-            raise FitError("the result holds NaN or infinity")
-        stored = {name: tensor.to(dtype).contiguous() for name, tensor in fitted.items()}
-        if not all(map(is_finite, stored.values())):
-            raise FitError(f"the result does not fit into {dtype}", WIDER)
-        split.tensors[term] |= stored
-        if len(split.terms) > 1 or split.moments is not None:
-            exact = {name: tensor.double() for name, tensor in stored.items()}
-            tensors = exact | split.shared[term]
-            split.dense[term] = dense_of(layout, tensors, split.transforms[term])
+        _keep_term(split, term, structure(layout.structure).fit(split.target(term), layout), dtype)
+
+
+def _round_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
+    """Rounds what is stored in few bits, where a structure knows how to lose little by it."""
+    for split in splits:
+        widths = {name: own for name, own in split.roundings[term].items() if "." not in name}
+        layout = split.terms[term]
+        kind = structure(layout.structure)
+        if widths and isinstance(kind, RoundsInNorm):
+            target = split.target(term)
+            _keep_term(split, term, kind.rounded(target, layout, target.start, widths), dtype)
+
+
+def _keep_term(split: _Split, term: int, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    if not all(map(is_finite, tensors.values())):
+        raise FitError("the result holds NaN or infinity")
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    if not all(map(is_finite, stored.values())):
+        raise FitError(f"the result does not fit into {dtype}", WIDER)
+    split.tensors[term] |= stored
+    if len(split.terms) > 1 or split.moments is not None:
+        exact = {name: tensor.double() for name, tensor in stored.items()} | split.shared[term]
+        split.dense[term] = dense_of(split.terms[term], exact, split.transforms[term])
 
 
 def _collect(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from tcompress.conversion.start import started_values
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
 from tcompress.files import write_text
-from tcompress.hf.build import first_table, stored_name
+from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
+from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU, FACTOR_PREFIX
 from tcompress.models.names import (
@@ -84,7 +85,6 @@ class Outputs:
     _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
     """Makes what is not fitted, by name."""
     _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
-    _rounded: dict[str, Stored] | None = None  # tensors of fewer bits, by name
 
     @classmethod
     def of(
@@ -141,8 +141,7 @@ class Outputs:
             shapes = dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
             for name, shape in shapes.items():
                 self._add(name, shape, self._key(other.like, "weight"), partial(self._start, other))
-        tables = [entry for entry in layers if entry.kind == "embedding"]
-        widths = Widths.of(source, storage, tables)
+        widths = Widths.of(source, storage, layers)
         self.tensors = [
             replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
             for item in self.tensors
@@ -196,13 +195,22 @@ class Outputs:
                 )
             return bias
         tensors = result.layers[entry.key].tensors
-        return next(value for name, value in tensors.items() if stored_name(entry, name) == leaf)
+        return next(value for name, value in tensors.items() if entry.stored_name(name) == leaf)
+
+    @property
+    def roundings(self) -> dict[str, Rounding]:
+        """Of tensors of structures that are stored in few bits, by name."""
+        pairs = ((key, item.rounding) for key, item in self._in_few_bits.items())
+        fitted = self.plain is None  # else what is stored is made of several fits
+        return {key: own for key, own in pairs if own is not None and fitted and key in self.made}
+
+    @cached_property
+    def _in_few_bits(self) -> dict[str, Stored]:
+        return {item.key: item for item in self.tensors if item.rounding is not None}
 
     def as_read(self, key: str, value: Tensor) -> Tensor:
         """Gives a tensor as it is read again: rounded, where that is how it is stored."""
-        if self._rounded is None:
-            self._rounded = {item.key: item for item in self.tensors if item.rounding is not None}
-        item = self._rounded.get(key)
+        item = self._in_few_bits.get(key)
         return value if item is None else item.read_back(value)
 
     def _key(self, name: str, leaf: str) -> str:
@@ -237,7 +245,7 @@ class Outputs:
             return
         for entry in cluster:
             dtype = self.dtype_of(entry)
-            shapes = {stored_name(entry, name): s for name, s in entry.tensor_shapes.items()}
+            shapes = {entry.stored_name(name): s for name, s in entry.tensor_shapes.items()}
             shapes[entry.parameter] = (0,)
             if entry.bias and entry.kind != "experts":
                 shapes["bias"] = (entry.outputs_left,)
@@ -504,7 +512,7 @@ def _fitted(
         )
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
-                key = f"{entry.name}.{stored_name(entry, name)}"
+                key = f"{entry.name}.{entry.stored_name(name)}"
                 parameter.copy_(outputs.as_read(key, tensors[name]))
         made[entry.name] = layer
         yield layer

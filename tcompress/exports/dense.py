@@ -18,7 +18,6 @@ from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.files import write_text
-from tcompress.hf.build import stored_name
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
 from tcompress.models.card import head_of, loading_code, render_head
@@ -142,7 +141,7 @@ def _tensors(
     artifact: Artifact, entry: LayerPlan, wanted: set[str] | None = None
 ) -> dict[str, Tensor]:
     return {
-        name: artifact.store.tensor(f"{entry.name}.{stored_name(entry, name)}")
+        name: artifact.store.tensor(f"{entry.name}.{entry.stored_name(name)}")
         for name in entry.tensor_shapes
         if wanted is None or name in wanted
     }
@@ -179,7 +178,7 @@ def _outputs(
     """Lists what is written: the guards under dense names become weights, factors are dropped."""
     store = artifact.store
     dropped = {
-        f"{entry.name}.{stored_name(entry, name)}"
+        f"{entry.name}.{entry.stored_name(name)}"
         for entry in artifact.layers
         for name in entry.tensor_shapes
     }
@@ -188,7 +187,7 @@ def _outputs(
             entry = made[key]
             lead = () if entry.experts is None else (entry.experts,)
             empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
-            first = f"{entry.name}.{stored_name(entry, next(iter(entry.tensor_shapes)))}"
+            first = f"{entry.name}.{entry.stored_name(next(iter(entry.tensor_shapes)))}"
             yield Stored(key, tuple(entry.as_stored(empty).shape), store.dtype(first))
         elif key not in dropped:
             narrow = biases.get(key)

@@ -20,7 +20,7 @@ from tcompress.errors import ArtifactError, DataError
 from tcompress.models.names import METHOD
 from tcompress.planning.entries import AttentionPlan, FactorsKey, FormPlan, LayerPlan
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
-from tcompress.structures.modules.experts import StructuredExperts, child_of
+from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
 from tcompress.structures.modules.shared import FactorsModule
 
@@ -167,17 +167,12 @@ def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> None:
             }
 
 
-def stored_name(entry: LayerPlan, tensor: str) -> str:
-    """Returns the name below the layer under which a tensor is stored."""
-    return f"{child_of(entry.parameter)}.{tensor}" if entry.kind == "experts" else tensor
-
-
 def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
     """Copies fitted tensors into an installed layer."""
     own = dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[stored_name(entry, name)].copy_(tensor)
+            own[entry.stored_name(name)].copy_(tensor)
 
 
 def slice_scales(p: int, scaling: str) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tcompress.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -101,13 +101,29 @@ def dequantize(codes: Tensor, scales: Tensor, group: int | None = None) -> Tenso
     return codes.float() * factors
 
 
+def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
+    """Round a tensor as it is when it was stored and read again; its shape and dtype stay."""
+    codes, scales = quantize(weight, rounding.bits, rounding.group)
+    return dequantize(codes, scales, rounding.group).to(weight.dtype).reshape(weight.shape)
+
+
+def rounded_to_nearest(
+    tensors: Mapping[str, Tensor], roundings: Mapping[str, Rounding]
+) -> dict[str, Tensor]:
+    """Round those of some tensors that have a rounding."""
+    return {
+        name: rounded(tensor, roundings[name]) if name in roundings else tensor
+        for name, tensor in tensors.items()
+    }
+
+
 def usual_scales(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
     """Scales on which the largest number of each group lies half a code beyond the last one.
 
     Of those that `quantize` looks at they are the best on average.  # (rows, groups).
     """
     largest = _grouped(weight, group).abs().amax(-1)
-    return (largest / (_codes(bits)[1] + 0.5 * (bits < 8))).bfloat16()
+    return (largest / (code_bounds(bits)[1] + 0.5 * (bits < 8))).bfloat16()
 
 
 def _grouped(weight: Tensor, group: int | None) -> Tensor:
@@ -127,13 +143,13 @@ def nearest(weight: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
 
     rows, columns = matrix_shape(weight.shape)
     steps = scales.float().repeat_interleave(rounding.group or columns, 1)[:, :columns]
-    lowest, highest = _codes(rounding.bits)
+    lowest, highest = code_bounds(rounding.bits)
     matrix = weight.detach().reshape(rows, columns).float()
     codes = (matrix / torch.where(steps == 0, torch.ones_like(steps), steps)).round_()
     return codes.clamp_(lowest, highest).mul_(steps).to(weight.dtype).reshape(weight.shape)
 
 
-def _codes(bits: int) -> tuple[int, int]:
+def code_bounds(bits: int) -> tuple[int, int]:
     """The smallest and the largest code: with eight bits as many on both sides of zero."""
     highest = 2 ** (bits - 1) - 1
     return -highest - (bits < 8), highest
@@ -144,12 +160,15 @@ def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
     import torch
 
     (rows, columns), grouped = matrix.shape, _grouped(matrix, group)
-    largest, (lowest, top) = grouped.abs().amax(-1, keepdim=True), _codes(bits)
-    # With eight bits nothing is won by cutting the largest numbers off.
-    levels = [top] if bits == 8 else [top + more for more in _STRETCH if more <= top]
+    largest, (lowest, top) = grouped.abs().amax(-1, keepdim=True), code_bounds(bits)
+    # With eight bits nothing is won by cutting the largest numbers off. Levels below the last one
+    # are those of numbers on a grid whose extreme codes none of them has: they stay as they are.
+    levels: list[float] = [top]
+    if bits < 8:
+        levels = [*range(1, top), *(top + more for more in _STRETCH if more <= top)]
     codes = scales = least = None
     for level in levels:
-        for sign in (1,) if bits == 8 else (1, -1):
+        for sign in (1,) if level < top or bits == 8 else (1, -1):
             scale = (sign * largest / level).bfloat16().float()
             step = torch.where(scale == 0, torch.ones_like(scale), scale)
             code = (grouped / step).round_().clamp_(lowest, top)

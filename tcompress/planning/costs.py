@@ -140,7 +140,7 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
-    widths = Widths.of(source, plan.storage, plan.embeddings)
+    widths = Widths.of(source, plan.storage, plan.entries)
 
     def size(key: str, shape: Sequence[int], like: str) -> int:
         kept = _cast(store.dtype(like), dtype)
@@ -154,7 +154,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     for entry in plan.entries:
         like = weight_keys(source, entry)[0]
         for name, shape in entry.tensor_shapes.items():
-            total += size(f"{entry.name}.{name}", shape, like)
+            total += size(f"{entry.name}.{entry.stored_name(name)}", shape, like)
         total -= entry.biases_saved * weight_bytes(source, entry, dtype)
     for other in plan.attention:
         path = keymap.runtime_name(other.like) or other.like

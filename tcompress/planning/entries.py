@@ -15,6 +15,7 @@ from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.convert_options import Budget, BudgetKind
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
+from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import (
     Channels,
     PartLayout,
@@ -199,6 +200,16 @@ class LayerPlan(Frozen):
         for module, tensors in inside.items():
             shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
         return shapes
+
+    def stored_name(self, tensor: str) -> str:
+        """Return the name below the layer under which a tensor is stored."""
+        return f"{child_of(self.parameter)}.{tensor}" if self.kind == "experts" else tensor
+
+    @property
+    def transform_names(self) -> list[str]:
+        """Names, relative to the layer, of the tensors that transforms are built from."""
+        stored = own_transforms(self.parts, bool(self.input_of))
+        return [f"{module}.{name}" for module, transform, *_ in stored for name in transform.shapes]
 
     @property
     def own_factors(self) -> dict[str, Layout]:

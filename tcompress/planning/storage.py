@@ -6,7 +6,7 @@ tensors stay as they are. A word embedding, and a head that is tied to it, has a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,6 +22,10 @@ from tcompress.planning.sites import roles_of, tied_to
 
 SMALLEST = 2048
 """Numbers of the smallest tensor that is rounded: those below are not worth their scales."""
+
+TRANSFORM_BITS = 8
+"""Least bits of the generators of an orthogonal transform: an angle that is off turns all that a
+layer reads or writes."""
 
 STAND_IN = 4
 """Bits of a word embedding until data tells what a budget of bytes makes of it."""
@@ -62,13 +66,14 @@ class Widths:
     storage: Storage | None = None
     table_keys: frozenset[str] = frozenset()  # of word embeddings, and of what is tied to them
     tables: tuple[str, ...] = ()  # beginnings of the names of their factors
+    transforms: frozenset[str] = frozenset()  # names of what transforms are built from
     buffers: frozenset[str] = frozenset()  # keys of what is no parameter
 
     @classmethod
     def of(
-        cls, source: SourceModel, storage: Storage | None, embeddings: Sequence[LayerPlan]
+        cls, source: SourceModel, storage: Storage | None, entries: Iterable[LayerPlan]
     ) -> Widths:
-        """Look up what is a word embedding in a checkpoint; arguments are those of a plan."""
+        """Look up what is a word embedding in a checkpoint, and among a plan's entries."""
         if storage is None:
             return cls()
         keymap = source.keymap
@@ -76,10 +81,16 @@ class Widths:
         paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
         names = [f"{path}.weight" for path in paths if keymap.has(f"{path}.weight")]
         buffers = (name for name, _ in keymap.model.named_buffers() if keymap.has(name))
+        entries = tuple(entries)
         return cls(
             storage,
             frozenset(key for name in names for key in keymap.sources(name).keys),
-            tuple(f"{entry.name}.tc_" for entry in embeddings),
+            tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding"),
+            frozenset(
+                f"{own.name}.{own.stored_name(name)}"
+                for own in entries
+                for name in own.transform_names
+            ),
             frozenset(key for name in buffers for key in keymap.sources(name).keys),
         )
 
@@ -90,4 +101,7 @@ class Widths:
         if len(shape) < 2 or prod(shape) < SMALLEST or matrix_shape(shape)[1] < GROUP:
             return None
         table = key in self.table_keys or key.startswith(self.tables)
-        return self.storage.embeddings if table else self.storage.weights
+        rounding = self.storage.embeddings if table else self.storage.weights
+        if rounding is not None and key in self.transforms:
+            return Rounding.usual(max(rounding.bits, TRANSFORM_BITS), rounding.group)
+        return rounding

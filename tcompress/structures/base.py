@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from tcompress.linalg.rounding import Rounding
+
 TOL = option(
     None,
     "largest error of a weight; as predicted, in place of a rank; in place of a budget too: each "
@@ -326,6 +328,16 @@ class LooksUp(ABC):
     @abstractmethod
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
         """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
+
+
+class RoundsInNorm(ABC):
+    """Rounds its tensors so that the norm of the moments sees little of it."""
+
+    @abstractmethod
+    def rounded(
+        self, target: Target, layout: Any, tensors: Tensors, roundings: Mapping[str, Rounding]
+    ) -> dict[str, Tensor]:
+        """Rounds fitted tensors, those that have a rounding, as they will be stored."""
 
 
 class Shared(NamedTuple):

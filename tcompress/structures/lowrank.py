@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -14,6 +14,7 @@ from tcompress.structures.base import (
     Layout,
     LooksUp,
     Refusal,
+    RoundsInNorm,
     Shapes,
     Site,
     Spec,
@@ -28,6 +29,8 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tcompress.linalg.rounding import Rounding
 
 
 class LowRankSpec(Spec):
@@ -56,7 +59,7 @@ class LowRankLayout(Layout):
     rank: int = Field(gt=0)
 
 
-class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
+class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     """Two thin factors, fitted by the whitened truncated SVD."""
 
     name = "lowrank"
@@ -97,6 +100,17 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp):
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
         a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        return {"a": a, "b": b}
+
+    def rounded(
+        self,
+        target: Target,
+        layout: LowRankLayout,
+        tensors: Tensors,
+        roundings: Mapping[str, Rounding],
+    ) -> dict[str, Tensor]:
+        factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
+        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -14,6 +14,7 @@ from tcompress.fields import option
 from tcompress.structures.base import (
     Layout,
     Refusal,
+    RoundsInNorm,
     Shapes,
     Side,
     Site,
@@ -33,6 +34,8 @@ from tcompress.structures.costs import CostsOther, FitCost, svd_flops
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tcompress.linalg.rounding import Rounding
 
 TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
 Placement = Literal["in", "out", "both"]
@@ -200,7 +203,7 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
+class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsOther):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
     name = "lprod"
@@ -292,17 +295,8 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
         return _facewise(inner, tensors["left"], feature_major=late)
 
     def fit(self, target: Target, layout: LprodLayout) -> dict[str, Tensor]:
-        product = _padded(target.product, layout)
-        gram = target.gram
-        if gram is not None or layout.padded_in != layout.in_features:
-            gram = _padded_gram(target.full_gram(), layout.padded_in)
-        turn_in, turn_out = target.operators.get("in"), target.operators.get("out")
-        if turn_in is not None:
-            product = apply_transform(product, turn_in)
-            if gram is not None:
-                gram = _turned(gram, turn_in)
-        if turn_out is not None:
-            product = apply_transform(product.mT.contiguous(), turn_out).mT
+        product, gram = _turned_target(target, layout)
+        turn_out = target.operators.get("out")
         plain = layout.transform != "dft" and layout.tubal_rank is None
         if target.curvature is not None and plain:
             gram = target.full_gram() if gram is None else gram
@@ -320,6 +314,28 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, CostsOther):
             left, right = linalg.fit_lowrank(slices, grams, layout.tubal_rank)
             return {"left": left, "right": right}
         return {"slices": linalg.fit_slices(product, gram, layout.p)}
+
+    def rounded(
+        self,
+        target: Target,
+        layout: LprodLayout,
+        tensors: Tensors,
+        roundings: Mapping[str, Rounding],
+    ) -> dict[str, Tensor]:
+        product, gram = _turned_target(target, layout)
+        if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs
+            return linalg.rounded_to_nearest(tensors, roundings)
+        grams = linalg.diagonal_blocks(gram, layout.p)
+        if layout.tubal_rank is None:
+            rounding = roundings.get("slices")
+            if rounding is None:
+                return dict(tensors)
+            return {"slices": linalg.rounded_in_norm(tensors["slices"], grams, rounding)}
+        slices = linalg.diagonal_blocks(product, layout.p)
+        factors = tensors["left"], tensors["right"]
+        widths = roundings.get("left"), roundings.get("right")
+        left, right = linalg.rounded_factors(slices, grams, factors, widths)
+        return {"left": left, "right": right}
 
     def fit_transform(
         self, targets: Sequence[Target], layout: LprodLayout, side: Side
@@ -350,6 +366,20 @@ def _facewise(z: Tensor, slices: Tensor, *, feature_major: bool = False) -> Tens
         return linalg.slice_product(z, slices, feature_major=feature_major)
     parts = z.unflatten(-1, (slices.shape[-3], slices.shape[-1])).transpose(-3, -2)
     return (parts @ slices.mT).transpose(-3, -2).flatten(-2)
+
+
+def _turned_target(target: Target, layout: LprodLayout) -> tuple[Tensor, Tensor | None]:
+    """Brings W C and G, where it is no identity, to the coordinates of the slices."""
+    product, gram = _padded(target.product, layout), target.gram
+    if gram is not None or layout.padded_in != layout.in_features:
+        gram = _padded_gram(target.full_gram(), layout.padded_in)
+    turn_in, turn_out = target.operators.get("in"), target.operators.get("out")
+    if turn_in is not None:
+        product = apply_transform(product, turn_in)
+        gram = None if gram is None else _turned(gram, turn_in)
+    if turn_out is not None:
+        product = apply_transform(product.mT.contiguous(), turn_out).mT
+    return product, gram
 
 
 def _padded(product: Tensor, layout: LprodLayout) -> Tensor:

@@ -25,6 +25,7 @@ from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
 from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
 from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_mix
 from tcompress.training.objectives import Batch
@@ -128,6 +129,7 @@ class Loop:
 
     def run(self) -> RunState:
         """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
+        self.losses.read_texts(self.checkpoints.folder, self.progress)
         if (found := self.checkpoints.last()) is not None:
             self.accelerator.load_state(str(found))
             self.state = self.checkpoints.read_state(found)
@@ -159,6 +161,7 @@ class Loop:
         if state.best_step != state.step:
             self._restore_best()
         self._mix()
+        self._round()
         state.seconds = self._seconds()
         return state
 
@@ -171,7 +174,8 @@ class Loop:
     def _mixing(self) -> float:
         """Least that it takes to compare mixtures, in validations; nothing where none is made."""
         setup, teacher = self.setup, self.setup.teacher_observer
-        if teacher is None or type(teacher.model).__name__ != type(setup.model).__name__:
+        alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
+        if not setup.imitates or (setup.kind == "states" and not alike):
             return 0.0  # they put out other things
         held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
         held *= VARIANTS if embeds_texts(setup.source) else 1
@@ -193,6 +197,20 @@ class Loop:
         mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
         state.share, state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
+
+    def _round(self) -> None:
+        """Gives weights the values that will be read, where they are stored in few bits."""
+        setup, rounded = self.setup, self.rounded
+        if not rounded.later:
+            return
+        data = setup.data.train
+        data.epoch = 0
+        count = min(SAMPLES, len(data))
+        order = torch.linspace(0, len(data) - 1, count).long().split(JUDGED)
+        batches = self.losses.loaded(data, [part.tolist() for part in order])
+        setup.model.eval()
+        round_model(setup.model, rounded.roundings, batches, self.losses.run_student)
+        self.state.best = self._validation_value()
 
     def _between_steps(self, begun: int, *, asked: bool) -> None:
         state, options = self.state, self.setup.options
@@ -289,7 +307,7 @@ class Loop:
         setup, options = self.setup, self.setup.options
         count = min(EXAMPLES, len(setup.data.train) // 2)
         given = options.learning_rate is not None or setup.task is not None
-        alone = blocks_first(options) or setup.teacher_observer is None
+        alone = blocks_first(options) or not setup.imitates
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)

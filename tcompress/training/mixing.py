@@ -23,6 +23,7 @@ from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
+from tcompress.training.text_agreement import TextComparison
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the start to the end."""
@@ -38,6 +39,8 @@ LEAST = 3
 
 SURE = 1.96
 """Standard errors that a source has to be worse by to count as harmed."""
+
+NO_AGREEMENTS: Mapping[float, Mapping[str, float]] = {}
 
 Changes = Mapping[str, Sequence[float]]
 """How far outputs are from the teacher's, of every batch, by source."""
@@ -66,16 +69,19 @@ def best_mix(
     """
     setup = losses.setup
     line = _Line(setup.trained, start)
+    texts = losses.targets is not None and losses.targets.kind == "vectors"
     found: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
-    compared = {share: OutputComparison(sampler) for share in SHARES}
+    compared: dict[float, OutputComparison | TextComparison] = {
+        share: TextComparison(setup.sentences) if texts else OutputComparison(sampler)
+        for share in SHARES
+    }
     setup.model.eval()
     with torch.no_grad():
         begun = time.perf_counter()
         for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
             if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
-            inputs = dict(sampler.with_variants(batch))
-            taught = losses.taught(inputs).output
+            inputs, taught = losses.taught_on(setup.data.held[source], batch, sampler)
             for share in SHARES:
                 line.go(share)
                 with rounded.applied(setup.trained, state=share):
@@ -83,9 +89,9 @@ def best_mix(
                 change = compared[share].add(source, taught, own, inputs)
                 found[share].setdefault(source, []).append(change)
             heard()
-    share = chosen(found)
+    agreements = {share: compared[share].agreement for share in SHARES}
+    share = chosen(found, agreements)
     line.go(share)
-    agreements = {own: compared[own].agreement for own in (0.0, share, 1.0)}
     return Mix(
         share,
         tuple(
@@ -94,7 +100,7 @@ def best_mix(
                 start=agreements[0.0].get(source),
                 end=agreements[1.0].get(source),
                 kept=agreements[share].get(source),
-                harmed=is_worse(found[0.0][source], found[1.0][source]),
+                harmed=source in harmed(found, agreements, 1.0),
             )
             for source in setup.data.held
         ),
@@ -122,18 +128,34 @@ def batches_of(held: Mapping[str, Encoded]) -> int:
     return sum(-(-len(part) // JUDGED) for part in held.values())
 
 
-def chosen(changes: Mapping[float, Changes]) -> float:
+def harmed(
+    changes: Mapping[float, Changes],
+    agreements: Mapping[float, Mapping[str, float]],
+    share: float,
+) -> set[str]:
+    """List the sources on which outputs are further from the teacher's than at the start.
+
+    Where the agreement, which does not see a change of scale, has grown, nothing was harmed.
+    """
+    start, end = agreements.get(0.0, {}), agreements.get(share, {})
+    return {
+        source
+        for source, before in changes[0.0].items()
+        if is_worse(before, changes[share][source])
+        and not end.get(source, -inf) > start.get(source, inf)
+    }
+
+
+def chosen(
+    changes: Mapping[float, Changes],
+    agreements: Mapping[float, Mapping[str, float]] = NO_AGREEMENTS,
+) -> float:
     """Takes the share of least change, in the geometric mean of the sources, that harms none.
 
     Of those that are as near by what differences of batches leave open it is the smallest, as what
     the fit had right is on no held-out sample. The start, share 0, harms none.
     """
-    start = changes[0.0]
-    harmless = [
-        share
-        for share, own in changes.items()
-        if not any(is_worse(start[source], own[source]) for source in start)
-    ]
+    harmless = [share for share in changes if not harmed(changes, agreements, share)]
 
     def mean(share: float) -> float:
         return fmean(log(max(fmean(own), 1e-300)) for own in changes[share].values())

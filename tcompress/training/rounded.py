@@ -19,6 +19,7 @@ from tcompress.models import KeyMap, SourceModel
 from tcompress.options import Convert, Finetune
 from tcompress.planning.entries import Storage
 from tcompress.planning.storage import Widths, planned_storage
+from tcompress.training.final_rounding import rounded_terms
 
 
 @dataclass
@@ -26,6 +27,7 @@ class RoundedWeights:
     """The trained weights of a model that is stored in few bits. Use `RoundedWeights.of`."""
 
     roundings: Mapping[str, Rounding]  # by name in the model; empty where nothing is rounded
+    later: frozenset[str] = frozenset()  # of these, what passes see whole; see `final_rounding`
     _scales: dict[object, dict[str, Tensor]] = field(default_factory=dict)
     """Scales that were looked for, by the state of the weights."""
 
@@ -39,7 +41,11 @@ class RoundedWeights:
         """
         by_name = _by_name(model, source, roundings)
         trained = (name for name, value in model.named_parameters() if value.requires_grad)
-        return cls({name: by_name[name] for name in trained if name in by_name})
+        chosen = {name: by_name[name] for name in trained if name in by_name}
+        terms = rounded_terms(model, chosen)
+        later = {id(own) for term in terms for own in term.parameters.values()}
+        names = (name for name, value in model.named_parameters() if id(value) in later)
+        return cls(chosen, frozenset(names))
 
     @contextmanager
     def applied(
@@ -50,7 +56,7 @@ class RoundedWeights:
         They are rounded as they will be stored. Where they were in the same `state` before, scales
         are known. A `quick` pass takes the usual ones: to look for better takes ten times as long.
         """
-        chosen = {name: trained[name] for name in self.roundings}
+        chosen = {name: trained[name] for name in self.roundings if name not in self.later}
         scales = self._scales.get(state)
         if scales is None:
             scales = {name: self._look(name, value, quick) for name, value in chosen.items()}
@@ -120,6 +126,6 @@ def roundings_of(
     keys = [*store.keys()]
     if options.bits is None:
         return {key: store.rounding(key) for key in keys}
-    embeddings = () if manifest is None else manifest.plan.embeddings
-    widths = Widths.of(source, storage_of(source, options, manifest), embeddings)
+    entries = () if manifest is None else manifest.plan.entries
+    widths = Widths.of(source, storage_of(source, options, manifest), entries)
     return {key: widths.rounding(key, store.shape(key), store.dtype(key)) for key in keys}

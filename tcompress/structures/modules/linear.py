@@ -300,6 +300,15 @@ class StructuredLinear(nn.Module):
             own |= {name: t.to(device) for name, t in self.factors[shared.name]().items()}
         return own
 
+    def exact_term(self, part: int, term: int) -> tuple[dict[str, Tensor], dict[Side, Any]]:
+        """Returns a summand's tensors, shared ones too, and its built transforms, in float64."""
+        tensors = {name: own.detach().double() for name, own in self._tensors(part, term).items()}
+        like = next(iter(tensors.values()))
+        output = self._modules.get(transform_name(self.parts, "out", part, term))
+        pairs: tuple[tuple[Side, Any], ...] = ("in", self._input_transform(term)), ("out", output)
+        built = {side: own.operator(like) for side, own in pairs if own is not None}
+        return tensors, built
+
     @property
     def stored_dtype(self) -> torch.dtype:
         """Dtype of the parameters."""

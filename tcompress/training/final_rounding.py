@@ -1,0 +1,122 @@
+"""Rounding of a healed model: what is stored in few bits, in the norm of what its layers read.
+
+Structures that know how lose a fraction of what rounding to nearest costs, so that steps need not
+make up for it: passes see them whole until all is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tcompress.linalg.rounding import Rounding, rounded
+from tcompress.structures import Target, structure
+from tcompress.structures.base import RoundsInNorm, dense_of
+from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
+from tcompress.training.objectives import Batch
+
+SAMPLES = 512
+"""Of what layers read: more change nothing that is seen in the output."""
+
+
+class RoundedTerm(NamedTuple):
+    """A summand of a layer that is rounded in the norm of its inputs."""
+
+    layer: StructuredLinear
+    part: int
+    term: int
+    roundings: Mapping[str, Rounding]  # by name among the summand's tensors
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its own tensors that are rounded, by name among them."""
+        prefix = tensor_prefix(self.layer.parts, self.part, self.term)
+        return {name: getattr(self.layer, prefix + name) for name in self.roundings}
+
+
+def rounded_terms(model: nn.Module, roundings: Mapping[str, Rounding]) -> list[RoundedTerm]:
+    """List the summands that know how to be rounded; roundings are by name in the model."""
+    terms = []
+    for path, layer in model.named_modules():
+        if not isinstance(layer, StructuredLinear) or layer.experts is not None:
+            continue
+        for index, part in enumerate(layer.parts):
+            for number, layout in enumerate(part.terms):
+                kind = structure(layout.structure)
+                prefix = f"{path}.{tensor_prefix(layer.parts, index, number)}"
+                names = {name: prefix + name for name in kind.tensors(layout)}
+                chosen = {name: roundings[key] for name, key in names.items() if key in roundings}
+                if isinstance(kind, RoundsInNorm) and any(own.group for own in chosen.values()):
+                    terms.append(RoundedTerm(layer, index, number, chosen))
+    return terms
+
+
+@dataclass
+class _Moments:
+    """Sums over what layers read, of tokens that are no padding."""
+
+    layers: Sequence[StructuredLinear]
+
+    def __post_init__(self) -> None:
+        self.grams: dict[StructuredLinear, Tensor] = {}  # float64  # (in, in)
+        self._mask: Tensor | None = None
+
+    def add(self, batches: Iterable[Batch], run: Callable[[Batch], Any]) -> None:
+        hooks = [layer.register_forward_pre_hook(self._read) for layer in self.layers]
+        try:
+            for batch in batches:
+                mask = batch.get("attention_mask")
+                self._mask = mask.bool() if mask is not None and mask.ndim == 2 else None
+                run(batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _read(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert isinstance(layer, StructuredLinear)
+        x = inputs[0] if layer.reads is None else layer.reads.gather(inputs[0])
+        is_text = self._mask is not None and x.shape[:-1] == self._mask.shape
+        rows = (x[self._mask] if is_text else x.flatten(0, -2)).double()
+        gram = rows.mT @ rows
+        self.grams[layer] = self.grams[layer] + gram if layer in self.grams else gram
+
+
+@torch.no_grad()
+def round_model(
+    model: nn.Module,
+    roundings: Mapping[str, Rounding],
+    batches: Iterable[Batch],
+    run: Callable[[Batch], Any],
+) -> None:
+    """Give a model the weights that will be read of it, once it is stored in few bits.
+
+    Args:
+        model: Its parameters are changed.
+        roundings: By name in the model.
+        batches: Texts whose inputs of layers tell what matters.
+        run: Runs the model on one of them.
+    """
+    terms = rounded_terms(model, roundings)
+    moments = _Moments([*dict.fromkeys(term.layer for term in terms)])
+    moments.add(batches, run)
+    later = {id(own) for term in terms for own in term.parameters.values()}
+    for name, parameter in model.named_parameters():  # transforms first, which terms are between
+        if name in roundings and id(parameter) not in later:
+            parameter.copy_(rounded(parameter, roundings[name]))
+    for term in terms:
+        if (gram := moments.grams.get(term.layer)) is None:  # no text went through it
+            for name, parameter in term.parameters.items():
+                parameter.copy_(rounded(parameter, term.roundings[name]))
+            continue
+        layout = term.layer.parts[term.part].terms[term.term]
+        tensors, operators = term.layer.exact_term(term.part, term.term)
+        product = dense_of(layout, tensors, operators) @ gram
+        kind: Any = structure(layout.structure)
+        target = Target(product, gram, operators=operators)
+        found = kind.rounded(target, layout, tensors, term.roundings)
+        for name, parameter in term.parameters.items():
+            parameter.copy_(found[name])

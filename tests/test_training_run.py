@@ -116,7 +116,7 @@ def test_everything_that_is_written(tmp_path: Path) -> None:
     assert [point.loss is None for point in facts.curve] == [True, False, False]
     assert facts.environment["device"] == "cpu"
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-    assert "Not healed: fine-tune before use." in (folder / "README.md").read_text()
+    assert "Not healed: compare it with the dense model before use." in (folder / "README.md").read_text()
     card = (done.folder / "README.md").read_text()
     assert "Not healed: fine-tune before use." not in card
     assert "Healed for 4 steps on texts.txt:text (32 examples seen), taught by bert; " in card

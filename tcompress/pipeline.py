@@ -31,7 +31,7 @@ from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
 from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
-from tcompress.training.teacher import find_teacher
+from tcompress.training.teacher import find_teachers
 
 Say = Callable[[str], None]
 
@@ -102,12 +102,11 @@ def run_recipe(
     return outcome
 
 
-def teacher_of(recipe: Recipe, source: SourceModel, token: str | None) -> SourceModel | None:
-    """Opens the model that will be imitated, before there is one that imitates it."""
-    name = recipe.finetune.teacher if recipe.finetune is not None else "none"
-    if name == "source":
-        return source if source.seed is None else None
-    return find_teacher(name, None, token, trust=source.trust_remote_code)
+def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:
+    """Opens the models that will be imitated, before there is one that imitates them."""
+    names = recipe.finetune.teacher if recipe.finetune is not None else ("none",)
+    dense = source if source.seed is None else None
+    return find_teachers(names, None, token, trust=source.trust_remote_code, dense=dense)
 
 
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
@@ -169,15 +168,15 @@ class _Run:
             with problems.collected():
                 if written:
                     check_output(folder, force=self.force)
-        teacher = None
+        teachers: list[SourceModel] = []
         with problems.collected():
             pick_device(recipe.convert.device)
-            teacher = teacher_of(recipe, self.source, self.token) if trains else None
+            teachers = teachers_of(recipe, self.source, self.token) if trains else []
         problems.report()
         # What takes reading: all of it is there.
         with problems.collected():
             if trains and recipe.finetune is not None:
-                check_run(self.source, teacher, recipe.finetune)
+                check_run(self.source, teachers, recipe.finetune)
         for item in recipe.evaluate:
             with problems.collected():
                 check_measurement(item, self.source, heads=self.source.seed is None)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 
 class Progress(Protocol):
@@ -27,6 +28,38 @@ class Progress(Protocol):
         """Something is to be said beside it."""
 
 
+@runtime_checkable
+class Overview(Protocol):
+    """Hears of the stages of a whole command, inside of which work says how far it is."""
+
+    def begin(self, stage: str, minutes_left: float) -> None:
+        """The next stage of the command begins."""
+
+    def learn(self, name: str, value: float) -> None:
+        """A number of the model so far is known, in place of an older one."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """How far a stage is, as text such as `3 of 8 blocks`."""
+
+    name: str
+    total: int
+    unit: str
+    done: int = 0
+
+    def advanced(self, amount: int) -> Job:
+        return replace(self, done=self.done + amount)
+
+    def shortened(self, total: int) -> Job:
+        return replace(self, total=total)
+
+    def __str__(self) -> str:
+        if self.unit == "bytes":
+            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}"
+
+
 class Silent:
     """Says nothing."""
 
@@ -35,6 +68,29 @@ class Silent:
     def shorten(self, total: int) -> None: ...
     def part(self, name: str, number: int, total: int) -> None: ...
     def tell(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Passes all on to another progress, with one name for every stage."""
+
+    progress: Progress
+    name: str
+
+    def stage(self, name: str, total: int, unit: str) -> None:
+        self.progress.stage(self.name, total, unit)
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self.progress.advance(amount, note)
+
+    def shorten(self, total: int) -> None:
+        self.progress.shorten(total)
+
+    def part(self, name: str, number: int, total: int) -> None:
+        self.progress.part(name, number, total)
+
+    def tell(self, text: str) -> None:
+        self.progress.tell(text)
 
 
 _listening: ContextVar[tuple[Progress, set[str]] | None] = ContextVar("listening", default=None)

@@ -44,7 +44,7 @@ from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.schema import data_of, short_name
-from tcompress.pipeline import Say, missed, run_recipe, teacher_of, time_passes
+from tcompress.pipeline import Say, missed, run_recipe, teachers_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
@@ -410,8 +410,8 @@ class _Sweep:
         if lacking:
             check_data(data_of(self.recipe))
             if self.recipe.finetune is not None:
-                teacher = teacher_of(self.recipe, self.source, self.token)
-                check_run(self.source, teacher, self.recipe.finetune)
+                teachers = teachers_of(self.recipe, self.source, self.token)
+                check_run(self.source, teachers, self.recipe.finetune)
         self._measure_dense()
         for cell in work:
             if cell.name not in lacking:
@@ -433,7 +433,7 @@ class _Sweep:
         identity = identity_of(weights, convert, *data)
         models = [self._model(cell.name, identity)]
         if finetune is not None:
-            named = [*finetune.data.source, finetune.data.validation or "", finetune.teacher]
+            named = [*finetune.data.source, finetune.data.validation or "", *finetune.teacher]
             name = f"{cell.name}-{finetune.task or 'healed'}"
             models.append(self._model(name, identity_of(identity, finetune, *named)))
         return models

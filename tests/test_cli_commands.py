@@ -12,13 +12,16 @@ from unittest.mock import Mock
 
 import pytest
 import typer
+from rich.console import Console
 from transformers import SuperPointConfig, SuperPointForKeypointDetection
 
 from tcompress.cli import terminal
+from tcompress.cli.live import LiveView
 from tcompress.cli.main import main
 from tcompress.cli.terminal import describe, shown_progress
 from tcompress.errors import FitError, TCompressError
 from tcompress.options import recipe_text
+from tcompress.progress import Overview
 from tests.support.cli import error, run
 from tests.support.model_folders import model_folder
 from tests.support.tiny import build
@@ -259,6 +262,25 @@ def test_files_get_ten_lines_of_a_stage_at_most(monkeypatch: pytest.MonkeyPatch)
         assert len(file.getvalue().splitlines()) == 10
         assert " in " in file.getvalue().splitlines()[-1]  # what follows is no part of it
     assert len(file.getvalue().splitlines()) == 10
+
+
+def test_a_command_of_many_stages_has_one_view() -> None:
+    seconds = iter([0.0, 0.0, 30.0, 30.0, 90.0, 95.0])
+    console = Console(file=io.StringIO(), width=100)
+    view = LiveView(console, clock=lambda: next(seconds))
+    assert isinstance(view, Overview)
+    view.begin("Converting", 2.0)
+    view.stage("fitting blocks", 24, "groups")
+    view.begin("Healing", 1.5)  # after 30 seconds
+    view.stage("training", 100, "steps")
+    view.advance(25, "loss 0.5")
+    view.learn("agreement", 0.98)
+    console.print(view.rendered())
+    done, top, bar, numbers = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert done == "Converting: 30.0 s"
+    assert top.split() == ["Healing", "1:00", "0:30", "left"]
+    assert bar.strip().endswith("training: 25 of 100 steps")
+    assert numbers.split("   ") == ["loss 0.5", "agreement so far 0.9800"]
 
 
 def fail() -> None:

@@ -35,7 +35,8 @@ ALLOWED: dict[str, set[str]] = {
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {
-        "errors", "files", "linalg", "structures", "models", "options", "planning", "project",
+        "errors", "files", "fields", "linalg", "structures", "models", "options", "planning",
+        "project",
     },
     "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data"},
@@ -48,15 +49,15 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
-        "errors", "files", "structures", "attention", "models", "roles", "options", "planning",
-        "artifact", "conversion",
+        "errors", "files", "fields", "structures", "attention", "models", "roles", "options",
+        "planning", "artifact", "conversion",
     },
     "runtimes": {"errors", "project"},
     "exports": FOUNDATION | {
         "planning", "data", "artifact", "hf", "latency", "runtimes",
     },
     "inspection": APPLICATION | {"reporting"},
-    "demo": APPLICATION | {"latency", "reporting", "training"},
+    "demo": APPLICATION | {"compression", "latency", "reporting", "training"},
     "pipeline": PRODUCT,
     "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},

@@ -257,7 +257,7 @@ def test_healing_knows_what_blocks_stand_for(
     folder = cut(bert, tmp_path / "small", keep_layers=kept)
     student, teacher = SourceModel.open(str(folder)), SourceModel.open(bert)
     options = settings(data=texts(tmp_path))
-    setup = set_up(student, teacher, options, read_manifest(folder))
+    setup = set_up(student, [teacher], options, read_manifest(folder))
     blocks = setup.teacher_observer.model.bert.encoder.layer
     wanted = [blocks[index] for index in imitated]
     assert setup.teacher_observer.modules == wanted

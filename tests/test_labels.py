@@ -203,9 +203,9 @@ def test_a_head_that_is_there_learns_its_own_labels(
     options = settings(task="classification", teacher="none", data=data)
     if numbers is None:
         with pytest.raises(DataError, match=doubt):
-            set_up(model, None, options, None)
+            set_up(model, (), options, None)
         return
-    data_of = set_up(model, None, options, None).data
+    data_of = set_up(model, (), options, None).data
     assert data_of.train.labels is not None
     assert data_of.train.labels.tolist() == (numbers * 15)[:30]
     assert doubt in " ".join(data_of.notes)
@@ -308,7 +308,7 @@ def test_several_labels_are_learnt(head: str, tmp_path: Path) -> None:
         "validation": str(tmp_path / "rows.jsonl"),
     }
     options = settings(task="classification", teacher="none", data=data)
-    setup = set_up(SourceModel.open(str(folder)), None, options, None)
+    setup = set_up(SourceModel.open(str(folder)), (), options, None)
     order = [0, 1, 2] if head == "none" else [2, 1, 0]
     marks = torch.tensor(MARKS, dtype=torch.float32)
     assert setup.data.train.labels is not None
@@ -341,7 +341,7 @@ def test_one_label_an_example_beside_several(tmp_path: Path) -> None:
 
     def labels(**data: Any) -> list[Any]:
         options = settings(task="classification", teacher="none", data=data)
-        found = set_up(SourceModel.open(str(folder)), None, options, None).data
+        found = set_up(SourceModel.open(str(folder)), (), options, None).data
         return [part.labels.tolist() for part in (found.train, found.validation)]  # type: ignore[union-attr]
 
     marks = [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
@@ -356,7 +356,7 @@ def test_one_label_of_a_head_for_several(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "model", 3, problem_type="multi_label_classification")
     path = rows_file(tmp_path / "rows.jsonl", text=sentences(12), label=[0, 2, 1] * 4)
     options = settings(task="classification", teacher="none", data={"source": [str(path)]})
-    setup = set_up(SourceModel.open(str(folder)), None, options, None)
+    setup = set_up(SourceModel.open(str(folder)), (), options, None)
     assert setup.data.train.labels is not None
     assert setup.data.train.labels.sum(-1).tolist() == [1.0] * len(setup.data.train)
 
@@ -376,7 +376,7 @@ def test_a_teacher_of_several_labels_is_imitated_label_by_label(tmp_path: Path) 
     data = {"source": [str(_several_file(tmp_path, "ids"))]}
     options = settings(task="classification", teacher=str(folder), data=data)
     source = SourceModel.open(str(folder))
-    setup = set_up(source, source, options, None)
+    setup = set_up(source, [source], options, None)
     terms = {objective.name: objective for objective, _ in setup.objectives}
     assert terms["logits"].setting.independent
     assert json.loads((Path(folder) / "config.json").read_text())["problem_type"]

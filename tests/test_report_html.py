@@ -10,6 +10,7 @@ from tcompress.errors import DiskError
 from tcompress.reporting.model_report import report_of, with_baselines
 from tcompress.reporting.overview_charts import map_of
 from tcompress.reporting.page import heat_of, render_html, write_html
+from tcompress.reporting.table_rows import rows_of
 from tcompress.reporting.tree import ModelReport
 from tests.support.cli import run
 from tests.support.converted import converted
@@ -172,12 +173,36 @@ def test_dense_at_int8_stands_beside_ours(bare: ModelReport) -> None:
     eager, ours = speed(8), speed(8, mode="onnx-int8", ratio=5.0, same_runtime_milliseconds=4.0)
     facts = {"exports": (onnx_file(8, 9_100_000),), "dense_exports": (onnx_file(8, 23_300_000),)}
     page = Page(render_html([full(bare).model_copy(update={**facts, "speed": (eager, ours)})]))
-    assert "int8 file 9.1 MB dense at int8 23.3 MB" in page.text
-    assert "int8 in ONNX Runtime 5.00×, dense at int8 2.50×" in page.text
+    assert "Size 9.1 MB" in page.text
+    assert "dense at int8 23.3 MB in PyTorch 44.2 kB" in page.text
+    assert "Speed 5.00×" in page.text
+    assert "dense at int8 2.50× in PyTorch 2.00×" in page.text
+    assert "in PyTorch keeps 94.4% of the accuracy" in page.text  # of the file unknown
     time, size = page.charts()[:2]
     unknown = "quality not measured"
     assert time.endswith(f"dense int8: 4 ms, {unknown}; A int8: 5 ms, {unknown}")
     assert size.endswith(f"dense int8: 23.3 MB, {unknown}; A int8: 9.1 MB, {unknown}")
+
+
+def test_the_top_is_about_the_file_that_ships(bare: ModelReport) -> None:
+    eager, ours = speed(8), speed(8, mode="onnx-int8", milliseconds=2.0, ratio=5.0)
+    model = full(bare)
+    (number, *_) = model.metrics
+    worse = number.model_copy(update={"value": 0.8})
+    file = onnx_file(8, 9_100).model_copy(update={"metrics": [worse]})
+    shipped = model.model_copy(update={"exports": (file,), "speed": (eager, ours)})
+    page = Page(render_html([shipped]))
+    assert "in its int8 file is 9.8× smaller, runs at 5.00× the dense speed" in page.text
+    assert "2.00 ms in ONNX Runtime; dense in PyTorch 10.0 ms" in page.text
+    assert "Quality 88.9% of the accuracy of the dense model: 0.8000 of 0.9000" in page.text
+    assert "in PyTorch 94.4%" in page.text
+    assert "gpt2-small int8: 2 ms, 0.8" in page.charts()[0]
+    line = next(row for row in rows_of(shipped) if row.label == "  of int8 file")
+    assert line.value == "0.8000"
+    alone = shipped.model_copy(update={"metrics": ()})  # nothing was measured in PyTorch
+    time, size = Page(render_html([alone])).charts()[:2]
+    assert "gpt2-small: 2 ms, 0.8" in time
+    assert "gpt2-small: 9.1 kB, 0.8" in size
 
 
 def test_files_of_a_dense_model_are_lent_to_what_was_made_of_it(

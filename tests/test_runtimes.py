@@ -15,7 +15,8 @@ pytest.importorskip("onnxruntime")
 
 
 def test_numbers_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
-    model, pairs = encoder(tmp_path / "bert"), str(pairs_file(tmp_path / "pairs.jsonl", 24))
+    pairs = str(pairs_file(tmp_path / "pairs.jsonl", 24))
+    model = tcompress.export_onnx(encoder(tmp_path / "bert"), tmp_path / "files").folder
     runtime = ["torch", "onnx"]
     torch, onnx = tcompress.evaluate([model], "sts", pairs, runtime=runtime, bootstrap=0)
     assert onnx.name == f"{model} (onnx)"
@@ -25,6 +26,11 @@ def test_numbers_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
     assert onnx.metrics[0].protocol["runtime"] == "onnx"
     assert onnx.metrics[-1].name == "agreement"
     assert onnx.metrics[-1].value == pytest.approx(1, abs=1e-5)
+    manifest = read_manifest(model)
+    assert manifest is not None
+    assert [item.protocol.get("runtime") for item in manifest.metrics] == [None, None]
+    (file,) = manifest.exports
+    assert [item.name for item in file.metrics] == ["spearman", "pearson", "agreement"]
 
 
 @pytest.mark.slow

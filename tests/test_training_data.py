@@ -264,7 +264,7 @@ def test_classes_are_numbered_as_the_head_does(
     model = SourceModel.open(str(classifier(tmp_path / "bert", names)))
     path = rows_file(tmp_path / "rows.jsonl", text=sentences(20), label=["a", "b"] * 10)
     options = settings(task="classification", teacher="none", data={"source": [str(path)]})
-    data = set_up(model, None, options, None).data
+    data = set_up(model, (), options, None).data
     raw = _load(tmp_path / "bert", "classification", source=[str(path)])
     for part, plain in ((data.train, raw.train), (data.validation, raw.validation)):
         assert part.labels.tolist() == [numbers[label] for label in plain.labels.tolist()]

@@ -18,7 +18,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import FloatAttention
 from tests.support.cli import run
 from tests.support.conversions import structured
-from tests.support.evaluation import pairs_file
+from tests.support.evaluation import encoder, pairs_file
 from tests.support.interrupted import partial_folder
 from tests.support.tiers import tiered
 from tests.support.tiny import build
@@ -208,3 +208,24 @@ def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
     assert done.stderr.count("training: 6 of 6 steps") == 1
     verify_files(tmp_path / "two")
     assert not partial_folder(tmp_path / "two").exists()
+
+
+@pytest.mark.slow
+def test_texts_that_teachers_read_are_shared(tmp_path: Path) -> None:
+    """Cosines are those of the texts of both processes, and each reads a part for the teachers."""
+    pooling = {"pooling_mode_mean_tokens": True}
+    student = encoder(tmp_path / "student", pooling=pooling)
+    wide = encoder(tmp_path / "wide", 1, pooling, hidden_size=48, intermediate_size=64)
+    path = pairs_file(tmp_path / "pairs.jsonl", 30)
+    common = [student, "--teacher", wide, "--teacher", student, "--task", "sts", "--data", path]
+    common += ["--steps", 4, "--evaluate-every", 2]
+    alone = run(
+        "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu", "--json",
+        "--quiet",
+    ).document  # fmt: skip
+    done = _together(tmp_path, *common, "--batch-size", 4, "-o", tmp_path / "two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)
+    assert document["training"]["objectives"] == {"task": 1, "similarities": 1, "embedding": 1}
+    assert _curve(document) == pytest.approx(_curve(alone), rel=1e-4)
+    verify_files(tmp_path / "two")

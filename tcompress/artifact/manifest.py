@@ -15,6 +15,7 @@ import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
 from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
+from tcompress.fields import RuntimeName
 from tcompress.files import write_text
 from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import MANIFEST
@@ -144,6 +145,9 @@ class Speed(_Section):
         return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
+_RUNTIMES: dict[int, RuntimeName] = {32: "onnx", 8: "onnx-int8", 4: "onnx-q4"}
+
+
 class ExportedFile(_Section):
     """A file for another runtime, beside the model in PyTorch in float32."""
 
@@ -157,6 +161,12 @@ class ExportedFile(_Section):
     ratio: float  # time of PyTorch over that of the file; above 1 the file is faster
     left: list[str] = []  # larger tensors in float32, where others have fewer bits
     protocol: dict[str, Any]  # batch, length, threads, processor, versions
+    metrics: list[Metric] = []  # quality of the file in its runtime; older ones lack it
+
+    @property
+    def runtime(self) -> RuntimeName | None:
+        """The runtime that reads it, as options name it; None where commands have none."""
+        return None if self.file.startswith("openvino/") else _RUNTIMES[self.bits]
 
     @property
     def size(self) -> str:
@@ -190,7 +200,7 @@ class TrainingFacts(_Section):
 
     stage: str  # `blocks` or `end-to-end`
     task: str | None = None  # None if it was healed on unlabelled data
-    teacher: str | None = None  # the model that was imitated, if any
+    teacher: str | None = None  # the model that was imitated, if any; several as `one + other`
     data: str
     data_fingerprint: str | None = None
     objectives: dict[str, float]
@@ -286,10 +296,39 @@ def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], 
     manifest = read_manifest(folder)
     if manifest is None:
         return False
-    taken = {key(item) for item in new}
-    kept = [item for item in getattr(manifest, kind) if key(item) not in taken]
+    merged = _merged(getattr(manifest, kind), new, key)
+    return _rewritten(folder, manifest.model_copy(update={kind: merged}))
+
+
+def record_of_file(folder: Path, runtime: RuntimeName, new: Sequence[Metric], key: Key) -> bool:
+    """Puts numbers of the file for a runtime beside it, as `record` does those of the weights.
+
+    A model without such a file, or with several that only work together, has no place for them.
+    """
+    manifest = read_manifest(folder)
+    exported = None if manifest is None else one_file(manifest.exports, runtime)
+    if manifest is None or exported is None:
+        return False
+    measured = exported.model_copy(update={"metrics": _merged(exported.metrics, new, key)})
+    exports = [measured if file is exported else file for file in manifest.exports]
+    return _rewritten(folder, manifest.model_copy(update={"exports": exports}))
+
+
+def one_file(files: Sequence[ExportedFile], runtime: RuntimeName) -> ExportedFile | None:
+    """Picks the file for a runtime; None where there is none, or where there are several parts."""
+    fitting = [file for file in files if file.runtime == runtime]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _merged(before: Sequence[Any], new: Sequence[Any], key: Key) -> list[Any]:
+    """Lists numbers, the new ones in place of those of equal key."""
+    replaced = {key(item) for item in new}
+    return [*(item for item in before if key(item) not in replaced), *new]
+
+
+def _rewritten(folder: Path, manifest: Manifest) -> bool:
     try:
-        write_manifest(folder, manifest.model_copy(update={kind: [*kept, *new]}))
+        write_manifest(folder, manifest)
     except OSError:  # models are often kept where they cannot be changed
         return False
     return True
@@ -410,17 +449,15 @@ def _trained(manifest: Manifest) -> str:
         return "Not trained: train before use."
     if manifest.plan.cuts_vocabulary_only:
         return "Other texts are written in shorter pieces."
-    if manifest.plan.only_rounded:
-        return "Rounded to nearest, and not healed: compare it with the dense model before use."
-    return "Not healed: fine-tune before use."
+    return "Not healed: compare it with the dense model before use."
 
 
 def _sentence(facts: TrainingFacts) -> str:
     what = "Healed" if facts.task is None else f"Fine-tuned for {facts.task}"
-    teacher = facts.teacher or ""
-    if teacher and Path(teacher).exists():  # folders of one machine mean nothing to others
-        teacher = Path(teacher).name
-    by = f", taught by {teacher}" if teacher else ""
+    teachers = facts.teacher.split(" + ") if facts.teacher else []
+    # Folders of one machine mean nothing to others.
+    names = [Path(name).name if Path(name).exists() else name for name in teachers]
+    by = f", taught by {' + '.join(names)}" if names else ""
     start = next((point.validation for point in facts.curve if point.validation is not None), None)
     before = "" if start is None else f", {start:.4g} at the start"
     if facts.keeps_start:

@@ -51,7 +51,8 @@ def compress(
     from tcompress.compression import compress as run
 
     what = partial(terminal.unwritten, folder)
-    with terminal.resumable(what, quiet=manner.quiet, output=folder) as heard:
+    quiet = manner.quiet
+    with terminal.resumable(what, quiet=quiet, output=folder, overview=True) as heard:
         done = run(
             one.model,
             folder,
@@ -83,6 +84,8 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
         return
     for number, stage in enumerate(expected.stages, 1):
         terminal.tell(f"{number}. {stage}")
+    if expected.too_short is not None:
+        terminal.tell(f"{expected.too_short}.")
     terminal.tell(f"Not known yet: {expected.unknown}.")
     terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{folder}`.")
 

@@ -106,9 +106,10 @@ class Look:
             self.teacher(recipe.finetune)
 
     def teacher(self, training: Finetune | None) -> None:
-        """Refuses a teacher that is no folder of a model."""
-        if training is not None and training.teacher not in ("source", "none"):
-            self.models(training.teacher)
+        """Refuses teachers that are no folder of a model."""
+        for name in training.teacher if training is not None else ():
+            if name not in ("source", "none"):
+                self.models(name)
 
 
 def _refuse_one_file(path: Path, flags: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ import typer
 
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
-from tcompress.progress import Progress, Silent, listening
+from tcompress.progress import Job, Progress, Silent, listening
 from tcompress.reporting.formatting import table as table
 
 if TYPE_CHECKING:
@@ -193,14 +193,14 @@ class Interrupted(TCompressError):
 
 @contextmanager
 def resumable(
-    what: Callable[[], str], *, quiet: bool, output: Path | None = None
+    what: Callable[[], str], *, quiet: bool, output: Path | None = None, overview: bool = False
 ) -> Iterator[dict[str, Any]]:
     """Shows work: gives what hears of it, and says after an interruption what became of it.
 
     With an `output` it names the hidden folders beside it in which work was left.
     """
     try:
-        with shown_progress(quiet=quiet) as progress:
+        with shown_progress(quiet=quiet, overview=overview) as progress:
             yield {"progress": progress, "say": lambda text: say(text, quiet=quiet)}
     except KeyboardInterrupt as error:
         hint = "run the same command again: it goes on where it stopped"
@@ -305,13 +305,21 @@ _MOST_LINES = 10  # of a stage
 
 
 @contextmanager
-def shown_progress(*, quiet: bool) -> Iterator[Progress]:
-    """Shows progress on stderr while the block runs, or nothing if `quiet`."""
+def shown_progress(*, quiet: bool, overview: bool = False) -> Iterator[Progress]:
+    """Shows progress on stderr while the block runs, or nothing if `quiet`.
+
+    With an `overview`, a terminal shows one view of all stages in place of a bar for each.
+    """
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights; downloads keep theirs
     if quiet:
         yield Silent()
+    elif sys.stderr.isatty() and overview:
+        from tcompress.cli.live import LiveView
+
+        with LiveView(notices()) as view, listening(view):
+            yield view
     elif sys.stderr.isatty():
         shown = _Bars()
         with shown.bars, listening(shown):
@@ -321,19 +329,6 @@ def shown_progress(*, quiet: bool) -> Iterator[Progress]:
         with listening(lines):
             yield lines
         lines.close()
-
-
-class _Stage:
-    """How far a stage is, as text such as `3 of 8 blocks`."""
-
-    def __init__(self, name: str, total: int, unit: str) -> None:
-        self.name, self.total, self.unit = name, total, unit
-        self.done, self.start = 0, time.monotonic()
-
-    def __str__(self) -> str:
-        if self.unit == "bytes":
-            return f"{self.done / 1e6:,.1f} of {self.total / 1e6:,.1f} MB"
-        return f"{self.done:,} of {self.total:,} {self.unit}"
 
 
 class _Bars:
@@ -350,25 +345,25 @@ class _Bars:
             TextColumn("{task.fields[note]}", style="dim", markup=False),
             console=notices(),
         )
-        self._stage = _Stage("", 0, "")
+        self._job = Job("", 0, "")
         self._task: TaskID | None = None
         self._parts: TaskID | None = None
 
     def stage(self, name: str, total: int, unit: str) -> None:
         if self._task is not None:
             self.bars.update(self._task, note="")
-        self._stage = _Stage(name, total, unit)
-        self._task = self.bars.add_task(name, total=total, count=self._stage, note="")
+        self._job = Job(name, total, unit)
+        self._task = self.bars.add_task(name, total=total, count=self._job, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self._stage.done += amount
+        self._job = self._job.advanced(amount)
         if self._task is not None:
-            self.bars.update(self._task, advance=amount, note=note)
+            self.bars.update(self._task, advance=amount, count=self._job, note=note)
 
     def shorten(self, total: int) -> None:
-        self._stage.total = total
+        self._job = self._job.shortened(total)
         if self._task is not None:
-            self.bars.update(self._task, total=total)
+            self.bars.update(self._task, total=total, count=self._job)
 
     def part(self, name: str, number: int, total: int) -> None:
         """Shows how many jobs are done, and leaves out the bars of the one before."""
@@ -388,31 +383,30 @@ class _Lines:
     """A line when a stage ends, and now and then before: ten of a stage at most."""
 
     def __init__(self) -> None:
-        self._stage: _Stage | None = None
-        self._last, self._said = 0.0, 0
+        self._job: Job | None = None
+        self._began, self._last, self._said = 0.0, 0.0, 0
 
     def stage(self, name: str, total: int, unit: str) -> None:
         self.close()
-        self._stage = _Stage(name, total, unit)
-        self._last, self._said = time.monotonic(), 0
+        self._job, self._began = Job(name, total, unit), time.monotonic()
+        self._last, self._said = self._began, 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        stage = self._stage
-        if stage is None:
+        if self._job is None:
             return
-        stage.done += amount
-        if stage.done >= stage.total:  # what comes after it is no part of it
+        job = self._job = self._job.advanced(amount)
+        if job.done >= job.total:  # what comes after it is no part of it
             self.close()
             return
-        part = (stage.done - self._said) * _MOST_LINES >= stage.total
+        part = (job.done - self._said) * _MOST_LINES >= job.total
         if part and time.monotonic() - self._last >= _SECONDS_BETWEEN_LINES:
-            self._last, self._said = time.monotonic(), stage.done
-            said = f"  {note}" if note and stage.unit == "steps" else ""
-            say(f"{stage.name}: {stage}{said}")
+            self._last, self._said = time.monotonic(), job.done
+            said = f"  {note}" if note and job.unit == "steps" else ""
+            say(f"{job.name}: {job}{said}")
 
     def shorten(self, total: int) -> None:
-        if self._stage is not None:
-            self._stage.total = total
+        if self._job is not None:
+            self._job = self._job.shortened(total)
 
     def part(self, name: str, number: int, total: int) -> None:
         self.close()
@@ -423,10 +417,10 @@ class _Lines:
 
     def close(self) -> None:
         """Says that the stage is over."""
-        if self._stage is not None:
-            seconds = time.monotonic() - self._stage.start
-            say(f"{self._stage.name}: {self._stage} in {seconds:.1f} s")
-        self._stage = None
+        if self._job is not None:
+            seconds = time.monotonic() - self._began
+            say(f"{self._job.name}: {self._job} in {seconds:.1f} s")
+        self._job = None
 
 
 def open_source(

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from tcompress.artifact.means import AGREEMENT, main_of
+from tcompress.compression.effort import Effort
 from tcompress.compression.table import Row, kept_layers, layers_that_reach
 from tcompress.compression.working import DENSE, Work
 from tcompress.conversion.converter import convert
@@ -22,15 +23,16 @@ from tcompress.options.choose import conversion
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.planning.sites import roles_of
+from tcompress.progress import Renamed
 
 SHIPPED = "this model"
 """Name of the rows of the model that is written."""
-SMOKE_EXAMPLES = 200
 
 
-def measurement(settings: Compress, runtime: RuntimeName = "torch") -> Evaluate:
+def measurement(settings: Compress, effort: Effort, runtime: RuntimeName = "torch") -> Evaluate:
     """Give the measurement of quality that was asked for."""
-    limit = {"limit": SMOKE_EXAMPLES, "bootstrap": 0} if settings.smoke else {}
+    limit: dict[str, Any] = {} if effort.examples is None else {"limit": effort.examples}
+    limit |= {} if effort.intervals else {"bootstrap": 0}
     options = {"seed": settings.seed, "runtime": [runtime], "device": "cpu", **limit}
     return read(Evaluate, {"task": settings.task, "data": list(settings.test_data), **options})
 
@@ -41,11 +43,11 @@ def baselines(work: Work) -> list[Row]:
     if work.runtime != "torch":
         rows.append(row_of(work, DENSE, work.dense, work.runtime))
     there = rows[-1]
+    if not work.effort.other_rows:
+        return rows
     if work.runtime != "torch" and work.goal.bytes is not None:
         rows.append(row_of(work, DENSE, work.dense, "onnx-q4"))
-    if not work.settings.smoke:
-        rows += _fewer_layers(work, there)
-    return rows
+    return [*rows, *_fewer_layers(work, there)]
 
 
 def _fewer_layers(work: Work, dense: Row) -> list[Row]:
@@ -68,7 +70,9 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
             kept = kept_layers(len(blocks), count)
             settings = conversion({"keep_layers": kept, **bits})
             convert(work.source, settings, folder, force=True, progress=work.progress)
-        return [row_of(work, name, work.exported(folder, "fewer-layers-exported"), work.runtime)]
+        return [
+            row_of(work, name, work.exported(folder, "fewer-layers-exported", name), work.runtime)
+        ]
     return []
 
 
@@ -80,7 +84,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     with work.timed(f"Measuring {name} in {runtime}"):
         dense = (name, runtime) == (DENSE, "torch")
         size = work.source.store.total_bytes if dense else work.bytes_read(folder, runtime)
-        speed = 1.0 if dense else work.speed(folder, runtime, save=name == SHIPPED)
+        speed = 1.0 if dense else work.speed(folder, runtime)
         row = Row(name, runtime, size, speed)
         if work.settings.task is not None:
             row = _with_quality(work, row, folder)
@@ -92,11 +96,12 @@ def _with_quality(work: Work, row: Row, folder: Path) -> Row:
     """Evaluate a model beside the dense one in PyTorch."""
     dense = (row.name, row.runtime) == (DENSE, "torch")
     baseline: Sequence[Baseline] = () if dense else _baseline(work)
-    settings = measurement(work.settings, row.runtime)
+    settings = measurement(work.settings, work.effort, row.runtime)
     trust = work.source.trust_remote_code
-    shared: dict[str, Any] = {"trust_remote_code": trust, "progress": work.progress}
-    save = row.name == SHIPPED
-    [scores] = evaluate([folder], settings, baseline=baseline, save=save, **shared)
+    shown = Renamed(work.progress, f"{row.name} in {row.runtime}")
+    shared: dict[str, Any] = {"trust_remote_code": trust, "progress": shown}
+    shared["save"] = work.is_ours(folder)
+    [scores] = evaluate([folder], settings, baseline=baseline, **shared)
     main = main_of(scores.metrics, several=len(scores.sets) > 1)
     assert main is not None  # a task has a number
     if dense:

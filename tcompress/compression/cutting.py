@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress import files
+from tcompress.artifact.manifest import read_manifest
 from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
 from tcompress.compression.forecast import bytes_of_weights
 from tcompress.compression.working import Work
@@ -19,7 +20,6 @@ from tcompress.options.choose import conversion
 ATTEMPTS = 3
 CUTTING = 0.5
 """Share of the time after which no further conversion is tried."""
-SMOKE_SAMPLES = 64
 CONVERTED, EXPORTED = "converted", "exported"
 """Beginnings of the names of a conversion's folder, and of that with its files."""
 
@@ -64,8 +64,11 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
                     break
                 raise _out_of_reach(work, following, error) from error
             files.remove(work.place.folder / f"{EXPORTED}-{len(attempts)}")
-            found = work.measured(work.exported(folder, f"{EXPORTED}-{len(attempts)}"))
+            name, label = f"{EXPORTED}-{len(attempts)}", "what was converted"
+            found = work.measured(work.exported(folder, name, label))
             work.say(f"converted: {_words(found)}")
+            if (manifest := read_manifest(folder)) is not None:
+                work.learn_agreement(manifest.calibration.agreement.values())
             attempts.append((following, found))
             following = next_ask(work.goal, dense, attempts)
             if work.minutes_left < (1 - CUTTING) * work.settings.most_minutes:
@@ -95,8 +98,8 @@ def _options(work: Work, ask: Ask) -> Convert:
     calibration: dict[str, Any] = {"seed": goal.seed}
     if goal.data:
         calibration["source"] = list(goal.data)
-    if goal.smoke:
-        calibration["samples"] = SMOKE_SAMPLES
+    if work.effort.samples is not None:
+        calibration["samples"] = work.effort.samples
     said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
     if ask.speedup is not None:
         said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tcompress.compression.effort import Needs
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
 from tcompress.options.choose import conversion
@@ -22,6 +23,8 @@ class Forecast:
     bytes_there: int  # of its weights in the runtime
     stages: tuple[str, ...]
     unknown: str
+    least_minutes: float  # of all stages on this machine, healing not counted, about
+    too_short: str | None  # what is said where the time is less than that
 
     def to_json(self) -> dict[str, Any]:
         """Give all of it as plain data."""
@@ -66,4 +69,6 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
         f"measure {settings.task or 'size and speed'} of it, the dense model and fewer layers",
     )
     unknown = "what is lost, and how fast the result is: both are measured on the way"
-    return Forecast(dense, as_it_is, stages, unknown)
+    needs = Needs.of(source, settings)
+    too_short = needs.too_short(settings.most_minutes)
+    return Forecast(dense, as_it_is, stages, unknown, round(needs.least, 1), too_short)

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 
 import tcompress
-from tcompress.artifact.checksums import digest_of, seal
-from tcompress.artifact.manifest import Manifest, read_manifest, write_manifest
+from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
+from tcompress.compression.effort import Effort, Needs, minutes_text
+from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
 from tcompress.data.inputs import inputs_of
@@ -34,16 +35,15 @@ from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
 from tcompress.progress import Progress, Silent
-from tcompress.reporting.model_report import report_of
-from tcompress.reporting.page import write_html
 from tcompress.runtimes.installed import require_onnx
 from tcompress.training.finetuning import finetune
 
-PAGE = "report.html"
 LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
 NEAR = 0.98
 """Share of a speed that counts as reached in the end: times of a pass differ so much by chance."""
+OVERRUN = 0.1
+"""Share of the time by which it may be exceeded before that is said."""
 _NO_DATA = "fitted and healed on text that ships: `--data` with texts of your own does better"
 
 
@@ -77,7 +77,7 @@ def compress(
     _check(output, settings, force)
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
-        check_measurement(measurement(settings), source, heads=True)
+        check_measurement(measurement(settings, Effort.least()), source, heads=True)
     facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
     identity = identity_of({**facts, "weights": source.store.fingerprint()})
     place = Workplace(output, identity, force=force)
@@ -87,6 +87,7 @@ def compress(
             place.discard()
             return Compressed.of_json(finished["result"])
         work = Work(source, settings, place, progress or Silent(), say)
+        work = replace(work, effort=_effort(work))
         result = _all_stages(replace(work, runtime=_runtime(work)))
         place.note("result", result=result.to_json())
         place.publish(force=force)
@@ -106,6 +107,22 @@ def _check(output: Path, settings: Compress, force: bool) -> None:
     problems.report()
 
 
+def _effort(work: Work) -> Effort:
+    """Choose how much stages take, once: a run that goes on after a kill does as it began."""
+    for note in work.place.notes("effort"):
+        return Effort(**note["effort"])
+    needs = Needs.of(work.source, work.settings)
+    effort = needs.effort(work.settings.most_minutes)
+    if work.settings.smoke:
+        effort = Effort.least(intervals=False)
+    if (text := needs.too_short(work.settings.most_minutes)) is not None:
+        work.say(f"{text}.")
+    elif effort != Effort() and not work.settings.smoke:
+        work.say(f"{minutes_text(work.settings.most_minutes)}: {effort.words}")
+    work.place.note("effort", effort=effort.to_json())
+    return effort
+
+
 def _all_stages(work: Work) -> Compressed:
     """Do everything that is not done yet."""
     folder = converted(work)
@@ -120,7 +137,7 @@ def _runtime(work: Work) -> RuntimeName:
     if runtime == "torch" or work.place.notes("refused"):
         return "torch"
     try:
-        replace(work, runtime=runtime).exported(work.original, DENSE)
+        replace(work, runtime=runtime).exported(work.original, DENSE, DENSE)
     except InputError as error:
         if work.settings.runtime is not None:
             raise
@@ -136,7 +153,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     if narrowed == work.original:
         return narrowed, "not needed"
     if not (folder / "config.json").is_file():
-        following = work.seconds_of(f"Exporting {DENSE}", f"Measuring {DENSE} in {work.runtime}")
+        measured = (f"Measuring {DENSE} in {runtime}" for runtime in {work.runtime, "torch"})
+        following = work.seconds_of(f"Exporting {DENSE}", *measured)
         minutes = work.minutes_left - 1.1 * following / 60
         if work.settings.smoke:  # of every stage a little
             minutes = max(LEAST_MINUTES / 2, minutes)
@@ -154,6 +172,7 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
     manifest = read_manifest(folder)
     runs = manifest.training if manifest else []
     steps = sum(run.steps for run in runs)
+    work.learn_agreement(_agreements(manifest))
     if all(run.keeps_start for run in runs):
         return folder, f"no ({steps:,} steps tried, none better)"
     return folder, f"{steps:,} steps"
@@ -169,26 +188,21 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         # Without healing it is the conversion's export, which is there.
         unhealed = healed.name.startswith(CONVERTED)
         name = healed.name.replace(CONVERTED, EXPORTED) if unhealed else f"{healed.name}-{EXPORTED}"
-        shipped = work.exported(healed, name)
+        shipped = work.exported(healed, name, "what was healed")
         row = row_of(work, SHIPPED, shipped, work.runtime)
-        if work.runtime != "torch" and not work.settings.smoke:
+        if work.runtime != "torch" and work.effort.other_rows:
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
     shutil.rmtree(work.place.model)
     if shipped == work.original:
         shutil.copytree(shipped, work.place.model)
     else:
         shipped.rename(work.place.model)
+    trust = work.source.trust_remote_code
+    write_records(work.place.model, work.place.output.name, trust_remote_code=trust)
     manifest = read_manifest(work.place.model)
-    if manifest is not None:
-        _write_page(work, work.place.model, manifest)
     exported = file_of(manifest, work.runtime)
     file = "model.safetensors" if exported is None else exported.file
-    agreements = [
-        source.kept
-        for run in (manifest.training if manifest else [])[-1:]
-        for source in run.sources
-        if source.kept is not None
-    ]
+    agreements = _agreements(manifest)
     kind = work.source.model_class.__name__
     usage = usage_of(
         work.place.output,
@@ -208,16 +222,14 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         usage=usage,
         agreement=fmean(agreements) if agreements else None,
         missed=measured.missed(work.goal, near=NEAR),
-        notes=_notes(work, rows),
+        notes=(*_notes(work, rows), *_overrun(work)),
     )
 
 
-def _write_page(work: Work, folder: Path, manifest: Manifest) -> None:
-    """Write the page of `report` into a folder, and seal it with what is there."""
-    report = report_of(folder, trust_remote_code=work.source.trust_remote_code)
-    write_html([report.model_copy(update={"name": work.place.output.name})], folder / PAGE)
-    sealed = seal(folder, {**manifest.checksums, PAGE: digest_of(folder / PAGE)})
-    write_manifest(folder, manifest.model_copy(update=sealed))
+def _agreements(manifest: Manifest | None) -> list[float]:
+    """List agreements with the dense model on texts held back from the last healing, by source."""
+    runs = manifest.training[-1:] if manifest else []
+    return [source.kept for run in runs for source in run.sources if source.kept is not None]
 
 
 def _quality_name(work: Work) -> str | None:
@@ -232,13 +244,20 @@ def _quality_name(work: Work) -> str | None:
 def _notes(work: Work, rows: list[Row]) -> tuple[str, ...]:
     """Say what a user should know of the result."""
     notes = [] if work.settings.data else [_NO_DATA]
-    if (
-        work.goal != Goal()
-        and not work.settings.smoke
-        and not any("layers" in r.name for r in rows)
-    ):
+    if work.goal != Goal() and work.effort.other_rows and not any("layers" in r.name for r in rows):
         notes.append("no number of whole layers reaches the goal without other changes")
     return tuple(notes)
+
+
+def _overrun(work: Work) -> tuple[str, ...]:
+    """Say that all of it took longer than it should, where that is more than a tenth."""
+    most = work.settings.most_minutes
+    if -work.minutes_left <= OVERRUN * most:
+        return ()
+    took = minutes_text(most - work.minutes_left)
+    longest = max(work.place.notes("seconds"), key=lambda note: float(note["seconds"]))
+    part = f"{longest['stage'].lower()} took {minutes_text(longest['seconds'] / 60)} of them"
+    return (f"all took about {took} in place of {minutes_text(most)}; {part}",)
 
 
 def _more_minutes(work: Work) -> int:

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from tcompress.artifact.manifest import ExportedFile, Manifest, read_manifest
+from torch import nn
+
+from tcompress.artifact.manifest import ExportedFile, Manifest, one_file, read_manifest
+from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
+from tcompress.compression.effort import Effort
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.fields import RuntimeName
 from tcompress.latency.benchmark import bench
+from tcompress.latency.paired_timing import InRuntime
 from tcompress.models import SourceModel
 from tcompress.options import Bench
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
-from tcompress.progress import Progress
+from tcompress.progress import Overview, Progress
 
-REPEATS = 9
 DENSE = "dense"
 """Name of the rows of the model that was given."""
-_BITS: dict[str, int] = {"onnx-int8": 8, "onnx-q4": 4}
 
 Say = Callable[[str], None]
 
@@ -42,6 +46,7 @@ class Work:
     progress: Progress
     say: Say
     runtime: RuntimeName = "torch"
+    effort: Effort = field(default_factory=Effort)
     began: float = field(default_factory=time.monotonic)
 
     @property
@@ -62,27 +67,46 @@ class Work:
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """Say that a stage begins, and keep how long it takes."""
-        self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
+        if isinstance(self.progress, Overview):
+            self.progress.begin(stage, self.minutes_left)
+        else:
+            self.say(f"{stage} ({max(0.0, self.minutes_left):.1f} minutes left)")
         start = time.monotonic()
         yield
         self.place.note("seconds", stage=stage, seconds=time.monotonic() - start)
+
+    def learn_agreement(self, values: Collection[float]) -> None:
+        """Show how far the model agrees with the dense one, where that was measured."""
+        if values and isinstance(self.progress, Overview):
+            self.progress.learn("agreement", fmean(values))
+
+    def is_ours(self, folder: Path) -> bool:
+        """Tell whether a folder is one of this run, and not the user's, which is never changed."""
+        return folder.is_relative_to(self.place.folder)
 
     def seconds_of(self, *stages: str) -> float:
         """Seconds that stages took, whenever that was."""
         notes = self.place.notes("seconds")
         return sum(float(note["seconds"]) for note in notes if note["stage"] in stages)
 
-    def exported(self, model: Path, name: str) -> Path:
-        """A model with its files for the runtime; the model itself where that is PyTorch."""
+    def exported(self, model: Path, name: str, label: str) -> Path:
+        """A model with its files for the runtime; the model itself where that is PyTorch.
+
+        Args:
+            model: The model.
+            name: Name of the folder in the working folder.
+            label: What the model is, for people.
+        """
         if self.runtime == "torch":
             return model
         folder = self.place.folder / name
         if not (folder / "config.json").is_file():
             bits = _embedding_bits(read_manifest(model))
-            four = 4 if name == DENSE and self.goal.bytes is not None else None
+            shown = self.effort.other_rows and self.goal.bytes is not None
+            four = 4 if name == DENSE and shown else None
             settings = OnnxFiles(int8=True, bits=four, embedding_bits=bits)
             trust = self.source.trust_remote_code
-            with self.timed(f"Exporting {name}"):
+            with self.timed(f"Exporting {label}"):
                 shared: dict[str, Any] = {"trust_remote_code": trust, "progress": self.progress}
                 export_onnx(model, folder, settings, **shared)
             file_of(read_manifest(folder), self.runtime)  # there is one
@@ -91,28 +115,42 @@ class Work:
     @property
     def dense(self) -> Path:
         """The dense model, with its files."""
-        return self.exported(self.original, DENSE)
+        return self.exported(self.original, DENSE, DENSE)
 
     def measured(self, folder: Path) -> Measured:
         return Measured(self.bytes_read(folder, self.runtime), self.speed(folder, self.runtime))
 
-    def speed(self, folder: Path, runtime: RuntimeName, *, save: bool = False) -> float:
-        """Times as fast as the dense model in PyTorch; `save` keeps it in the manifest."""
+    def speed(self, folder: Path, runtime: RuntimeName) -> float:
+        """Times as fast as the dense model in PyTorch; measured once, and kept in the manifest."""
         batch, length = self.settings.batch_and_length
         reads = inputs_of(self.source)
+        if self.is_ours(folder) and (ratio := _stored_ratio(folder, runtime)) is not None:
+            return ratio
         options = Bench(
             batch=(batch,),
             length=(length,) if reads.text or reads.decoder else (),
             runtime=(runtime,),
-            repeats=3 if self.settings.smoke else REPEATS,
+            repeats=self.effort.repeats,
             threads=self.settings.threads,
             device="cpu",
         )
-        with RuntimeFiles.opened() as opened:
-            shared: dict[str, Any] = {"save": save, "in_runtime": opened}
-            shared |= {"trust_remote_code": self.source.trust_remote_code}
+        trust = self.source.trust_remote_code
+        with RuntimeFiles.opened() as files:
+            shared: dict[str, Any] = {"save": self.is_ours(folder), "trust_remote_code": trust}
+            shared["in_runtime"] = self._with_dense_files(files)
             timed = bench([str(folder)], str(self.original), options, **shared)
         return timed[0].speed[0].ratio
+
+    def _with_dense_files(self, files: RuntimeFiles) -> InRuntime:
+        """Open models in a runtime, the dense one from its files here: it is timed beside all."""
+        fingerprint = self.source.store.fingerprint()
+
+        def opened(source: SourceModel, runtime: RuntimeName) -> nn.Module:
+            if source.store.fingerprint() == fingerprint:
+                source = open_checked(str(self.dense), trust=source.trust_remote_code)
+            return files(source, runtime)
+
+        return opened
 
     def bytes_read(self, folder: Path, runtime: RuntimeName) -> int:
         """Bytes of what the runtime reads."""
@@ -122,15 +160,23 @@ class Work:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def file_of(manifest: Manifest | None, runtime: str) -> ExportedFile | None:
+def _stored_ratio(folder: Path, runtime: RuntimeName) -> float | None:
+    """Read a speed that was measured before; a run times one pass alone."""
+    manifest = read_manifest(folder)
+    mode = "eager" if runtime == "torch" else runtime
+    times = [] if manifest is None else manifest.speed
+    return next((item.ratio for item in times if item.mode == mode), None)
+
+
+def file_of(manifest: Manifest | None, runtime: RuntimeName) -> ExportedFile | None:
     """The measured file for a runtime, if a folder has one."""
     if manifest is None or runtime == "torch":
         return None
-    exported = [file for file in manifest.exports if file.bits == _BITS[runtime]]
-    if len(exported) != 1:
-        text = f"`{manifest.source.id}` becomes {len(exported)} files of {_BITS[runtime]} bits"
+    if (exported := one_file(manifest.exports, runtime)) is None:
+        count = sum(file.runtime == runtime for file in manifest.exports)
+        text = f"`{manifest.source.id}` becomes {count} files for `{runtime}`"
         raise InputError(f"{text}, which are not run together here", "give `--runtime torch`")
-    return exported[0]
+    return exported
 
 
 def _embedding_bits(manifest: Manifest | None) -> int:

@@ -51,7 +51,16 @@ class TableCandidate:
         storage = Storage(weights=weights, embeddings=self.rounding)
         rounds = weights is not None or self.rounding is not None
         changes = {"embeddings": self.embeddings, "storage": storage if rounds else None}
-        return plan.model_copy(update=changes)
+        return plan.model_copy(update={**changes, "method": self._label(plan.method, weights)})
+
+    def _label(self, label: str, weights: Rounding | None) -> str:
+        """Name what is done to the tables beside what is done to the rest, as options do."""
+        words = [w for w in label.split(" + ") if w != "embeddings" and not w.startswith("words")]
+        if self.embeddings:
+            words.insert(sum(not word.endswith("bit") for word in words), "embeddings")
+        if self.rounding is not None and (weights is None or weights.bits != self.rounding.bits):
+            words.append(f"words{self.rounding.bits}bit")
+        return " + ".join(words)
 
 
 @dataclass(frozen=True)

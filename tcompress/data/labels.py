@@ -196,6 +196,19 @@ def _disagree(
     return DataError(text + reason, _change(labels))
 
 
+def order_of(labels: Sequence[str], other: Sequence[str]) -> list[int] | None:
+    """Find the label of another head for each of a head's, by name or else by number.
+
+    None where they have other names, or not as many.
+    """
+    places = {_called(name): index for index, name in enumerate(other)}
+    if len(labels) != len(other):
+        return None
+    if len(places) == len(other) and {*map(_called, labels)} == {*places}:
+        return [places[_called(name)] for name in labels]
+    return [*range(len(labels))] if are_numbers(labels) or are_numbers(other) else None
+
+
 def _called(name: str) -> str | int:
     number_of = _NUMBER.fullmatch(name.strip())
     return int(number_of[1]) if number_of else _PARTING.sub(" ", name.casefold()).strip()

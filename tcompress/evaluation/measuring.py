@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 import tcompress
-from tcompress.artifact.manifest import environment, record
+from tcompress.artifact.manifest import environment, record, record_of_file
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
@@ -133,14 +133,18 @@ class _Measurement:
         notes = list(task.notes)
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
+        folder = task.source.folder
         # A folder in the hub's cache is not the user's to change.
-        # The numbers of a manifest are those of its weights in PyTorch.
-        stores = self.save and runtime == "torch" and local_folder(name) is not None
+        stored = self.save and local_folder(name.removesuffix(f" ({runtime})")) is not None
+        if stored and runtime == "torch":
+            stored = record(folder, "metrics", metrics, same_measurement)
+        elif stored:
+            stored = record_of_file(folder, runtime, metrics, same_measurement)
         return SetScores(
             metrics=tuple(metrics),
             protocol=protocol,
             per_second=task.units / seconds,
-            stored=stores and record(task.source.folder, "metrics", metrics, same_measurement),
+            stored=stored,
             notes=tuple(notes),
             baseline=own,
         )

@@ -20,11 +20,13 @@ from tcompress.artifact.manifest import (
     CalibrationFacts,
     ExportedFile,
     Manifest,
+    Metric,
     SourceFacts,
     environment,
     read_manifest,
     write_manifest,
 )
+from tcompress.artifact.means import main_of, set_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.data.sentences import SentenceEncoder
@@ -129,7 +131,8 @@ def export_onnx(
         if place.published:  # a kill came after it
             place.discard()
             manifest = read_manifest(output)
-            return ExportedOnnx(output, tuple(manifest.exports if manifest else ()))
+            written = manifest.exports if manifest else ()
+            return ExportedOnnx(output, tuple(f for f in written if f.file.startswith(f"{to}/")))
         place.need((2 + len(settings.bits_of_files)) * source.store.total_bytes)
         _carry(source, place.model, output if inside else None, to)
         files, notes = _write_files(source, place, settings, to, progress)
@@ -330,20 +333,36 @@ _READERS: dict[ExportFormat, str] = {
 }
 
 
+def _has_sets(metrics: Sequence[Metric]) -> bool:
+    return len(set(map(set_of, metrics))) > 1
+
+
+def _quality(metric: Metric | None) -> str:
+    """Quality of a file, with its interval and as a share of the dense model's in PyTorch."""
+    if metric is None:
+        return ""
+    ends, ratio = metric.interval, metric.ratio
+    around = "" if ends is None else f" [{ends.low:.4f}, {ends.high:.4f}]"
+    return f"{metric.value:.4f}{around}" + ("" if ratio is None else f", {ratio:.3f} x dense")
+
+
 def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onnx") -> str:
     """Put a table of the files at the end of a card, in the place of an older one."""
+    metrics = [main_of(item.metrics, several=_has_sets(item.metrics)) for item in files]
+    main = next((metric for metric in metrics if metric is not None), None)
     rows = [
         f"| `{item.file}` | {item.bits} | {item.bytes / 1e6:.1f} | {item.ratio:.2f} x | "
-        f"{item.agreement:.4f} |"
-        for item in files
+        f"{item.agreement:.4f} |" + (f" {_quality(metric)} |" if main else "")
+        for item, metric in zip(files, metrics, strict=True)
     ]
+    name = f" {main.label} |" if main else ""
     protocol = files[0].protocol
     table = "\n".join(
         [
             _HEADINGS[to],
             "",
-            "| file | bits of weights | MB | speed | cosine |",
-            "|---|---|---|---|---|",
+            f"| file | bits of weights | MB | speed | cosine |{name}",
+            "|---|---|---|---|---|" + ("---|" if main else ""),
             *rows,
             "",
             f"Speed is that of {_RUNTIMES[to]} over this model in PyTorch in float32, for "

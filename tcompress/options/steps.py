@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tcompress.errors import listed
 from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sources, option
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
@@ -18,7 +19,7 @@ TrainingTask = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
     "volume-classification", "forecasting", "response-selection",
 ]  # fmt: skip
-ObjectiveName = Literal["task", "logits", "hidden", "embedding", "attention"]
+ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities", "attention"]
 
 
 class TrainingData(Section):
@@ -77,12 +78,14 @@ class Finetune(Section):
         None, "task to learn; without one the model is healed", panel=LEARNING, metavar="NAME"
     )
     data: TrainingData = Field(TrainingData(), description="training data")
-    teacher: str = option(
-        "source",
+    teacher: Sources = option(
+        ("source",),
         "model to imitate: `source` (the dense model of the conversion), `none`, a folder, short "
-        "name or hub id",
+        "name or hub id; of several, the mean of what they say of a text",
         panel=LEARNING,
         metavar="source|none|MODEL",
+        splits=False,
+        min_length=1,
     )
     teacher_blocks: tuple[int, ...] = option(
         (),
@@ -180,6 +183,18 @@ class Finetune(Section):
                 "`embedding_bits` goes with `bits`: give both, or convert with `--embedding-bits`"
             )
         return self
+
+    @field_validator("teacher")
+    @classmethod
+    def _check_teachers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if len(names) > 1 and "none" in names:
+            raise ValueError(
+                f"`teacher` is {listed(names)}: `none` goes with no other; leave it out, or the "
+                "others"
+            )
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"`teacher` names {listed(twice)} more than once: name each once")
+        return names
 
     @field_validator("objectives")
     @classmethod

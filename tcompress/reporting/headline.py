@@ -1,14 +1,19 @@
-"""What a reader takes home of a report: size, speed and quality, and one sentence."""
+"""What a reader takes home of a report: size, speed and quality, and one sentence.
+
+Where a model ships as a file for another runtime, all three are those of the file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.artifact.means import AGREEMENT
 from tcompress.reporting import formatting as fmt
+from tcompress.reporting.shipped import Shipped, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
 
 _NONE = "–"
@@ -37,16 +42,22 @@ def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headlin
     Where none was measured it is the smallest.
     """
     metrics, speeds = main_metrics(reports), main_speeds(reports)
+    files = list(map(shipped_of, reports, metrics, speeds))
     small = [index for index, report in enumerate(reports) if report.is_smaller]
-    measured = {i: metric for i in small if (metric := metrics[i]) is not None}
+    deployed = [(file and file.metric) or own for file, own in zip(files, metrics, strict=True)]
+    measured = {i: metric for i in small if (metric := deployed[i]) is not None}
     signed = {i: m.value * (1 if m.higher_is_better else -1) for i, m in measured.items()}
     if signed:
         best = max(signed, key=lambda index: signed[index])
     else:
         best = min(small or range(len(reports)), key=lambda i: reports[i].bytes_on_disk.now)
-    report, metric, speed = reports[best], metrics[best], speeds[best]
-    figures = (size_figure(report), speed_figure(report, speed), quality_figure(report, metric))
-    sentence = _sentence(report, metric, speed)
+    report, metric, speed, file = reports[best], metrics[best], speeds[best], files[best]
+    if file is None:
+        figures = (size_figure(report), speed_figure(report, speed), quality_figure(report, metric))
+        sentence = _sentence(report, metric, speed)
+    else:
+        figures = _file_figures(report, file, metric, speed)
+        sentence = _file_sentence(report, file, metric, speed)
     if len(reports) == 1:
         text = f"{names[best]} {sentence}"
     elif not small:
@@ -76,11 +87,28 @@ def _sentence(report: ModelReport, metric: Metric | None, speed: Speed | None) -
     return f"{', '.join(words[:-1])} and {words[-1]}."
 
 
-def _times_smaller(report: ModelReport) -> str:
-    size = report.bytes_on_disk
-    if size.now < size.dense:
-        return f"{size.dense / size.now:.1f}× smaller"
-    return f"{size.now / max(1, size.dense):.1f}× as large"
+def _file_sentence(
+    report: ModelReport, file: Shipped, metric: Metric | None, speed: Speed | None
+) -> str:
+    """What the file of a model keeps; what was not measured of it, in PyTorch."""
+    words = [f"in its int8 file is {_times_smaller(report, file.file.bytes)}"]
+    if (timed := file.speed or speed) is not None:
+        where = "" if file.speed else " in PyTorch"
+        words.append(f"runs at {_speed_text(timed)} the dense speed{where}")
+    number = file.metric or metric
+    if number is None and _calibrated(report) is None:
+        return f"{' and '.join(words)}; its quality was not measured."
+    where = "" if file.metric else "in PyTorch "
+    words.append(where + _quality_words(report, number))
+    return f"{', '.join(words[:-1])} and {words[-1]}."
+
+
+def _times_smaller(report: ModelReport, now: int | None = None) -> str:
+    dense = report.bytes_on_disk.dense
+    now = report.bytes_on_disk.now if now is None else now
+    if now < dense:
+        return f"{dense / now:.1f}× smaller"
+    return f"{now / max(1, dense):.1f}× as large"
 
 
 def _speed_text(speed: Speed) -> str:
@@ -114,9 +142,16 @@ def _holds_zero(metric: Metric) -> bool:
 
 
 def _calibrated(report: ModelReport) -> float | None:
-    """Agreement on held-out samples of the calibration; healing changes it unmeasured."""
+    """Agreement with the dense model on samples held out of the calibration, or of the healing."""
     agreement = report.calibration.agreement if report.calibration else {}
-    return fmean(agreement.values()) if agreement and not report.training else None
+    values = [*agreement.values()]
+    if report.training:
+        last = report.training[-1]
+        # Another teacher than the dense model says nothing of how far the two are apart.
+        dense = PurePath(last.teacher or "").name == PurePath(report.source or "").name
+        sources = last.sources if dense and last.task is None else []
+        values = [item.kept for item in sources if item.kept is not None]
+    return fmean(values) if values else None
 
 
 def file_of(files: Sequence[ExportedFile], bits: int = 8) -> ExportedFile | None:
@@ -124,12 +159,50 @@ def file_of(files: Sequence[ExportedFile], bits: int = 8) -> ExportedFile | None
     return next((item for item in files if item.bits == bits), None)
 
 
+def _file_figures(
+    report: ModelReport, file: Shipped, metric: Metric | None, speed: Speed | None
+) -> tuple[Figure, Figure, Figure]:
+    """The figures of a file; those of the weights in PyTorch stand in small letters below."""
+    size, dense = report.bytes_on_disk, file_of(report.dense_exports)
+    there = f"{size.dense / max(1, file.file.bytes):.1f}× smaller than the dense"
+    notes = [f"`{file.name}`, all that ONNX Runtime reads of weights"]
+    notes += [f"dense at int8 {fmt.bytes_text(dense.bytes)}"] if dense and report.is_smaller else []
+    notes += [f"in PyTorch {fmt.bytes_text(size.now)}"] if report.is_smaller else []
+    bytes_there = fmt.bytes_text(file.file.bytes)
+    first = Figure("Size", bytes_there, f"{there} {fmt.bytes_text(size.dense)}", tuple(notes))
+    second, third = _file_speed(file, speed), quality_figure(report, file.metric)
+    if file.metric is None:
+        third = quality_figure(report, metric)
+        hint = "in PyTorch; `tcompress evaluate --runtime onnx-int8` measures the file"
+        third = third._replace(notes=(*third.notes[:1], hint))
+    elif metric is not None and (weights := quality_figure(report, metric)).value:
+        third = third._replace(notes=(*third.notes, f"in PyTorch {weights.value}"))
+    return first, second, third
+
+
+def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
+    """How fast a pass of the file is beside the dense model in PyTorch."""
+    if file.speed is None:
+        figure = speed_figure_of(speed)
+        hint = "in PyTorch; `tcompress bench --runtime onnx-int8` times the file"
+        return figure._replace(notes=(*figure.notes[:1], hint))
+    figure = speed_figure_of(file.speed)
+    own, dense = map(
+        fmt.milliseconds_text, (file.speed.milliseconds, file.speed.baseline_milliseconds)
+    )
+    notes = [*figure.notes]
+    if text := _dense_there(file.speed):
+        notes.append(text.removeprefix(", "))
+    if speed is not None and speed is not file.speed:
+        notes.append(f"in PyTorch {_speed_text(speed)}")
+    words = f"{own} in ONNX Runtime; dense in PyTorch {dense}"
+    return figure._replace(words=words, notes=tuple(notes))
+
+
 def size_figure(report: ModelReport) -> Figure:
-    """Bytes of the weight files, and of files with eight bits where there are any."""
+    """Bytes of the weight files, and of the dense model with eight bits where it is known."""
     size, notes = report.bytes_on_disk, []
-    own, dense = file_of(report.exports), file_of(report.dense_exports)
-    if own is not None:
-        notes.append(f"int8 file {fmt.bytes_text(own.bytes)}")
+    dense = file_of(report.dense_exports)
     if dense is not None and report.is_smaller:
         notes.append(f"dense at int8 {fmt.bytes_text(dense.bytes)}")
     words = "on disk"
@@ -143,25 +216,25 @@ def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
     """How fast a pass is beside the dense model's, and both with eight bits where timed."""
     if speed is None:
         hint = ("`tcompress bench` times it",) if report.is_smaller else ()
-        return Figure("Speed", _NONE, "not timed", hint)
-    times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    own, dense = times
-    notes = [fmt.pass_text(speed)]
-    if speed.is_noisy:
-        notes.append("?: the machine was busy, the time is in doubt")
-    other = int8_speed(report, speed)
+        return speed_figure_of(None)._replace(notes=hint)
+    figure = speed_figure_of(speed)
+    notes, other = [*figure.notes], int8_speed(report, speed)
     if other is not None and other is not speed:
         notes.append(f"int8 in ONNX Runtime {_speed_text(other)}{_dense_there(other)}")
     elif other is not None and other.same_runtime_milliseconds:
         notes.append(_dense_there(other).removeprefix(", "))
+    return figure._replace(notes=tuple(notes))
+
+
+def speed_figure_of(speed: Speed | None) -> Figure:
+    """How fast a pass is beside the dense model's."""
+    if speed is None:
+        return Figure("Speed", _NONE, "not timed")
+    own, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
+    notes = [fmt.pass_text(speed)]
+    if speed.is_noisy:
+        notes.append("?: the machine was busy, the time is in doubt")
     return Figure("Speed", _speed_text(speed), f"{own}; dense {dense}", tuple(notes))
-
-
-def int8_speed(report: ModelReport, speed: Speed) -> Speed | None:
-    """The same pass with weights of eight bits in ONNX Runtime, if it was timed."""
-    size = (speed.batch, speed.length, speed.phase)
-    found = (item for item in report.speed if item.mode == "onnx-int8")
-    return next((item for item in found if (item.batch, item.length, item.phase) == size), None)
 
 
 def _dense_there(speed: Speed) -> str:
@@ -175,7 +248,8 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     """The share of the dense model's quality, or the agreement with it."""
     if metric is None:
         if (agreement := _calibrated(report)) is not None:
-            words, note = "agreement with the dense model", "held-out calibration samples"
+            words = "agreement with the dense model"
+            note = f"on samples held out of the {'healing' if report.training else 'calibration'}"
             return Figure("Quality", fmt.value_text(agreement), words, (note,))
         error = next(iter(report.errors.items()), None)
         hints = [] if error is None else [f"mean {_error(*error)}"]

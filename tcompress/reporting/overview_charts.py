@@ -21,7 +21,8 @@ from tcompress.reporting.charts import (
     trade_off,
     training_charts,
 )
-from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.headline import file_of
+from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
 
 _MOST_LINES = 4  # of costs without a quality, in one picture
@@ -69,32 +70,50 @@ def trade_offs(models: Sequence[Shown]) -> list[Picture]:
     """Draws quality against time and against bytes, where there is anything to compare."""
     reports = [model.report for model in models]
     metrics, speeds = main_metrics(reports), main_speeds(reports)
+    if not any(metrics):
+        return _file_trade_offs(models)
     pairs = list(zip(reports, speeds, strict=True))
     speed = next((speed for speed in speeds if speed is not None), None)
     pictures = []
     if speed is not None:
         times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in speeds]
         words = f"time of a pass ({fmt.pass_text(speed)})"
-        dots = _dots(models, metrics, times)
+        files = [None if s is None else int8_speed(r, s) for r, s in pairs]
+        costs = [None if item is None else item.milliseconds for item in files]
+        dots = [*_dots(models, metrics, times), *_file_dots(models, metrics, costs)]
         marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))][:1]
-        marks += [
-            Mark(f"{model.mark} int8", other.milliseconds)
-            for model, s in zip(models, speeds, strict=True)
-            if s and model.report.is_smaller and (other := int8_speed(model.report, s))
-        ]
+        marks += _file_marks(models, metrics, costs)
         write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
         pictures += _picture("quality-time", dots, marks, words, metrics, write)
     sizes = [(float(r.bytes_on_disk.now), float(r.bytes_on_disk.dense)) for r in reports]
-    files = [file_of(report.dense_exports) for report in reports]
-    marks = [Mark("dense int8", float(item.bytes)) for item in files if item][:1]
-    marks += [
-        Mark(f"{model.mark} int8", float(own.bytes))
-        for model in models
-        if model.report.is_smaller and (own := file_of(model.report.exports))
+    dense = [file_of(report.dense_exports) for report in reports]
+    marks = [Mark("dense int8", float(item.bytes)) for item in dense if item][:1]
+    costs = [float(own.bytes) if (own := file_of(report.exports)) else None for report in reports]
+    marks += _file_marks(models, metrics, costs)
+    write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
+    dots = [*_dots(models, metrics, sizes), *_file_dots(models, metrics, costs)]
+    return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
+
+
+def _file_trade_offs(models: Sequence[Shown]) -> list[Picture]:
+    """Draws the same of files alone, where no quality was measured in PyTorch."""
+    files = [shipped_of(model.report) for model in models]
+    metrics = [None if file is None else file.metric for file in files]
+    timed = [None if file is None else file.speed for file in files]
+    times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in timed]
+    sizes = [
+        None if file is None else (float(file.file.bytes), float(model.report.bytes_on_disk.dense))
+        for model, file in zip(models, files, strict=True)
     ]
+    pictures = []
+    if (speed := next((speed for speed in timed if speed is not None), None)) is not None:
+        words = f"time of a pass ({fmt.pass_text(speed)})"
+        write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
+        dots = _dots(models, metrics, times)
+        pictures += _picture("quality-time", dots, [], words, metrics, write)
     write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
     dots = _dots(models, metrics, sizes)
-    return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
+    return pictures + _picture("quality-bytes", dots, [], "bytes of the file", metrics, write)
 
 
 def _int8_time(report: ModelReport, speed: Speed) -> Mark | None:
@@ -125,6 +144,32 @@ def _dots(
             found = metric.model_copy(update={"value": value, "interval": interval})
             dots[own] = _dot(models[own], cost[1], found)
     return [dots[key] for key in sorted(dots, key=lambda key: (isinstance(key, str), str(key)))]
+
+
+def _file_dots(
+    models: Sequence[Shown], metrics: Sequence[Metric | None], costs: Sequence[float | None]
+) -> list[Dot]:
+    """A dot for each file whose quality was measured."""
+    dots = []
+    for model, metric, cost in zip(models, metrics, costs, strict=True):
+        number = metric and file_metric(model.report, metric)
+        if number is not None and cost is not None:
+            mark, name = f"{model.mark} int8", f"{model.name} int8"
+            dots.append(Dot(mark, name, cost, number.value, number.interval, model.colour))
+    return dots
+
+
+def _file_marks(
+    models: Sequence[Shown], metrics: Sequence[Metric | None], costs: Sequence[float | None]
+) -> list[Mark]:
+    """A line for each file of which the cost alone is known, but for those of dense models."""
+    return [
+        Mark(f"{model.mark} int8", cost)
+        for model, metric, cost in zip(models, metrics, costs, strict=True)
+        if cost is not None
+        and model.report.is_smaller
+        and not (metric and file_metric(model.report, metric))
+    ]
 
 
 def _dot(model: Shown, cost: float, metric: Metric) -> Dot:

@@ -19,6 +19,7 @@ from tcompress.reporting.charts import LIGHT, style_sheet, training_charts
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
+from tcompress.reporting.shipped import file_numbers
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
@@ -127,6 +128,9 @@ def _section(model: Shown) -> dict[str, Any]:
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
+    files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
+    names = fmt.metric_labels(files)
+    metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]
     return {
         **model._asdict(),
         "map": map_of(report),

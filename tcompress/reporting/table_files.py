@@ -15,9 +15,10 @@ from tcompress.options.commands import Tables
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import alone
 from tcompress.reporting.console import short_name
-from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.headline import file_of
 from tcompress.reporting.overview_charts import all_pictures, shown_models
 from tcompress.reporting.pareto import FrontReport, front_cells
+from tcompress.reporting.shipped import file_metric, int8_speed
 from tcompress.reporting.table_rows import Cell, parts_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds, numbers_of
 
@@ -160,7 +161,10 @@ def report_sheet(reports: Sequence[ModelReport]) -> Sheet:
             facts = {"value": file.bytes, "dense": before}
             ratio = file.bytes / before if before else None
             found.append({"quantity": "bytes", "of": file.file, "ratio": ratio, **facts})
-            found.append({"quantity": "agreement", "of": file.file, "value": file.agreement})
+            found.append({"quantity": "cosine", "of": file.file, "value": file.agreement})
+            for metric in file.metrics:
+                row = _metric(metric.label, metric)
+                found.append({**row, "of": f"{file.file}, {row['of']}"})
         for kind, error in report.errors.items():
             found.append({"quantity": f"mean {fmt.error_name(kind)}", "value": error})
         labels = fmt.metric_labels(metrics)
@@ -235,7 +239,7 @@ def report_table(reports: Sequence[ModelReport]) -> Printed:
                 Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy),
             )
         )
-        rows += _int8_row(short_name(report, reports), report, timed)
+        rows += _int8_row(short_name(report, reports), report, timed, main)
     return _used(columns, rows, 1)
 
 
@@ -271,7 +275,9 @@ def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list
     return [(Cell("dense, int8"), size, Cell(), Cell(), Cell(), time, ratio)]
 
 
-def _int8_row(name: str, report: ModelReport, timed: Speed | None) -> list[tuple[Cell, ...]]:
+def _int8_row(
+    name: str, report: ModelReport, timed: Speed | None, main: Metric | None
+) -> list[tuple[Cell, ...]]:
     """What rounding makes of a model, as of the dense one."""
     file, speed = file_of(report.exports), timed and int8_speed(report, timed)
     if (file is None and speed is None) or not report.is_smaller:
@@ -282,7 +288,10 @@ def _int8_row(name: str, report: ModelReport, timed: Speed | None) -> list[tuple
     noisy = " ?" if speed and speed.is_noisy else ""
     time = Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds))
     ratio = Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy)
-    return [(Cell(f"{name}, int8"), size, share, Cell(), Cell(), time, ratio)]
+    metric = file_metric(report, main)
+    value = Cell() if metric is None else _with_interval(metric.value, metric.interval)
+    kept = Cell("" if metric is None else fmt.ratio_text(metric.ratio))
+    return [(Cell(f"{name}, int8"), size, share, value, kept, time, ratio)]
 
 
 def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) -> Printed:

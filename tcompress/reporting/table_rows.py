@@ -13,7 +13,8 @@ from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.headline import file_of, int8_speed
+from tcompress.reporting.headline import file_of
+from tcompress.reporting.shipped import file_metric, int8_speed
 from tcompress.reporting.tree import (
     Amount,
     ModelReport,
@@ -210,6 +211,25 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         rows.append(Row(name, *cells))
         if key in levels:
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
+        rows += _file_rows(report, shown, found[key][0])
+    return rows
+
+
+def _file_rows(report: ModelReport, shown: Sequence[ModelReport], metric: Metric) -> list[Row]:
+    """Lines about the same number of files, where any model that is shown has one."""
+    if all(file_metric(item, metric) is None for item in shown):
+        return []
+    if (number := file_metric(report, metric)) is None:
+        return [Row("  of int8 file")]
+    gap, interval = number.difference, number.interval
+    dense = fmt.value_text(gap.baseline_value) if gap else ""
+    rows = [
+        Row("  of int8 file", fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio))
+    ]
+    if interval is not None:
+        rows.append(
+            Row(f"  {interval.level:.0%} interval of int8 file", fmt.interval_text(interval))
+        )
     return rows
 
 
@@ -392,12 +412,13 @@ def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dic
             cells[-1][label] = _measured(metric, with_ratio=not is_main)
             if is_main:
                 cells[-1]["difference to dense"] = _difference(report, metric)
+            cells[-1][f"{label} at int8"] = _measured(file_metric(report, found[key]))
             if metric and metric.difference and not other_baseline(report, metric):
                 dense.setdefault(label, Cell(fmt.value_text(metric.difference.baseline_value)))
     return cells, dense
 
 
-def _measured(metric: Metric | None, *, with_ratio: bool) -> Cell:
+def _measured(metric: Metric | None, *, with_ratio: bool = True) -> Cell:
     """A number with its interval."""
     if metric is None:
         return Cell()
@@ -514,7 +535,7 @@ def _int8_file(files: Sequence[ExportedFile]) -> Cell:
     own = file_of(files)
     if own is None:
         return Cell()
-    return Cell(fmt.bytes_text(own.bytes), f"agreement {fmt.value_text(own.agreement)}")
+    return Cell(fmt.bytes_text(own.bytes), f"cosine with PyTorch {fmt.value_text(own.agreement)}")
 
 
 def _int8_speed(report: ModelReport, speed: Speed | None) -> Cell:

@@ -15,6 +15,8 @@ from tcompress.data.inputs import collate
 from tcompress.errors import DataError
 
 Row = dict[str, Tensor]
+Text = tuple[str, ...]
+"""Of a row: one text, or a pair that is read together."""
 
 _Read = Callable[[int, int], list[Row]]
 BY_EXAMPLE = ("labels", "place")  # what a batch holds beside the model's inputs
@@ -33,20 +35,29 @@ class Encoded(Dataset[list[Row]]):
         self.epoch = 0
         self.is_fixed = False  # texts of one row each, the same in every epoch
         self.tells_places = False  # whether batches say which examples they are of
+        self.texts: list[tuple[Text, ...]] | None = None  # of each example, one for each row
 
     @classmethod
-    def of(cls, examples: Sequence[tuple[Row, ...]], labels: Tensor | None = None) -> Encoded:
-        """Takes examples whose rows are tokens, the same in every epoch."""
+    def of(
+        cls,
+        examples: Sequence[tuple[Row, ...]],
+        labels: Tensor | None = None,
+        texts: list[tuple[Text, ...]] | None = None,
+    ) -> Encoded:
+        """Takes examples whose rows are tokens, the same in every epoch, and their texts."""
         lengths = [max(len(ids) for row in rows for ids in row.values()) for rows in examples]
         made = cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
         made.is_fixed = all(len(rows) == 1 for rows in examples)
+        made.texts = texts
         return made
 
     def first(self, tokens: int) -> Encoded:
         """The first examples of so many tokens, but 32 at least; all where they have none."""
         count = max(_FEWEST, int((np.cumsum(self.lengths) <= tokens).sum()))
         labels = None if self.labels is None else self.labels[:count]
-        return Encoded(self.lengths[:count], self.read, labels)
+        made = Encoded(self.lengths[:count], self.read, labels)
+        made.texts = None if self.texts is None else self.texts[:count]
+        return made
 
     def __len__(self) -> int:
         return len(self.lengths)

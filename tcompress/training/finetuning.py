@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
 from tcompress.training.rounded import storage_of
 from tcompress.training.setup import Setup, blocks_first, set_up
-from tcompress.training.teacher import find_teacher
+from tcompress.training.teacher import find_teachers
 
 
 class FloatAttention(TorchFunctionMode):
@@ -115,11 +115,11 @@ def finetune(
     check_output(output, force=force)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
-    teacher = find_teacher(options.teacher, manifest, token, trust=model.trust_remote_code)
-    if teacher is not None:
+    teachers = find_teachers(options.teacher, manifest, token, trust=model.trust_remote_code)
+    for teacher in teachers:
         check_apart(output, teacher.origin or teacher.folder, "the teacher's own folder")
     heard = progress if accelerator.is_main_process else None
-    setup = set_up(model, teacher, options, manifest, heard)
+    setup = set_up(model, teachers, options, manifest, heard)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
     say = say or (lambda text: None)
@@ -127,7 +127,7 @@ def finetune(
         say(note)
     for name in stray_links(model.folder, model.trust_remote_code):
         say(f"`{name}` is a link out of the model's folder and is not carried along")
-    run = _Run(model, teacher, setup, accelerator, output, manifest, force, begun)
+    run = _Run(model, teachers, setup, accelerator, output, manifest, force, begun)
     return run.go(progress or Silent(), say)
 
 
@@ -137,7 +137,7 @@ _RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "source
 @dataclass
 class _Run:
     source: SourceModel
-    teacher: SourceModel | None
+    teachers: Sequence[SourceModel]
     setup: Setup
     accelerator: Accelerator
     output: Path
@@ -183,7 +183,7 @@ class _Run:
                 "kind": "finetune",
                 "options": self.setup.options.model_dump(mode="json"),
                 "weights": self.source.store.fingerprint(),
-                "teacher": self.teacher.store.fingerprint() if self.teacher else None,
+                "teacher": [teacher.store.fingerprint() for teacher in self.teachers],
                 "data": self.setup.data.fingerprint,
                 "tool": tcompress.__version__,
                 "processes": self.accelerator.num_processes,
@@ -214,7 +214,7 @@ class _Run:
             **state.model_dump(include=_RECORDED),
             stage="blocks, then end-to-end" if blocks_first(options) else "end-to-end",
             task=options.task,
-            teacher=self.teacher.id if self.teacher else None,
+            teacher=" + ".join(teacher.id for teacher in self.teachers) or None,
             data=setup.data.name,
             data_fingerprint=setup.data.fingerprint,
             objectives={objective.name: weight for objective, weight in setup.objectives},

@@ -129,6 +129,7 @@ class Loop:
 
     def run(self) -> RunState:
         """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
+        self.losses.read_texts(self.checkpoints.folder, self.progress)
         if (found := self.checkpoints.last()) is not None:
             self.accelerator.load_state(str(found))
             self.state = self.checkpoints.read_state(found)
@@ -173,7 +174,8 @@ class Loop:
     def _mixing(self) -> float:
         """Least that it takes to compare mixtures, in validations; nothing where none is made."""
         setup, teacher = self.setup, self.setup.teacher_observer
-        if teacher is None or type(teacher.model).__name__ != type(setup.model).__name__:
+        alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
+        if not setup.imitates or (setup.kind == "states" and not alike):
             return 0.0  # they put out other things
         held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
         held *= VARIANTS if embeds_texts(setup.source) else 1
@@ -305,7 +307,7 @@ class Loop:
         setup, options = self.setup, self.setup.options
         count = min(EXAMPLES, len(setup.data.train) // 2)
         given = options.learning_rate is not None or setup.task is not None
-        alone = blocks_first(options) or setup.teacher_observer is None
+        alone = blocks_first(options) or not setup.imitates
         if given or alone or setup.untrained or not count:
             return None
         size = max(1, options.batch_size // self.state.parts)

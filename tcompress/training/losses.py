@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,12 +14,15 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.data.inputs import IGNORED
+from tcompress.progress import Progress
 from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader, pins
 from tcompress.training.kept import KeptOutputs
 from tcompress.training.masks import unread_masks
-from tcompress.training.objectives import Batch, Observed, fed_with
+from tcompress.training.objectives import Batch, Observed, Similarities, embedded, fed_with
 from tcompress.training.setup import Setup
+from tcompress.training.targets import Targets
 from tcompress.training.tasks import Task
 
 UNITS = ("examples", "tokens", "targets")
@@ -70,6 +74,7 @@ class Losses:
     setup: Setup
     accelerator: Accelerator
     model: nn.Module
+    targets: Targets | None = field(default=None, init=False)  # of teachers that read by themselves
     _kept: dict[Encoded, KeptOutputs] = field(default_factory=dict, init=False)
 
     def keep_outputs(self, folder: Path, *data: Encoded) -> None:
@@ -84,6 +89,44 @@ class Losses:
                 self._kept[own] = KeptOutputs(path, own.lengths, logits=logits)
                 own.tells_places = True
 
+    def read_texts(self, folder: Path, progress: Progress) -> None:
+        """Let teachers that read by themselves do so, before the first step is taken.
+
+        The student is as it began, which is where embeddings are mapped to.
+        """
+        setup, data = self.setup, self.setup.data
+        if not setup.readers:
+            return
+        self.targets = targets = Targets.of(
+            setup.readers,
+            [data.train, data.validation, *data.held.values()],
+            folder,
+            self.accelerator,
+            progress,
+            independent=any(objective.setting.independent for objective, _ in setup.objectives),
+        )
+        if any(objective.name == "embedding" for objective, _ in setup.objectives):
+            main, path = self.accelerator.is_main_process, folder / "map.outputs"
+            if main:
+                targets.fit_map(data.train, self._embeddings, path)
+            self.accelerator.wait_for_everyone()
+            if not main:
+                targets.fit_map(data.train, self._embeddings, path)
+
+    @torch.no_grad()
+    def _embeddings(self, places: list[int]) -> Tensor:
+        """The student's embeddings of training examples, in float32.  # (texts, width)."""
+        setup = self.setup
+        is_training = setup.model.training
+        setup.model.eval()
+        order = [part.tolist() for part in torch.tensor(places).split(64)]
+        found = []
+        for batch in self.loaded(setup.data.train, order):
+            seen = setup.observer.run(_inputs(batch))
+            found.append(embedded(setup.sentences, batch, seen).cpu())
+        setup.model.train(is_training)
+        return torch.cat(found)
+
     def gradients(self, batch: Batch, parts: int, *, alone: bool) -> Tensor:
         """Adds a batch's gradients and returns its loss, in which processes are to be summed up.
 
@@ -91,11 +134,13 @@ class Losses:
         """
         counts, cuts = self._counts_of_all(batch), list(pieces(batch, parts))
         total = torch.zeros((), device=self.accelerator.device)
+        peers = self._peers(cuts)
         for index, piece in enumerate(cuts):
             last = index == len(cuts) - 1
             moved, modules = self._moved(piece), self.setup.observer.modules
             with self._told_of(piece):
                 teacher = self._imitated(moved, self.setup.data.train)
+                teacher.peers = peers
                 # Blocks that are computed again in the backward pass must be fed again.
                 feed = fed_with(modules, teacher.states) if alone else nullcontext()
                 with nullcontext() if last else self.accelerator.no_sync(self.model), feed:
@@ -104,6 +149,30 @@ class Losses:
                     self.accelerator.backward(loss * self.accelerator.num_processes)
             total += loss.detach()
         return total
+
+    @torch.no_grad()
+    def _peers(self, cuts: Sequence[Batch]) -> tuple[Tensor, Tensor] | None:
+        """Embeddings of all texts of a step, where it is cut or shared; else pieces have them."""
+        compare = self._comparing
+        if compare is None or (len(cuts) == 1 and self.accelerator.num_processes == 1):
+            return None
+        found: list[tuple[Tensor, Tensor]] = []
+        for piece in cuts:
+            moved = self._moved(piece)
+            with self._told_of(piece), self.accelerator.autocast():
+                student = self.setup.observer.run(_inputs(moved))
+                teacher = self._imitated(moved, self.setup.data.train)
+            found.append(compare.vectors(moved, student, teacher))
+        both = [torch.cat(own).contiguous() for own in zip(*found, strict=True)]
+        if self.accelerator.num_processes > 1:
+            both = [self.accelerator.gather(own) for own in both]  # type: ignore[misc]
+        return both[0], both[1]
+
+    @property
+    def _comparing(self) -> Similarities | None:
+        """The term that compares texts with each other, if there is one."""
+        terms = (objective for objective, _ in self.setup.objectives)
+        return next((own for own in terms if isinstance(own, Similarities)), None)
 
     def _counts_of_all(self, batch: Batch) -> dict[str, Tensor]:
         """Numbers of the `UNITS` in the batches of all processes, one at least."""
@@ -142,14 +211,21 @@ class Losses:
     @torch.no_grad()
     def prepare_objectives(self) -> None:
         """Shows the teacher's states on some training examples to the objectives."""
-        observer, data = self.setup.teacher_observer, self.setup.data.train
-        if observer is None:
+        data = self.setup.data.train
+        if self.setup.teacher_observer is None and self.targets is None:
             return
         # By index, not as the loader deals them: equal in every process.
         order = [part.tolist() for part in torch.arange(len(data)).split(64)]
         for objective, _ in self.setup.objectives:
             batches = self.loaded(data, order)
-            objective.prepare((batch, observer.run(_inputs(batch))) for batch in batches)
+            objective.prepare((batch, self._seen_first(batch)) for batch in batches)
+
+    def _seen_first(self, batch: Batch) -> Observed:
+        """What a teacher computes for training examples before the first step."""
+        if self.targets is not None:
+            return self._imitated(batch, self.setup.data.train)
+        assert self.setup.teacher_observer is not None
+        return self.setup.teacher_observer.run(_inputs(batch))
 
     def on_host(self, order: list[list[int]]) -> Iterator[Batch]:
         """Batches of training examples, by their places, on the CPU."""
@@ -161,9 +237,10 @@ class Losses:
         for batch in self.on_host(order):
             moved = self._moved(batch)
             with self._told_of(batch):
-                known.append(
-                    (batch, moved, self._counts_of_all(batch), self.taught(_inputs(moved)))
-                )
+                teacher = self.taught(_inputs(moved))
+                if self.targets is not None:
+                    teacher = self._imitated(moved, self.setup.data.train)
+                known.append((batch, moved, self._counts_of_all(batch), teacher))
 
         @torch.no_grad()
         def measure() -> Tensor:
@@ -187,6 +264,14 @@ class Losses:
             terms.append(0.0 * torch.stack([value.sum() for value in trained]).sum())
         return torch.stack(terms).sum()
 
+    def taught_on(self, held: Encoded, batch: Batch, sampler: OutputSampler) -> tuple[Batch, Any]:
+        """Inputs of held-out texts with their variants, and what teachers put out for them."""
+        if self.targets is None:
+            inputs = dict(sampler.with_variants(batch))
+            return inputs, self.taught(inputs).output
+        seen = self.targets.observed(held, batch["place"], self.accelerator.device)
+        return _inputs(batch), seen.output if seen.vectors is None else seen.vectors
+
     def taught(self, inputs: Batch) -> Observed:
         """What the teacher computes, if there is one."""
         if self.setup.teacher_observer is None:
@@ -201,6 +286,8 @@ class Losses:
 
     def _imitated(self, batch: Batch, data: Encoded) -> Observed:
         """What the teacher computes for a batch of these examples, or has computed."""
+        if self.targets is not None:
+            return self.targets.observed(data, batch["place"], self.accelerator.device)
         kept, inputs = self._kept.get(data), _inputs(batch)
         if kept is None:
             return self.taught(inputs)
@@ -224,6 +311,7 @@ class Losses:
             if self.setup.task is None or objective.name == "task"
         ] or self.setup.objectives
         lost: list[list[Tensor]] = [[] for _ in chosen]
+        compared: list[tuple[Tensor, Tensor]] = []
         counts = [0.0] * len(UNITS)
         for batch in batches:
             moved = self._moved(batch)
@@ -231,8 +319,15 @@ class Losses:
                 teacher = self._imitated(moved, self.setup.data.validation)
                 student = self.setup.observer.run(_inputs(moved), self.model)
             for own, (objective, _) in zip(lost, chosen, strict=True):
-                own.append(objective.loss(moved, student, teacher))
+                if isinstance(objective, Similarities):
+                    compared.append(objective.vectors(moved, student, teacher))
+                else:
+                    own.append(objective.loss(moved, student, teacher))
             counts = [one + more for one, more in zip(counts, _counts(batch), strict=True)]
+        for own, (objective, _) in zip(lost, chosen, strict=True):
+            if isinstance(objective, Similarities):  # of all texts, however they come in batches
+                both = [torch.cat(side) for side in zip(*compared, strict=True)]
+                own.append(objective.between(*both, *both))
         return sum(
             share * _sum(own) / max(1.0, counts[UNITS.index(objective.unit)])
             for (objective, share), own in zip(chosen, lost, strict=True)

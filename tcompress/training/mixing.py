@@ -23,6 +23,7 @@ from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
+from tcompress.training.text_agreement import TextComparison
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the start to the end."""
@@ -68,16 +69,19 @@ def best_mix(
     """
     setup = losses.setup
     line = _Line(setup.trained, start)
+    texts = losses.targets is not None and losses.targets.kind == "vectors"
     found: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
-    compared = {share: OutputComparison(sampler) for share in SHARES}
+    compared: dict[float, OutputComparison | TextComparison] = {
+        share: TextComparison(setup.sentences) if texts else OutputComparison(sampler)
+        for share in SHARES
+    }
     setup.model.eval()
     with torch.no_grad():
         begun = time.perf_counter()
         for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
             if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
-            inputs = dict(sampler.with_variants(batch))
-            taught = losses.taught(inputs).output
+            inputs, taught = losses.taught_on(setup.data.held[source], batch, sampler)
             for share in SHARES:
                 line.go(share)
                 with rounded.applied(setup.trained, state=share):

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import log
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -33,6 +35,9 @@ class Observed:
     output: Any = None  # what the model returned
     states: list[Tensor] = field(default_factory=list)  # of observed blocks: (examples, tokens, d)
     projections: dict[str, Tensor] = field(default_factory=dict)  # of the last of them by role
+    vectors: Tensor | None = None  # embeddings of texts, in a space of their own: (texts, D)
+    mapped: Tensor | None = None  # the same in the student's space: (texts, d)
+    peers: tuple[Tensor, Tensor] | None = None  # student's and teacher's, of all texts of a step
 
     @property
     def logits(self) -> Tensor | None:
@@ -87,6 +92,27 @@ class Observer:
         if self._seen is not None:
             pieces = zip(sizes, output.split([*sizes.values()], -1), strict=True)
             self._seen.projections |= {role: item for role, item in pieces if role in _PROJECTIONS}
+
+
+class TokenTeachers:
+    """Several teachers that read the same tokens: the mean of their probabilities of the next."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = observers
+        self.model = nn.ModuleList([observer.model for observer in observers])
+
+    def run(self, batch: Mapping[str, Tensor]) -> Observed:
+        """Runs all of them; one by itself as it is."""
+        if len(self._observers) == 1:
+            return self._observers[0].run(batch)
+        mean: Tensor | None = None
+        for observer in self._observers:
+            logits = observer.run(batch).logits
+            assert logits is not None  # of models without a head there is only one
+            said = logits.float().log_softmax(-1)
+            mean = said if mean is None else torch.logaddexp(mean, said)
+        assert mean is not None
+        return Observed(SimpleNamespace(logits=mean - log(len(self._observers))))
 
 
 @contextmanager
@@ -268,7 +294,43 @@ class Embedding(Objective):
         return lost.sum()
 
     def _embed(self, batch: Batch, seen: Observed) -> Tensor:
-        return embedded(self.setting.sentences, batch, seen)
+        return (
+            seen.mapped
+            if seen.mapped is not None
+            else embedded(self.setting.sentences, batch, seen)
+        )
+
+
+class Similarities(Objective):
+    """Squared difference of the cosines of all texts of a step, in spaces of any width.
+
+    Only the first text of a pair has a gradient. As cosines are symmetric, that is half of the
+    whole gradient, and neither pieces nor processes change it: they need vectors of one another.
+    """
+
+    name = "similarities"
+    unit = "examples"
+
+    def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
+        own, taught = self.vectors(batch, student, teacher)
+        return self.between(own, taught, *(teacher.peers or (own.detach(), taught)))
+
+    def vectors(self, batch: Batch, student: Observed, teacher: Observed) -> tuple[Tensor, Tensor]:
+        """Embeddings of length 1 by both.  # (texts, d), (texts, D)."""
+        own = embedded(self.setting.sentences, batch, student)
+        if teacher.vectors is not None:
+            return own, teacher.vectors
+        return own, embedded(self.setting.sentences, batch, teacher)
+
+    def between(self, own: Tensor, taught: Tensor, peers: Tensor, taught_peers: Tensor) -> Tensor:
+        """Sum over texts of the mean over their peers, as large as that of `embedding`."""
+        total = own.new_zeros(())
+        for rows, wanted in zip(own.split(_ROWS), taught.split(_ROWS), strict=True):
+            total = total + (rows @ peers.mT - wanted @ taught_peers.mT).square().mean(-1).sum()
+        return total * own.shape[-1]
+
+
+_ROWS = 1024  # texts whose cosines with all others are computed at once
 
 
 class Attention(Objective):
@@ -311,6 +373,6 @@ class Attention(Objective):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    kind.name: kind for kind in (TaskLoss, Logits, Hidden, Embedding, Attention)
+    kind.name: kind for kind in (TaskLoss, Logits, Hidden, Embedding, Similarities, Attention)
 }
 """All objectives by name."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,23 +17,40 @@ from transformers import PreTrainedModel
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
 from tcompress.data.inputs import inputs_of
-from tcompress.data.labels import is_independent
+from tcompress.data.labels import is_independent, label_names
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel
 from tcompress.options import Finetune
+from tcompress.planning.entries import DepthPlan
 from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear
 from tcompress.structures.modules.shared import TransformModule
-from tcompress.training.objectives import OBJECTIVES, Objective, Observer, Setting, loaded_roles
+from tcompress.training.objectives import (
+    OBJECTIVES,
+    Objective,
+    Observer,
+    Setting,
+    TokenTeachers,
+    loaded_roles,
+)
 from tcompress.training.rounded import round_frozen, roundings_of
+from tcompress.training.targets import TextTeacher
 from tcompress.training.tasks import TASKS, Task
-from tcompress.training.teacher import blocks_to_imitate, check_length, check_teacher
+from tcompress.training.teacher import blocks_to_imitate, check_length
+from tcompress.training.teaching import (
+    Kind,
+    Teaching,
+    arranged,
+    default_objectives,
+    predicted,
+    predicts,
+)
 from tcompress.training.training_data import (
     BESIDE,
     Data,
@@ -162,14 +180,6 @@ class Pace:
         return 60 * self.minutes - self.spent - self._after - seconds
 
 
-# What logits are about, by parts of the names of model classes, and of the heads that are added.
-_PREDICTED = {
-    "tokens": ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration"),
-    "classes of tokens": ("TokenClassification",),
-    "classes": ("SequenceClassification", "ImageClassification"),
-}
-_HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
-
 _REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
 _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
@@ -181,7 +191,7 @@ class Setup:
     options: Finetune
     model: PreTrainedModel
     observer: Observer
-    teacher_observer: Observer | None
+    teacher_observer: Observer | TokenTeachers | None
     objectives: list[tuple[Objective, float]]
     data: Data
     task: Task | None
@@ -189,6 +199,14 @@ class Setup:
     roundings: Mapping[str, Rounding | None]  # of what will be stored, by key of the source
     untrained: bool = False
     opening: float = 0.0  # seconds that it took to load the model
+    readers: Sequence[TextTeacher] = ()  # teachers that read the texts before the first step
+    sentences: SentenceEncoder = PLAIN
+    kind: Kind = "states"
+
+    @property
+    def imitates(self) -> bool:
+        """Whether there is a teacher."""
+        return self.teacher_observer is not None or bool(self.readers)
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -199,24 +217,26 @@ class Setup:
 
 def set_up(
     source: SourceModel,
-    teacher: SourceModel | None,
+    teachers: Sequence[SourceModel],
     options: Finetune,
     manifest: Manifest | None,
     progress: Progress | None = None,
 ) -> Setup:
     """Loads data and models, and decides what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
-    names = _objective_weights(source, teacher, options, from_random=from_random)
+    depth = None if manifest is None else manifest.plan.depth
+    teaching = arranged(source, teachers, options, depth)
+    names = _objective_weights(source, teaching, options, from_random=from_random)
     sentences, task = _sentences_and_task(source, options, names)
-    if teacher is not None:
-        check_teacher(source, teacher)
+    first = next(iter(teachers), None)
+    how = first, progress, texts_beside(options)
     data = load_data(
-        source, options.data, task, options.seed, teacher, progress, texts_beside(options)
+        source, options.data, task, options.seed, *how, variants=teaching.kind == "vectors"
     )
-    if teacher is not None:
+    for teacher in teaching.beside:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
-    head = head_options(task, data, source, teacher if "logits" in names else None)
+    head = head_options(task, data, source, first if "logits" in names else None)
     task = task and task.suited_to(data.labels)
     begun = time.perf_counter()
     model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
@@ -232,21 +252,20 @@ def set_up(
             "leave `stage` and `block_steps` out",
         )
     teacher_observer = None
-    if teacher is not None:
-        taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-        teacher_roles = loaded_roles(teacher, taught)
-        depth = None if manifest is None else manifest.plan.depth
-        blocks = blocks_to_imitate(roles, teacher_roles, options.teacher_blocks, depth)
-        teacher_observer = Observer(taught, teacher_roles, blocks, projections)
-        if "logits" in names:
-            _check_logits(model, taught)
-        _tell_padding(taught, data.pad)
+    if teaching.beside:
+        observing = partial(_observing, teaching, options, roles, depth, projections=projections)
+        watched = [observing(teacher) for teacher in teaching.beside]
+        for seen in watched:
+            if "logits" in names:
+                _check_logits(model, seen.model)
+            _tell_padding(seen.model, data.pad)
+        teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     _tell_padding(model, data.pad)
-    if not (teacher is None if options.dropout is None else options.dropout):
+    if not (first is None if options.dropout is None else options.dropout):
         drop_nothing(model)
     setting = Setting(
         temperature=options.temperature,
-        per_token=_predicted(type(model)) != "classes",
+        per_token=predicted(type(model)) != "classes",
         independent=is_independent(model.config),
         heads=getattr(source.config.get_text_config(), "num_attention_heads", None) or 1,
         causal=any(
@@ -270,13 +289,33 @@ def set_up(
         roundings_of(source, options, manifest),
         untrained,
         opening,
+        _readers(teaching, model, options),
+        sentences,
+        teaching.kind,
     )
     if options.bits is not None:  # else they are as they are stored
         round_frozen(model, source, setup.roundings)
     return setup
 
 
-def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetune) -> None:
+def _observing(
+    teaching: Teaching,
+    options: Finetune,
+    student: Roles,
+    depth: DepthPlan | None,
+    teacher: SourceModel,
+    *,
+    projections: bool,
+) -> Observer:
+    """Loads a teacher that runs beside the student."""
+    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+    roles, blocks = loaded_roles(teacher, model), list[int]()
+    if teaching.kind == "states":
+        blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
+    return Observer(model, roles, blocks, projections)
+
+
+def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:
     """Refuses, before any work, what a run on a model made of the source would meet."""
     problems = Problems()
     with problems.collected():
@@ -284,22 +323,21 @@ def check_run(source: SourceModel, teacher: SourceModel | None, options: Finetun
     names: dict[str, float] = {}
     with problems.collected():
         from_random = source.seed is not None
-        names = _objective_weights(source, teacher, options, from_random=from_random)
-    if teacher is not None:
-        with problems.collected():
-            check_teacher(source, teacher)
+        teaching = arranged(source, teachers, options)
+        names = _objective_weights(source, teaching, options, from_random=from_random)
     with problems.collected():
         _, task = _sentences_and_task(source, options, names)
-        check_training_data(source, options.data, task, options.seed, teacher)
+        first = next(iter(teachers), None)
+        check_training_data(source, options.data, task, options.seed, first)
     problems.report()
 
 
 def _objective_weights(
-    source: SourceModel, teacher: SourceModel | None, options: Finetune, *, from_random: bool
+    source: SourceModel, teaching: Teaching, options: Finetune, *, from_random: bool
 ) -> dict[str, float]:
     """Weights of the objectives, given or by default; fails where nothing can be learnt."""
     names = {str(name): weight for name, weight in options.objectives.items()}
-    names = names or _default_weights(source, teacher, options)
+    names = names or _default_weights(source, teaching, options)
     if not names and from_random:
         raise InputError(
             f"`{source.id}` began at random, so that there is no dense model to imitate: it needs "
@@ -314,7 +352,7 @@ def _objective_weights(
         )
     if "task" in names and not options.task:
         raise InputError("the objective `task` needs a task", "add `--task`")
-    if teacher is not None:
+    if teaching.teachers:
         return names
     if blocks_first(options):
         text = "the stage `blocks` needs a teacher, whose states blocks are trained on"
@@ -326,16 +364,16 @@ def _objective_weights(
 
 
 def _default_weights(
-    source: SourceModel, teacher: SourceModel | None, options: Finetune
+    source: SourceModel, teaching: Teaching, options: Finetune
 ) -> dict[str, float]:
     names = ["task"] if options.task else []
-    if teacher is not None:
+    if teaching.teachers and teaching.kind != "states":
+        names += default_objectives(teaching.kind)
+    elif teaching.teachers:
         names.append("hidden")
-        # What the student's logits are about once it has the head of its task.
-        head = TASKS[options.task].head if options.task else None
-        own = _predicted(source.model_class) if head is None else _HEADS.get(head, "classes")
+        own = predicts(source, options)
         reads_text = source.model_class.main_input_name == "input_ids"
-        if own is not None and own == _predicted(teacher.model_class):
+        if own is not None and own == predicted(teaching.teachers[0].model_class):
             names.append("logits")
         elif options.task is None and reads_text and not inputs_of(source).decoder:
             names.append("embedding")
@@ -391,20 +429,30 @@ def _sentences_and_task(
     sentences = PLAIN
     if options.task == "sts":
         sentences = SentenceEncoder.of(source)
-    elif "embedding" in names:
+    elif "embedding" in names or "similarities" in names:
         # Modules that are unknown are not rewritten: imitating what they read is enough.
         sentences = SentenceEncoder.of(source, last=False)
     return sentences, TASKS[options.task](sentences) if options.task else None
 
 
-def _predicted(kind: type[PreTrainedModel]) -> str | None:
-    """What the logits of a class of models are about."""
-    found = (what for what, parts in _PREDICTED.items() if any(p in kind.__name__ for p in parts))
-    return next(found, None)
+def _readers(
+    teaching: Teaching, model: PreTrainedModel, options: Finetune
+) -> tuple[TextTeacher, ...]:
+    """Teachers that read texts by themselves, with the student's order of classes."""
+    if teaching.kind not in ("vectors", "classes"):
+        return ()
+    labels = label_names(model.config) if teaching.kind == "classes" else ()
+    for teacher in teaching.readers if labels else ():
+        if (other := len(label_names(teacher.config))) != len(labels):
+            text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {other}"
+            raise InputError(text, _OTHER_TEACHER)
+    length = options.data.max_length
+    made = [TextTeacher.of(own, length, teaching.kind, labels) for own in teaching.readers]
+    return tuple(made)
 
 
 def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
-    kind, other_kind = _predicted(type(model)), _predicted(type(teacher))
+    kind, other_kind = predicted(type(model)), predicted(type(teacher))
     if kind != other_kind:
         raise InputError(
             f"the objective `logits` compares predictions, but `{type(model).__name__}` predicts "

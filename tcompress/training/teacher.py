@@ -9,12 +9,38 @@ from typing import Any
 from tcompress.artifact.manifest import Manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.data.inputs import inputs_of, longest_text
-from tcompress.errors import InputError, SourceError
+from tcompress.errors import InputError, Problems, SourceError
 from tcompress.models import SourceModel
 from tcompress.models.names import local_folder
 from tcompress.planning.entries import DepthPlan
 from tcompress.roles import Roles
 from tcompress.vocabulary.cut import cut_vocabulary
+
+
+def find_teachers(
+    asked: Sequence[str],
+    manifest: Manifest | None,
+    token: str | None = None,
+    *,
+    trust: bool = False,
+    dense: SourceModel | None = None,
+) -> list[SourceModel]:
+    """Open the teachers that are asked for; `dense` is `source`, where nothing is converted yet."""
+    problems, found = Problems(), list[SourceModel]()
+    for name in asked:
+        with problems.collected():
+            if name == "source" and manifest is None and dense is not None:
+                teacher: SourceModel | None = dense
+            else:
+                teacher = find_teacher(name, manifest, token, trust=trust)
+            if teacher is None and len(asked) > 1:
+                raise InputError(
+                    f"`{name}` is no teacher here: the model was not converted from another one",
+                    "name its dense model by its folder, or leave it out",
+                )
+            found += [] if teacher is None else [teacher]
+    problems.report()
+    return found
 
 
 def find_teacher(
@@ -88,22 +114,6 @@ def blocks_to_imitate(
             "one for each block of the model",
         )
     return list(asked)
-
-
-def check_teacher(student: SourceModel, teacher: SourceModel) -> None:
-    """Compares widths and vocabularies; fails naming all differences."""
-    problems = []
-    reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
-    if reads != other_reads:
-        problems.append(f"the model reads `{reads}`, its teacher `{teacher.id}` `{other_reads}`")
-    for name, words in (("hidden_size", "width"), ("vocab_size", "vocabulary")):
-        configs = (model.config.get_text_config() for model in (student, teacher))
-        own, other = (getattr(config, name, None) for config in configs)
-        if isinstance(own, int) and isinstance(other, int) and own != other:
-            problems.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
-    if problems:
-        text = "; ".join(problems)
-        raise InputError(text, "give the dense model that it was converted from, or its like")
 
 
 def check_length(teacher: SourceModel, longest: int) -> None:

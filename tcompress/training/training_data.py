@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tcompress.conversion.output_sampler import LEFT_OUT
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder, image_reader, pieces_of
@@ -36,8 +37,9 @@ from tcompress.models import SourceModel
 from tcompress.options import TrainingData
 from tcompress.options.steps import FEW
 from tcompress.progress import Progress, Silent
-from tcompress.training.batches import Encoded, Row
+from tcompress.training.batches import Encoded, Row, Text
 from tcompress.training.tasks import Task, masked
+from tcompress.training.text_agreement import without_words
 
 BUILTIN, TEACHER = "builtin", "teacher"
 WRITTEN = 2048  # texts that a teacher writes, at most
@@ -69,8 +71,14 @@ def load_data(
     teacher: SourceModel | None = None,
     progress: Progress | None = None,
     beside: int = BESIDE,
+    *,
+    variants: bool = False,
 ) -> Data:
-    """Read and encode the data of a run; without a task inputs alone, `beside` texts that ship."""
+    """Read and encode the data of a run; without a task inputs alone, `beside` texts that ship.
+
+    With `variants`, texts that mixtures of weights are compared on are followed by themselves
+    without some of their words.
+    """
     reader = _Reader(source, options, task, seed, teacher, progress or Silent())
     parts = reader.training()
     found = _joined(parts)
@@ -89,7 +97,7 @@ def load_data(
         found = _joined([_seen(*pair, seed) for pair in zip(parts, options.weights, strict=True)])
     held = _joined(kept)
     train, validation = reader.encode(found, "train on"), reader.encode(held, "validate on")
-    sources = {} if task is not None else reader.sources(kept, beside)
+    sources = {} if task is not None else reader.sources(kept, beside, variants=variants)
     digest = hashlib.sha256((found.fingerprint + held.fingerprint).encode()).hexdigest()
     pad = reader.encoder.pad if reader.encoder else 0
     notes = [_few(found.name, len(train))] if len(train) < FEW else []
@@ -246,7 +254,9 @@ class _Reader:
     def _is_causal(self) -> bool:
         return "CausalLM" in self.model or "LMHead" in self.model
 
-    def sources(self, held: Sequence[Examples], beside: int) -> dict[str, Encoded]:
+    def sources(
+        self, held: Sequence[Examples], beside: int, *, variants: bool
+    ) -> dict[str, Encoded]:
         """Writes held-out examples by source, and text that ships beside text of the user."""
         parts = [*held]
         if self.encoder is not None and BUILTIN not in self.options.source:
@@ -257,8 +267,20 @@ class _Reader:
             while (name := part.name if same == 1 else f"{part.name} ({same})") in found:
                 same += 1  # files of one name, in several folders
             if len(encoded):  # a few words may be too short to compare anything on
-                found[name] = encoded.first(COMPARED)
+                own = encoded.first(COMPARED)
+                found[name] = self._with_variants(own) if variants else own
         return found
+
+    def _with_variants(self, held: Encoded) -> Encoded:
+        """Follow every text by itself without some of its words."""
+        assert self.encoder is not None
+        columns = [[text for ((text, *_), *_) in held.texts or ()]]
+        columns += [[without_words(text, share) for text in columns[0]] for share in LEFT_OUT]
+        prompted = (self.sentences.default.before(column) for column in columns)
+        rows = [*zip(*map(self.encoder.encode, prompted), strict=True)]
+        texts = [tuple((text,) for text in own) for own in zip(*columns, strict=True)]
+        chosen = [place for place, own in enumerate(rows) if all(own)]
+        return Encoded.of([rows[i] for i in chosen], texts=[texts[i] for i in chosen])
 
     def encode(self, examples: Examples, purpose: str) -> Encoded:
         """Writes examples as the model's inputs; for the purpose there must be some."""
@@ -290,6 +312,10 @@ class _Reader:
         prompted = [self.sentences.default.before(list(texts)) for texts in examples.texts]
         columns = [(column,) for column in prompted] if pairs else [prompted]
         found = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
+        read = [*zip(*examples.texts, strict=True)]  # without prompts, which are the model's own
+        texts: list[tuple[Text, ...]] = (
+            [tuple((text,) for text in own) for own in read] if pairs else [(own,) for own in read]
+        )
         labels = None
         if examples.targets is not None:
             labels = _targets_of(examples)
@@ -297,11 +323,12 @@ class _Reader:
                 low, high = labels.min(), labels.max()
                 labels = (labels - low) / (high - low).clamp_min(1e-12)
         elif not pairs:
+            texts = [own for own, rows in zip(texts, found, strict=True) if all(rows)]
             found = [rows for rows in found if all(rows)]
         if not all(all(rows) for rows in found):
             hint = "remove rows with empty texts"
             raise DataError(f"`{examples.name}` has texts without any token", hint)
-        return Encoded.of(found, labels)
+        return Encoded.of(found, labels, texts)
 
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
         """Reads a picture or a volume, given its place."""

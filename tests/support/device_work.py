@@ -34,7 +34,7 @@ from tests.support.conversions import (
     outputs,
     recipe,
 )
-from tests.support.evaluation import labelled_file, pairs_file
+from tests.support.evaluation import encoder, labelled_file, pairs_file
 from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.second_device import Device
 from tests.support.sentence_folders import OTHERS
@@ -163,6 +163,8 @@ def _models(folder: Path) -> Path:
     small("vit", folder / "vit")
     small("bert", folder / "tga", method=None, attention={"name": "tga"})
     OTHERS["all at once"](folder / "encoder")
+    mean = {"pooling_mode_mean_tokens": True}
+    encoder(folder / "wide", 1, mean, hidden_size=48, intermediate_size=64)
     texts(folder, 16)
     labelled_file(folder / "rows.jsonl", 24)
     pairs_file(folder / "pairs.jsonl", 20)
@@ -181,6 +183,7 @@ _TRAINED: dict[str, dict[str, Any]] = {
     "attention": {"model": "tga/bert-small"},
     "pictures": {"model": "vit/vit-small", "data": "pictures.parquet"},
     "sts": {"model": "bert", "task": "sts", "data": "pairs.jsonl"},
+    "teachers": {"model": "bert-small", "teacher": ["wide", "encoder"]},
     "classification": {
         "model": "bert/bert-small", "task": "classification", "data": "rows.jsonl"
     },
@@ -201,7 +204,7 @@ class Curves(NamedTuple):
     devices: list[str]
 
 
-_MIXED = ("muon",)  # healing of the others ends with their last weights
+_MIXED = ("muon", "teachers")  # healing of the others ends with their last weights
 
 
 def trained(kind: str, models: Path, folder: Path) -> Curves:
@@ -226,6 +229,8 @@ def _train(kind: str, models: Path, output: Path, **more: Any) -> Finetuned:
     options = {"steps": 2, "evaluate_every": 2, "learning_rate": 3e-3, **_TRAINED[kind], **more}
     place = _models(models)
     data = {"source": [str(place / options.pop("data", "texts.txt"))]}
+    if names := options.pop("teacher", None):
+        options["teacher"] = [str(place / name) for name in names]
     mixes = patch.multiple(mixing, SHARES=(0.0, 0.5, 1.0), JUDGED=16)
     with mixes if kind in _MIXED else patch.object(Loop, "_mixing", 0.0):
         return train(place / options.pop("model"), output, data=data, **options)

@@ -36,9 +36,11 @@ def classifier(
     return headed(family, folder, _CLASSIFIERS[family], seed, **options)
 
 
-def encoder(folder: Path, seed: int = 0, pooling: Mapping[str, Any] | None = None) -> Path:
+def encoder(
+    folder: Path, seed: int = 0, pooling: Mapping[str, Any] | None = None, **more: Any
+) -> Path:
     """Write a tiny sentence encoder; with `pooling` as sentence-transformers does."""
-    headed("bert", folder, "BertModel", seed)
+    headed("bert", folder, "BertModel", seed, **more)
     if pooling is not None:
         (folder / "1_Pooling").mkdir()
         (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))

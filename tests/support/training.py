@@ -22,7 +22,7 @@ from tcompress.training.batches import loader
 from tcompress.training.finetuning import Finetuned, finetune
 from tcompress.training.losses import Losses
 from tcompress.training.setup import set_up
-from tcompress.training.teacher import find_teacher
+from tcompress.training.teacher import find_teachers
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
 from tests.support.interrupted import die, until_killed
@@ -182,7 +182,7 @@ def losses_of(model: Path, **changes: Any) -> Losses:
     options = settings(**changes)
     source = SourceModel.open(str(model), converted=True)
     manifest = read_manifest(source.folder)
-    setup = set_up(source, find_teacher(options.teacher, manifest), options, manifest)
+    setup = set_up(source, find_teachers(options.teacher, manifest), options, manifest)
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
     AcceleratorState._reset_state(reset_partial_state=True)

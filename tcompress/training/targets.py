@@ -1,0 +1,314 @@
+"""What teachers say of whole texts: computed once before the first step, kept while a run lasts.
+
+Teachers read texts with their own tokenizers, so that they may be of any width and family. Of
+embeddings, those of several teachers stand beside each other: cosines of the joined vectors are the
+mean of the teachers' cosines. Of classes it is the mean of their probabilities.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import normalize
+
+import tcompress
+from tcompress.data.encoding import TextEncoder
+from tcompress.data.inputs import collate, inputs_of
+from tcompress.data.labels import label_names, order_of
+from tcompress.data.sentences import PLAIN, SentenceEncoder
+from tcompress.errors import DataError, InputError, TrainingError, first_line
+from tcompress.files import beside, free_text
+from tcompress.hf.opening import load_model
+from tcompress.models import SourceModel
+from tcompress.progress import Progress
+from tcompress.training.batches import Encoded, Text
+from tcompress.training.objectives import Observed
+
+MOST_BYTES = 4 * 2**30
+"""Of all that is kept; a run that needs more is refused before anything is computed."""
+
+CHUNK = 1024
+"""Texts in a file: what is computed again at most, where a run was killed."""
+
+_AT_ONCE = 64  # texts in a forward pass
+_FITTED = 4096  # texts that the map into the student's space is fitted to, at most
+_LEAST = 1e-9  # of the largest singular value: what is smaller is rounding
+_SIZES = {torch.float16: 2, torch.float32: 4}
+
+
+@dataclass(frozen=True)
+class TextTeacher:
+    """One teacher and how it reads texts; `order` has its label for each of the student's."""
+
+    source: SourceModel
+    encoder: TextEncoder
+    sentences: SentenceEncoder
+    kind: Literal["vectors", "classes"]
+    order: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: SourceModel,
+        max_length: int,
+        kind: Literal["vectors", "classes"],
+        labels: Sequence[str] = (),
+    ) -> TextTeacher:
+        """Open its tokenizer.
+
+        Args:
+            source: The teacher.
+            max_length: Most tokens of a text, if the teacher takes as many.
+            kind: `vectors` for embeddings of texts, `classes` for scores of classes.
+            labels: The student's, for `classes`.
+        """
+        sentences = SentenceEncoder.of(source) if kind == "vectors" else PLAIN
+        encoder = sentences.reader(source, inputs_of(source), max_length)
+        order = order_of(labels, label_names(source.config)) if kind == "classes" else None
+        return cls(source, encoder, sentences, kind, None if order is None else tuple(order))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which outputs are kept: float16 leaves cosines four digits."""
+        return torch.float16 if self.kind == "vectors" else torch.float32
+
+    def identity(self, texts: Iterable[Text]) -> str:
+        """A name that changes with the weights, the texts and how they are read."""
+        digest = hashlib.sha256()
+        for part in (
+            tcompress.__version__,
+            self.source.store.fingerprint(),
+            str((self.encoder.limit, self.sentences.words, self.sentences.default, self.order)),
+        ):
+            digest.update(part.encode() + b"\0")
+        for text in texts:
+            digest.update("\0".join(text).encode("utf-8", "surrogatepass") + b"\1")
+        return digest.hexdigest()[:16]
+
+    def rows(self, texts: Sequence[Text]) -> list[dict[str, Tensor]]:
+        """Write texts, or pairs of them, as the teacher's inputs."""
+        first = [text[0] for text in texts]
+        if self.kind == "vectors":
+            first = self.sentences.default.before(first)
+        second = [text[1] for text in texts] if texts and len(texts[0]) > 1 else None
+        rows = self.encoder.encode(first, second)
+        if not all(rows):
+            raise DataError(
+                f"the teacher `{self.source.id}` has no token for `{first[rows.index({})][:40]}`",
+                "remove such texts from the data",
+            )
+        return rows
+
+    @torch.no_grad()
+    def outputs(self, model: torch.nn.Module, texts: Sequence[Text]) -> Tensor:
+        """Compute embeddings of length 1, or scores in the student's order.
+
+        Returns:
+            (texts, width or classes), on the CPU.
+        """
+        rows, device = self.rows(texts), next(model.parameters()).device
+        order = sorted(range(len(rows)), key=lambda row: -len(rows[row]["input_ids"]))
+        found: list[Tensor] = []
+        for start in range(0, len(order), _AT_ONCE):
+            chosen = [rows[row] for row in order[start : start + _AT_ONCE]]
+            batch = {
+                key: item.to(device) for key, item in collate(chosen, self.encoder.pad).items()
+            }
+            output = model(**batch)
+            if self.kind == "vectors":
+                found.append(
+                    self.sentences(output.last_hidden_state.float(), batch["attention_mask"]).cpu()
+                )
+            else:
+                found.append(output.logits.float().cpu())
+        computed = torch.cat(found)
+        if not bool(computed.isfinite().all()):
+            raise TrainingError(
+                f"the teacher `{self.source.id}` gives NaN or infinity for a text",
+                "repair its checkpoint, or leave it out of `--teacher`",
+            )
+        if self.order is not None:
+            computed = computed[:, [*self.order]]
+        return computed[torch.tensor(order).argsort()].to(self.dtype)
+
+
+class Targets:
+    """What teachers say of the texts of a run, by example. Use `Targets.of`."""
+
+    def __init__(self, table: Tensor, kind: Literal["vectors", "classes"]) -> None:
+        self.table, self.kind = table, kind  # (texts, width or classes)
+        self.mapped: Tensor | None = None  # embeddings in the student's space: (texts, width)
+        self._rows: dict[Encoded, Tensor] = {}  # of the table: (examples, texts of one)
+
+    @classmethod
+    def of(
+        cls,
+        teachers: Sequence[TextTeacher],
+        data: Sequence[Encoded],
+        folder: Path,
+        accelerator: Accelerator,
+        progress: Progress,
+        *,
+        independent: bool = False,
+    ) -> Targets:
+        """Read what is kept in the folder, and compute what is not; processes share the work.
+
+        Args:
+            teachers: One or several, all for `vectors` or all for `classes`.
+            data: Examples with their texts.
+            folder: Of the run; every process can read it.
+            accelerator: Knows device and processes.
+            progress: Hears of texts.
+            independent: Whether each class is a yes or no of its own.
+
+        Raises:
+            InputError: There are too many texts.
+            TrainingError: A teacher gives NaN or infinity.
+        """
+        numbers: dict[Text, int] = {}
+        for own in data:
+            for example in own.texts or ():
+                for text in example:
+                    numbers.setdefault(text, len(numbers))
+        texts = [*numbers]
+        _check_room(teachers, len(texts))
+        progress.stage("teachers read the texts", len(texts) * len(teachers), "texts")
+        tables = [
+            torch.cat([*_kept(teacher, texts, folder, accelerator, progress)])
+            for teacher in teachers
+        ]
+        kind = teachers[0].kind
+        made = cls(_joined(tables, kind, independent=independent), kind)
+        for own in data:
+            rows = [[numbers[text] for text in example] for example in own.texts or ()]
+            made._rows[own] = torch.tensor(rows)
+            own.tells_places = True
+        return made
+
+    def observed(self, data: Encoded, places: Tensor, device: torch.device) -> Observed:
+        """What the teachers say of examples, as if they had been run.  # places: (examples,)."""
+        rows = self._rows[data][places.cpu()].flatten()
+        said = self.table[rows].to(device, torch.float32)
+        if self.kind == "classes":
+            return Observed(SimpleNamespace(logits=said))
+        mapped = None if self.mapped is None else self.mapped[rows].to(device)
+        return Observed(vectors=said, mapped=mapped)
+
+    def fit_map(self, data: Encoded, embed: Callable[[list[int]], Tensor], path: Path) -> None:
+        """Bring the teachers' embeddings into the student's space, as near as turning allows.
+
+        They are projected on their own principal axes, as many as the student has (PCA about the
+        origin, as cosines are), and turned to where the student's embeddings of the same texts are
+        (Procrustes: Schönemann, 1966, doi:10.1007/BF02289451). So cosines stay what they were, and
+        nothing is to be dropped afterwards. In float64.
+
+        Args:
+            data: Training examples.
+            embed: From numbers of examples to the student's embeddings: (texts, width).
+            path: File that keeps the map.
+        """
+        if not path.is_file():
+            count = min(len(data), _FITTED)
+            own = embed([*range(count)]).double().cpu()
+            rows = self._rows[data][:count].flatten()
+            map_ = _turning(self.table, self.table[rows].double(), own)
+            _write(path, "map", map_.float())
+        map_ = load_file(path)["map"]
+        parts = (normalize(part.float() @ map_, dim=-1) for part in self.table.split(2**14))
+        self.mapped = torch.cat([*parts])
+
+
+def _turning(table: Tensor, taught: Tensor, own: Tensor) -> Tensor:
+    """Map of the teachers' space into the student's.  # (all, D), (n, D), (n, d) -> (D, d)."""
+    moments = torch.zeros(table.shape[1], table.shape[1], dtype=torch.float64)
+    for part in table.split(2**14):
+        moments += part.double().mT @ part.double()
+    _, axes = torch.linalg.eigh(moments)  # in ascending order
+    axes = axes.flip(-1)[:, : own.shape[1]]
+    left, sizes, right = torch.linalg.svd((taught @ axes).mT @ own, full_matrices=False)
+    # Where texts are fewer than axes, nothing says where the others are to be turned to.
+    told = sizes > _LEAST * sizes.max()
+    return axes @ left[:, told] @ right[told]
+
+
+def _check_room(teachers: Sequence[TextTeacher], count: int) -> None:
+    sizes = [_width(teacher) * _SIZES[teacher.dtype] for teacher in teachers]
+    needed = count * sum(sizes)
+    if needed > MOST_BYTES:
+        most = MOST_BYTES // sum(sizes)
+        raise InputError(
+            f"what the teachers say of {count:,} texts takes {needed / 2**30:.1f} GiB, at most "
+            f"{MOST_BYTES / 2**30:g} are kept",
+            f"train on fewer texts: `--samples {most:,}`".replace(",", ""),
+        )
+
+
+def _width(teacher: TextTeacher) -> int:
+    if teacher.kind == "classes":
+        return int(teacher.source.config.num_labels)
+    config = teacher.source.config.get_text_config()
+    return int(getattr(config, "hidden_size", 0) or 1024)
+
+
+def _kept(
+    teacher: TextTeacher,
+    texts: Sequence[Text],
+    folder: Path,
+    accelerator: Accelerator,
+    progress: Progress,
+) -> Iterator[Tensor]:
+    """A teacher's outputs, chunk by chunk; which texts are in one does not depend on anything."""
+    place = folder / f"targets-{teacher.identity(texts)}"
+    firsts = range(0, len(texts), CHUNK)
+    files = [place / f"{first:09d}.outputs" for first in firsts]
+    own = [*zip(firsts, files, strict=True)][accelerator.process_index :: accelerator.num_processes]
+    if any(not file.is_file() for _, file in own):
+        model = load_model(teacher.source, dtype=torch.float32, device=accelerator.device)
+        for first, file in own:
+            chunk = texts[first : first + CHUNK]
+            if not file.is_file():
+                _write(file, "outputs", teacher.outputs(model, chunk))
+            progress.advance(len(chunk) * accelerator.num_processes)
+        del model
+    else:
+        progress.advance(len(texts))
+    accelerator.wait_for_everyone()
+    for file in files:
+        yield load_file(file)["outputs"]
+
+
+def _write(path: Path, name: str, value: Tensor) -> None:
+    """Write a tensor to a file that has its name from the moment that it is complete."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside(path) as other:
+            save_file({name: value.contiguous()}, other)
+    except Exception as error:  # safetensors wraps errors of the disk in its own
+        raise TrainingError(
+            f"what teachers say of texts cannot be written ({type(error).__name__}: "
+            f"{first_line(error)}); {free_text(path.parent)} on its disk",
+            "free some disk space and run the same command again: it goes on where it was",
+        ) from error
+
+
+def _joined(tables: Sequence[Tensor], kind: str, *, independent: bool) -> Tensor:
+    """One table of what several teachers say."""
+    if len(tables) == 1:
+        return tables[0]
+    if kind == "vectors":
+        return torch.cat([table / len(tables) ** 0.5 for table in tables], -1)
+    said = torch.stack([*tables]).double()
+    if said.shape[-1] == 1:
+        return said.mean(0).float()
+    if independent:
+        return torch.logit(said.sigmoid().mean(0)).float()
+    return (said.log_softmax(-1).logsumexp(0)).float()

@@ -1,0 +1,85 @@
+"""How near a student's embeddings are to those of teachers that read the texts by themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.stats import spearmanr
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from tcompress.conversion.output_sampler import VARIANTS
+from tcompress.data.sentences import SentenceEncoder
+
+
+def without_words(text: str, share: float) -> str:
+    """Leave a share of the words out, which are the same whenever the text is met.
+
+    Texts that have much in common are what embeddings tell apart; of others poor models know as
+    much as good ones.
+    """
+    words = text.split()
+    drawn = np.random.default_rng([len(text), round(1000 * share)]).random(len(words))
+    left = [word for word, chance in zip(words, drawn, strict=True) if chance >= share]
+    return " ".join(left or words[:1]) or text
+
+
+class TextComparison:
+    """Sums up by source how alike texts are to the teachers and to the student."""
+
+    def __init__(self, sentences: SentenceEncoder) -> None:
+        self._sentences = sentences
+        self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def add(self, source: str, taught: Tensor, output: Any, batch: Mapping[str, Tensor]) -> float:
+        """Add a batch of texts, each followed by its variants.
+
+        Args:
+            source: Of the texts.
+            taught: The teachers' embeddings: (variants * texts, D).
+            output: What the student returned for them.
+            batch: What it read.
+
+        Returns:
+            What an affine map of the student's cosines, which changes no order, leaves of the
+            teachers', squared: the mean of pairs of variants and of pairs of texts.
+        """
+        own = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
+        before, after = (
+            normalize(vectors.double().cpu(), dim=-1).unflatten(0, (-1, VARIANTS))
+            for vectors in (taught, own)
+        )
+        self._vectors[source].append((before[:, 0], after[:, 0]))
+        one, weights = _cosines(before)
+        two, _ = _cosines(after)
+        one, two = (item - weights @ item for item in (one, two))
+        slope = (weights @ (one * two)) / (weights @ two.square()).clamp_min(1e-200)
+        return float(weights @ (one - slope.clamp_min(0.0) * two).square())
+
+    @property
+    def agreement(self) -> dict[str, float]:
+        """Rank correlation of the cosines of all texts with the teachers', by source."""
+        found: dict[str, float] = {}
+        for name, pairs in self._vectors.items():
+            before, after = (torch.cat(side) for side in zip(*pairs, strict=True))
+            rows = torch.triu_indices(len(before), len(before), 1).unbind()
+            one, two = ((vectors @ vectors.mT)[rows] for vectors in (before, after))
+            ranked = spearmanr(one, two).statistic if len(one) > 2 else np.nan
+            if not np.isnan(ranked):
+                found[name] = float(ranked)
+        return found
+
+
+def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines of variants of one text and of different texts, and weights of both halves."""
+    first, second = torch.triu_indices(VARIANTS, VARIANTS, 1)
+    near = (vectors[:, first] * vectors[:, second]).sum(-1).flatten()
+    rows = torch.triu_indices(len(vectors), len(vectors), 1).unbind()
+    far = (vectors[:, 0] @ vectors[:, 0].mT)[rows]
+    parts = [part for part in (near, far) if len(part)]
+    weights = [torch.full_like(part, 1 / (len(part) * len(parts))) for part in parts]
+    return torch.cat(parts), torch.cat(weights)

@@ -165,8 +165,8 @@ class ExportedFile(_Section):
 
     @property
     def runtime(self) -> RuntimeName | None:
-        """The runtime that reads it, as options name it; None where commands have none."""
-        return None if self.file.startswith("openvino/") else _RUNTIMES[self.bits]
+        """The runtime that reads it, as options name it; None for one that they do not know."""
+        return _RUNTIMES[self.bits] if self.file.startswith("onnx/") else None
 
     @property
     def size(self) -> str:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tcompress.artifact.reader import open_checked
 from tcompress.compression.attempts import Goal, Measured
+from tcompress.compression.effort import minutes_text
 from tcompress.compression.static_vectors import (
-    BATCH,
     LEAST_WIDTH,
     MOST_WIDTH,
     ROW_BYTES,
@@ -44,8 +44,8 @@ TABLE = "table of token vectors"
 """Name of the row."""
 SPEEDUP, BYTES = 15, 4_000_000
 """Goals beyond which such a table is shown: a higher speed, or fewer bytes."""
-SHARE = 0.1
-"""Most of the time that the vectors may take."""
+SHARE, LOOK = 0.1, 0.2
+"""Most of the minutes that the vectors may take; the part of that after which it is foreseen."""
 
 
 def is_shown(source: SourceModel, settings: Compress) -> bool:
@@ -64,18 +64,19 @@ def build(work: Work, data: CalibrationData) -> StaticModule | None:
     reader = sentences.reader(source, inputs_of(source), None)
     dense = load_model(source, dtype=torch.float32)
     rows = dense.get_input_embeddings().weight.shape[0]
-    embed = dense, reader.tokenizer, sentences
-    start = time.perf_counter()
-    list(token_vectors(*embed, range(min(rows, BATCH))))
-    minutes = (time.perf_counter() - start) * max(1, rows / BATCH) / 60
-    if minutes > SHARE * work.settings.most_minutes:
-        work.say(f"no {TABLE}: {rows:,} tokens would take about {minutes:.1f} minutes")
-        return None
+    most = 60 * SHARE * work.settings.most_minutes
     work.progress.stage(TABLE, rows, "tokens")
-    parts: list[Tensor] = []
-    for part in token_vectors(*embed, range(rows)):
+    parts, count, start = list[Tensor](), 0, time.perf_counter()
+    for part in token_vectors(dense, reader.tokenizer, sentences, range(rows)):
         parts.append(part)
+        count += len(part)
         work.progress.advance(len(part))
+        seconds = time.perf_counter() - start
+        # One slow batch on a busy machine says little.
+        if seconds > LOOK * most and seconds * rows / count > most:
+            minutes = minutes_text(seconds * rows / count / 60)
+            work.say(f"no {TABLE}: {rows:,} tokens take about {minutes}")
+            return None
     vectors = torch.cat(parts)
     if not vectors.isfinite().all():
         raise InputError(f"`{source.id}` embeds tokens by values that are not finite", "repair it")

@@ -111,6 +111,7 @@ def table(
     smoothing = RANK_SMOOTHING if zipf else SMOOTHING
     weights = smoothing / (smoothing + frequencies)
     weights[silent] = 0
-    centred = vectors.double() - frequencies @ vectors.double()
+    parts = frequencies * weights  # of all texts, by token
+    centred = vectors.double() - (parts / parts.sum().clamp_min(1e-9)) @ vectors.double()
     _, directions = torch.linalg.eigh(centred.T @ centred)
     return StaticModule(config, centred @ directions[:, -width:].flip(1), weights)

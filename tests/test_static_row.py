@@ -55,10 +55,10 @@ def test_a_text_is_the_weighted_mean_of_its_tokens() -> None:
     hidden = module(input_ids=ids, attention_mask=mask).last_hidden_state
     mean = (0.5 * vectors[1] + vectors[2] + 0.25 * vectors[3]) / 1.75
     step = vectors.abs().max() / 127
-    for found, expected in zip(hidden, (mean, vectors[4]), strict=True):
-        assert found.shape == (5, 4)
-        assert torch.allclose(found, found[:1].expand(5, 4))
-        assert (found[0] - expected).abs().max() < step
+    for states, expected in zip(hidden, (mean, vectors[4]), strict=True):
+        assert states.shape == (5, 4)
+        assert torch.allclose(states, states[:1].expand(5, 4))
+        assert (states[0] - expected).abs().max() < step
     assert not module(input_ids=torch.zeros(1, 3).long()).last_hidden_state.any()
 
 
@@ -118,4 +118,7 @@ def test_compress_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert -1 <= rows[TABLE]["agreement"] < 1
         assert (rows[TABLE]["quality"] is None) == (not more)
         assert rows["this model"]["agreement"] == pytest.approx(1) or more
+    done = run(*typed, "--size", "1000B", "-o", "nothing")
+    assert done.code == 2
+    assert f"or take a {TABLE}" in done.err
     assert before == {path.name: path.read_bytes() for path in dense.parent.iterdir()}

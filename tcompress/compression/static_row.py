@@ -170,8 +170,8 @@ def words(goal: Goal, shipped: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         if row.name != TABLE or Measured(row.bytes, row.speedup).missed(goal):
             continue
         name = "agreement" if row.quality is None else "quality"
-        mine, other = getattr(shipped, name), getattr(row, name)
-        if mine is not None and other is not None and other >= mine:
-            text = f"a {TABLE} reaches the goal too, with {name} {other:.4f}, not {mine:.4f}"
-            return (f"{text}: model2vec makes one",)
+        numbers = getattr(shipped, name), getattr(row, name)
+        if None not in numbers and numbers[1] >= numbers[0]:
+            better = f"{name} {numbers[1]:.4f}, not {numbers[0]:.4f}"
+            return (f"a {TABLE} reaches the goal too, with {better}: model2vec makes one",)
     return ()

@@ -375,6 +375,47 @@ def export_onnx(
     )
 
 
+def export_openvino(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    force: bool = False,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    **options: Any,
+) -> ExportedOnnx:
+    """Writes a model's folder with a file for OpenVINO in it, compared with PyTorch before.
+
+    Args:
+        model: A converted or dense model: folder, short name or hub id.
+        output: Folder to write; default the model's name and `-openvino`. The folder of the model
+            itself gets the file too.
+        force: Replace a folder that is not empty.
+        token: Access token for the hub.
+        trust_remote_code: Whether Python code that comes with the model may run.
+        progress: Hears how far it is.
+        **options: What is in it: `sentence_embedding=False`, `dense=True`.
+
+    Returns:
+        The written folder, and what was measured of the file.
+
+    Raises:
+        InputError: Something given cannot be used, or the model cannot be exported.
+        WriteError: The file computes something else than the model in PyTorch.
+    """
+    return run_onnx_export(
+        model,
+        output or default_output_name(str(model), "openvino"),
+        read(OnnxFiles, options),
+        to="openvino",
+        force=force,
+        token=token,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
+
+
 def plan(
     model: str | Path | Mapping[str, Any],
     *,

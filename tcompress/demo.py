@@ -15,13 +15,16 @@ from pydantic import BaseModel
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.workplace import check_output
-from tcompress.conversion.converter import Converted, convert
+from tcompress.compression import compress
+from tcompress.conversion.converter import convert
 from tcompress.data.written import written_texts
 from tcompress.files import write_text
 from tcompress.latency.benchmark import bench
 from tcompress.latency.paired_timing import threads
 from tcompress.options import Bench, Calibration, Convert, Finetune
+from tcompress.options.compress_options import Compress
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.structures.lowrank import LowRankSpec
@@ -67,6 +70,12 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("lprod-p16-50", "lprod p=16, dct + low rank", {"method": _SLICES, "target": 0.5}),
     # The paper's layer.
     Variant("lprod-p4-dct", "lprod p=4, dct, no data", {"method": _PAPER}, calibrated=False),
+)
+
+
+# One command for all of it: `tcompress compress`, in the time that the others leave.
+COMPRESS: Compress | None = Compress(
+    size="1.3MB", runtime="torch", minutes=0.3, at="8x256", threads=1
 )
 
 
@@ -133,7 +142,7 @@ def _run(data: DemoData, output: Path, progress: Progress) -> DemoReport:
         progress.advance(1, label)
         return found
 
-    heals = sum(item.healed for item in VARIANTS)
+    heals = sum(item.healed for item in VARIANTS) + (COMPRESS is not None)
     progress.stage("models", len(VARIANTS) + heals + 1, "models")
     stories, lessons = output / "stories.txt", output / "lessons.txt"
     write_text(stories, "\n".join(fitting) + "\n")
@@ -149,7 +158,7 @@ def _run(data: DemoData, output: Path, progress: Progress) -> DemoReport:
         if not rows:
             whole = {"kept": 1.0, "parameters": done.manifest.plan.parameters, "speed": 1.0}
             rows.append(row("dense", data.model, seconds=0.0, **whole))
-        costs = _costs(done, data.model)  # which healing does not change
+        costs = _costs(done.folder, done.manifest, data.model)  # which healing does not change
         error, seconds = report_of(done.folder).errors.get("held_out"), done.manifest.seconds
         rows.append(row(variant.label, done.folder, error=error, seconds=seconds, **costs))
         if variant.healed:
@@ -159,6 +168,13 @@ def _run(data: DemoData, output: Path, progress: Progress) -> DemoReport:
             better = finetune(str(done.folder), Finetune.model_validate(said), place)
             seconds = better.facts.seconds
             rows.append(row(label, better.folder, healed=True, seconds=seconds, **costs))
+    if COMPRESS is not None:
+        start, goal = time.perf_counter(), COMPRESS.model_copy(update={"data": (str(lessons),)})
+        folder = compress(data.model, output / "compress", goal).folder
+        seconds, manifest = time.perf_counter() - start, read_manifest(folder)
+        assert manifest is not None  # every conversion has one
+        label, costs = f"compress --size {goal.size}", _costs(folder, manifest, data.model)
+        rows.insert(1, row(label, folder, healed=True, seconds=seconds, **costs))
     return DemoReport(
         prompt=PROMPT,
         fitting_stories=len(fitting),
@@ -169,11 +185,11 @@ def _run(data: DemoData, output: Path, progress: Progress) -> DemoReport:
     )
 
 
-def _costs(done: Converted, dense: Path) -> dict[str, Any]:
+def _costs(folder: Path, manifest: Manifest, dense: Path) -> dict[str, Any]:
     """Parameters and speed of a converted model."""
-    plan = done.manifest.plan
+    plan = manifest.plan
     # The processor's clock: other work on the machine does not count.
-    (timed,) = bench([str(done.folder)], str(dense), TIMED, clock=time.process_time)
+    (timed,) = bench([str(folder)], str(dense), TIMED, clock=time.process_time)
     return {
         "kept": 1 - plan.saved_in_blocks / plan.block_parameters,
         "parameters": plan.parameters - plan.saved,

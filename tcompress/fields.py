@@ -22,6 +22,8 @@ FIT, METHOD_OPTIONS = "Fit", "Options of methods"
 """Headings in the help; that of flags that belong to some methods is short of room."""
 
 DType = Literal["float32", "float16", "bfloat16"]
+ExportFormat = Literal["onnx", "openvino"]
+"""Files for another runtime; libraries look for them in a folder of that name."""
 RuntimeName = Literal["torch", "onnx", "onnx-int8", "onnx-q4"]
 """What runs a forward pass: PyTorch, or ONNX Runtime with weights of 32, 8 or 4 bits."""
 Place = tuple[str, ...]

@@ -53,9 +53,17 @@ def test_a_size_is_reached_in_pytorch(place: Path) -> None:
 def test_a_dense_file_of_eight_bits_may_be_all_that_is_needed(place: Path) -> None:
     pytest.importorskip("onnxruntime")
     dense = (place / "bert" / "model.safetensors").stat().st_size
-    done = run(*TYPED, "--size", f"{2 * dense}B")
+    measured = ("--task", "sts", "--test-data", "pairs.jsonl")
+    done = run(*TYPED, "--size", f"{2 * dense}B", *measured)
     assert done.code == 0, done.err
     assert "nothing is cut" in done.err
+    manifest = read_manifest(place / "small")
+    assert manifest is not None
+    (file,) = (item for item in manifest.exports if item.bits == 8)
+    assert [item.name for item in file.metrics] == ["spearman", "pearson", "agreement"]
+    words = "small in its int8 file is "
+    assert words in (place / "small" / "report.html").read_text()
+    assert words in (place / "small" / "README.md").read_text()
     assert (place / "small" / "onnx" / "model_int8.onnx").is_file()
     assert json.loads((place / "small" / "config.json").read_text())["model_type"] == "bert"
 

@@ -63,6 +63,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work for a model that knows nothing."""
     timed = Bench(batch=(1,), length=(8,), repeats=1, dtype="float32")
     less = {"FITTING_STORIES": FITTING, "WRITTEN_STORIES": 4, "HEALING_STEPS": 2, "TIMED": timed}
+    less |= {"COMPRESS": None}
     for name, value in {"VARIANTS": TRIED, **less}.items():
         monkeypatch.setattr(f"tcompress.demo.{name}", value)
 
@@ -149,6 +150,7 @@ def test_more_parameters_are_better_with_what_ships(
         for target in (0.5, 0.25)
     ]
     monkeypatch.setattr("tcompress.demo.VARIANTS", low_rank)
+    monkeypatch.setattr("tcompress.demo.COMPRESS", None)
     with shipped_data() as data:
         dense, half, quarter = run_demo(data, tmp_path / "models").rows
     assert dense.perplexity < half.perplexity < quarter.perplexity
@@ -165,6 +167,9 @@ def test_demo_tells_its_story(tmp_path: Path) -> None:
         raw, healed = rows[label], rows[f"{label}, healed"]
         assert dense.perplexity < healed.perplexity < 1.3 * dense.perplexity < raw.perplexity
         assert raw.bytes < 0.7 * dense.bytes
+    compressed = rows["compress --size 1.3MB"]
+    assert compressed.perplexity < 1.3 * dense.perplexity
+    assert compressed.bytes <= 1.3e6
     fitted = rows["lprod p=16, dct + low rank"].perplexity
     assert fitted < rows["lprod p=4, dct, no data"].perplexity
     assert sum(row.seconds for row in rows.values()) < 120

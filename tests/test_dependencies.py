@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         "planning", "data", "artifact", "hf", "latency", "runtimes",
     },
     "inspection": APPLICATION | {"reporting"},
-    "demo": APPLICATION | {"latency", "reporting", "training"},
+    "demo": APPLICATION | {"compression", "latency", "reporting", "training"},
     "pipeline": PRODUCT,
     "compression": PRODUCT | {"exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline"},

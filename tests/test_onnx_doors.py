@@ -5,9 +5,7 @@
 
 import json
 import os
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +19,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
 from tests.support.model_folders import save_tokenizer, sentences
+from tests.support.other_python import there
 from tests.support.sentence_folders import MEAN, base, with_dense
 from tests.support.tiny import build
 
@@ -55,21 +54,6 @@ print("\\n" + json.dumps(new.tolist()))
 """
 
 
-def _there(code: str, *given: Any) -> Any:
-    """What a program prints in the other environment."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [PYTHON, "-c", code, json.dumps(given)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=clean | {"HF_HUB_OFFLINE": "1"},
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def test_sentence_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
     source = with_dense(base(tmp_path / "model", MEAN, "Dense", "Normalize"))
     settings = source / "tokenizer_config.json"  # older versions do not know the class of this one
@@ -83,7 +67,7 @@ def test_sentence_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = transformers.AutoModel.from_pretrained(out)(**inputs).last_hidden_state
     ours = SentenceEncoder.of(SourceModel.open(str(source)))(hidden, inputs["attention_mask"])
-    theirs = np.array(_there(_ENCODE, str(out), TEXTS, FILES))
+    theirs = np.array(there(PYTHON, _ENCODE, str(out), TEXTS, FILES))
     assert np.abs(theirs[0] - ours.numpy()).max() < 1e-5
     for vectors, least in zip(theirs, (1 - 1e-6, 0.995, 0.9), strict=True):
         assert (vectors * ours.numpy()).sum(-1).mean() > least
@@ -97,4 +81,4 @@ def test_optimum_generates_the_same_text(tmp_path: Path) -> None:
     ids = torch.tensor([[5, 17, 23, 42]])
     mask = torch.ones_like(ids)
     expected = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
-    assert _there(_GENERATE, str(out), ids.tolist()) == expected.tolist()
+    assert there(PYTHON, _GENERATE, str(out), ids.tolist()) == expected.tolist()

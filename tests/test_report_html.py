@@ -199,6 +199,10 @@ def test_the_top_is_about_the_file_that_ships(bare: ModelReport) -> None:
     assert "gpt2-small int8: 2 ms, 0.8" in page.charts()[0]
     line = next(row for row in rows_of(shipped) if row.label == "  of int8 file")
     assert line.value == "0.8000"
+    alone = shipped.model_copy(update={"metrics": ()})  # nothing was measured in PyTorch
+    time, size = Page(render_html([alone])).charts()[:2]
+    assert "gpt2-small: 2 ms, 0.8" in time
+    assert "gpt2-small: 9.1 kB, 0.8" in size
 
 
 def test_files_of_a_dense_model_are_lent_to_what_was_made_of_it(

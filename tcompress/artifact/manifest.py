@@ -164,9 +164,9 @@ class ExportedFile(_Section):
     metrics: list[Metric] = []  # quality of the file in its runtime; older ones lack it
 
     @property
-    def runtime(self) -> RuntimeName:
-        """The runtime that reads it, as options name it."""
-        return _RUNTIMES[self.bits]
+    def runtime(self) -> RuntimeName | None:
+        """The runtime that reads it, as options name it; None for one that they do not know."""
+        return _RUNTIMES[self.bits] if self.file.startswith("onnx/") else None
 
     @property
     def size(self) -> str:

@@ -11,8 +11,9 @@ from tcompress.artifact.workplace import check_output
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
+from tcompress.fields import ExportFormat
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
-from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.installed import require_onnx, require_openvino
 
 EXAMPLES = (
     "tcompress export minilm-svd --to onnx --int8 -o minilm-onnx",
@@ -24,10 +25,10 @@ def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner:
     """Does what `tcompress export` says."""
     model = Path(call.model)
     folder = Path(written.output or f"{model.name or model.resolve().name}-{call.to}")
-    if call.to == "onnx":
-        _to_onnx(call.model, folder, files, written, hub, manner)
-    else:
+    if call.to == "dense":
         _to_dense(model, folder, files, written, manner)
+    else:
+        _to_runtime(call.to, call.model, folder, files, written, hub, manner)
 
 
 def _to_dense(
@@ -56,14 +57,24 @@ def _refuse_options(files: OnnxFiles) -> None:
         raise InputError(f"{names} can only be given for ONNX files", "add `--to onnx`")
 
 
-def _to_onnx(
-    model: str, folder: Path, files: OnnxFiles, written: Written, hub: Hub, manner: Manner
+def _to_runtime(
+    to: ExportFormat,
+    model: str,
+    folder: Path,
+    files: OnnxFiles,
+    written: Written,
+    hub: Hub,
+    manner: Manner,
 ) -> None:
     output = folder.expanduser().absolute()
     local = Path(model).expanduser()
     inside = output.is_dir() and local.is_dir() and output.samefile(local)
     with first_look() as look:
-        look.check(require_onnx)
+        if to == "onnx":
+            look.check(require_onnx)
+        else:
+            look.check(require_openvino)
+            look.check(files.refuse_bits)
         look.models(model)
         look.check(check_output, output, force=written.force or inside)
     reach(model, token=hub.token)
@@ -74,6 +85,7 @@ def _to_onnx(
             model,
             folder,
             files,
+            to=to,
             force=written.force,
             token=hub.token,
             trust_remote_code=hub.allow_remote_code,
@@ -81,7 +93,7 @@ def _to_onnx(
         )
     if manner.as_json:
         rows = [item.model_dump(mode="json") for item in exported.files]
-        found = {"output": str(exported.folder), "format": "onnx", "files": rows}
+        found = {"output": str(exported.folder), "format": to, "files": rows}
         print_json({**found, "notes": list(exported.notes)})
         return
     for item in exported.files:

@@ -29,8 +29,8 @@ FEWEST_EXAMPLES, MOST_EXAMPLES = 200, 1500
 FEWEST_REPEATS, MOST_REPEATS = 3, 9
 """Repetitions of a timed pass."""
 _SIZE, _SECONDS = 1024, 0.2  # of the matrices that are multiplied, and how long that goes on
-# Seconds, measured on MiniLM (docs/deploy.md says how): fixed ones, for a block that is exported or
-# fitted, and multiples of a dense pass of 1,024 tokens.
+# Seconds, by eye from runs on MiniLM beside other work, so that they are rather too long: fixed ones,
+# for a block that is exported or fitted, and multiples of a dense pass of 1,024 tokens.
 _BEGIN, _OPEN, _EXPORT_BLOCK, _FIT_BLOCK = 8.0, 3.0, 1.0, 1.0
 _EXPORT_PASSES, _SAMPLE_PASSES, _EXAMPLE_PASSES, _RUNTIMES = 8, 0.12, 0.04, 2.5
 

@@ -32,8 +32,9 @@ def write_records(folder: Path, name: str, *, trust_remote_code: bool = False) -
     write_html([report], folder / PAGE)
     card = folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    if manifest.exports:
-        text = with_files(text, manifest.exports)
+    exported = [file for file in manifest.exports if file.runtime is not None]
+    if exported:
+        text = with_files(text, exported)
     title = report.method if report.is_smaller else None
     write_text(card, _with_headline(text, headline_of([report], [name]), after_title=bool(title)))
     known = manifest.checksums | {path.name: digest_of(path) for path in (card, folder / PAGE)}

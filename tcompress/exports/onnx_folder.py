@@ -1,10 +1,11 @@
-"""A folder that ONNX Runtime, sentence-transformers and transformers.js open: the whole way."""
+"""A folder that ONNX Runtime, OpenVINO and what stands on them open: the whole way."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from tcompress.exports.onnx_parts import parts_of
 from tcompress.exports.onnx_proof import Proof, runtime_versions, samples_of
 from tcompress.exports.onnx_quantize import Graph, quantize_int4, quantize_int8
 from tcompress.exports.onnx_smooth import activations_of, smooth
+from tcompress.exports.openvino import PREFIX, write_openvino
+from tcompress.fields import ExportFormat
 from tcompress.files import write_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
@@ -50,7 +53,7 @@ from tcompress.models.names import (
 from tcompress.options.commands import OnnxFiles
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
-from tcompress.runtimes.installed import require_onnx
+from tcompress.runtimes.installed import require_onnx, require_openvino
 from tcompress.runtimes.onnx_session import OnnxModel, bytes_of
 
 FOLDER = "onnx"
@@ -74,18 +77,20 @@ def export_onnx(
     output: Path | str,
     settings: OnnxFiles | None = None,
     *,
+    to: ExportFormat = "onnx",
     force: bool = False,
     token: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> ExportedOnnx:
-    """Writes a model's folder with ONNX files in it, each compared with PyTorch before.
+    """Writes a model's folder with files for another runtime in it, each compared with PyTorch.
 
     Args:
         model: A converted or dense model: folder, short name or hub id.
         output: Folder to write; it appears only when everything is finished. That of the model
             itself gets the files too.
         settings: Which files.
+        to: Files for ONNX Runtime, or for OpenVINO, whose weights are in float32.
         force: Replace a folder that is not empty.
         token: Access token for the hub.
         trust_remote_code: Whether Python code that comes with the model may run.
@@ -98,8 +103,12 @@ def export_onnx(
         InputError: Something given cannot be used, or the model cannot be exported.
         WriteError: A file computes something else than the model in PyTorch.
     """
-    require_onnx()
     settings, progress = settings or OnnxFiles(), progress or Silent()
+    if to == "onnx":
+        require_onnx()
+    else:
+        require_openvino()
+        settings.refuse_bits()
     output = Path(output).expanduser().absolute()
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     origin = source.origin or source.folder
@@ -110,11 +119,11 @@ def export_onnx(
         check_apart(output, origin, "the model itself")
     identity = identity_of(
         {
-            "export": "onnx",
+            "export": to,
             "settings": settings.model_dump(mode="json"),
             "weights": source.store.fingerprint(),
             "tool": tcompress.__version__,
-            **runtime_versions(),
+            **runtime_versions(to),
         }
     )
     place = Workplace(output, identity, force=force)
@@ -124,17 +133,17 @@ def export_onnx(
             manifest = read_manifest(output)
             return ExportedOnnx(output, tuple(manifest.exports if manifest else ()))
         place.need((2 + len(settings.bits_of_files)) * source.store.total_bytes)
-        _carry(source, place.model, output if inside else None)
-        files, notes = _write_files(source, place, settings, progress)
-        _record(source, place.model, files)
+        _carry(source, place.model, output if inside else None, to)
+        files, notes = _write_files(source, place, settings, to, progress)
+        _record(source, place.model, files, to)
         place.publish(force=force)
     return ExportedOnnx(output, files, notes)
 
 
-def _carry(source: SourceModel, folder: Path, whole: Path | None) -> None:
+def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportFormat) -> None:
     """Put the files of a model beside what is written, but for `config.json`, which comes last.
 
-    Of a `whole` folder all is kept, whatever it is.
+    Of a `whole` folder all is kept, whatever it is, but for older files of the same kind.
     """
     shutil.rmtree(folder)
     if whole is not None:
@@ -142,7 +151,7 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None) -> None:
         shutil.copytree(
             whole,
             folder,
-            ignore=lambda inside, _: {FOLDER, _CONFIG} if os.fspath(inside) == top else set(),
+            ignore=lambda inside, _: {to, _CONFIG} if os.fspath(inside) == top else set(),
             copy_function=_linked,
             symlinks=True,
         )
@@ -169,19 +178,26 @@ def _linked(path: Any, target: Any) -> Any:
 
 
 def _write_files(
-    source: SourceModel, place: Workplace, settings: OnnxFiles, progress: Progress
+    source: SourceModel,
+    place: Workplace,
+    settings: OnnxFiles,
+    to: ExportFormat,
+    progress: Progress,
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
     """Write all files, and compare each with PyTorch."""
     if settings.dense:
         dense = export_dense(source.folder, place.folder / "dense", progress=progress)
         source = open_checked(str(dense))
     encoder, notes = _encoder(source, settings)
-    (place.model / FOLDER).mkdir()
+    (place.model / to).mkdir()
     files: list[ExportedFile] = []
     proofs = proofs_of(source, encoder, samples_of(source))
     progress.stage("exporting", len(proofs) * len(settings.bits_of_files), "files")
     for proof in proofs:
-        files += _write_part(proof, place.model, settings, progress)
+        if to == "onnx":
+            files += _write_part(proof, place.model, settings, progress)
+        else:
+            files.append(_write_openvino_part(proof, place, progress))
     return tuple(files), notes
 
 
@@ -229,6 +245,18 @@ def _write_part(
     return found
 
 
+def _write_openvino_part(proof: Proof, place: Workplace, progress: Progress) -> ExportedFile:
+    """Write a part by way of an ONNX file, which is not kept."""
+    name = proof.part.file
+    with tempfile.TemporaryDirectory(dir=place.folder) as scratch:
+        graph = Path(scratch) / f"{name}.onnx"
+        write_graph(proof.part, graph)
+        opened = write_openvino(graph, place.model / "openvino" / f"{PREFIX}{name}.xml")
+    facts = proof.facts(opened, f"openvino/{opened.path.name}", 32, opened.nbytes)
+    progress.advance(1, opened.path.name)
+    return facts
+
+
 def _smoothed(path: Path, proof: Proof, external: bool) -> Callable[[Graph], object]:
     """Give what makes channels more alike, on samples, in files that memory holds twice."""
     if external:
@@ -257,11 +285,16 @@ def _encoder(
         return None, (f"no output `sentence_embedding`: {error.message}",)
 
 
-def _record(source: SourceModel, folder: Path, files: Sequence[ExportedFile]) -> None:
+def _record(
+    source: SourceModel, folder: Path, files: Sequence[ExportedFile], to: ExportFormat
+) -> None:
     """Write what was measured into card and manifest, and `config.json`, which makes it load."""
     card = folder / CARD
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
-    write_text(card, with_files(text, files))
+    for kind in _HEADINGS:
+        if not (folder / kind).is_dir():  # of a folder that came with a table, but not its files
+            text = without_files(text, kind)
+    write_text(card, with_files(text, files, to))
     manifest = read_manifest(folder) or Manifest(
         source=SourceFacts(
             id=source.id,
@@ -277,15 +310,26 @@ def _record(source: SourceModel, folder: Path, files: Sequence[ExportedFile]) ->
         seconds=0.0,
         environment=environment(),
     )
+    older = (item for item in manifest.exports if not item.file.startswith(f"{to}/"))
+    kept = [item for item in older if (folder / item.file).is_file()]
     settings = read_settings(source.folder / _CONFIG)
     settings = settings if source.trust_remote_code else without_code(settings)
     config = json.dumps(settings, indent=2) + "\n"
     sealed = seal(folder, None, {_CONFIG: config.encode()})
-    write_manifest(folder, manifest.model_copy(update={"exports": list(files), **sealed}))
+    write_manifest(folder, manifest.model_copy(update={"exports": [*kept, *files], **sealed}))
     write_text(folder / _CONFIG, config)
 
 
-_HEADING = "## ONNX files"
+_HEADINGS: dict[ExportFormat, str] = {"onnx": "## ONNX files", "openvino": "## OpenVINO files"}
+_RUNTIMES: dict[ExportFormat, str] = {"onnx": "ONNX Runtime", "openvino": "OpenVINO in float32"}
+_READERS: dict[ExportFormat, str] = {
+    "onnx": 'ONNX Runtime, sentence-transformers (`backend="onnx"`), optimum and transformers.js '
+    "open these files without tcompress: each needs but the file, `config.json` and the "
+    "tokenizer.",
+    "openvino": 'OpenVINO, sentence-transformers (`backend="openvino"`) and optimum open these '
+    "files without tcompress: each needs but the file, the `.bin` beside it, `config.json` and the "
+    "tokenizer.",
+}
 
 
 def _has_sets(metrics: Sequence[Metric]) -> bool:
@@ -301,7 +345,7 @@ def _quality(metric: Metric | None) -> str:
     return f"{metric.value:.4f}{around}" + ("" if ratio is None else f", {ratio:.3f} x dense")
 
 
-def with_files(card: str, files: Sequence[ExportedFile]) -> str:
+def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onnx") -> str:
     """Put a table of the files at the end of a card, in the place of an older one."""
     metrics = [main_of(item.metrics, several=_has_sets(item.metrics)) for item in files]
     main = next((metric for metric in metrics if metric is not None), None)
@@ -314,21 +358,26 @@ def with_files(card: str, files: Sequence[ExportedFile]) -> str:
     protocol = files[0].protocol
     table = "\n".join(
         [
-            _HEADING,
+            _HEADINGS[to],
             "",
             f"| file | bits of weights | MB | speed | cosine |{name}",
             "|---|---|---|---|---|" + ("---|" if main else ""),
             *rows,
             "",
-            f"Speed is that of ONNX Runtime over this model in PyTorch in float32, for "
+            f"Speed is that of {_RUNTIMES[to]} over this model in PyTorch in float32, for "
             f"{files[0].size} on {protocol['threads']} threads of {protocol['device_name']} "
             f"({protocol['instructions']}); the cosine is the mean of outputs, with the same.",
             "",
-            'ONNX Runtime, sentence-transformers (`backend="onnx"`), optimum and transformers.js '
-            "open these files without tcompress: each needs but the file, `config.json` and the "
-            "tokenizer.",
+            _READERS[to],
             "",
         ]
     )
-    before = card.partition(f"\n{_HEADING}\n")[0].rstrip("\n")
+    before = without_files(card, to).rstrip("\n")
     return f"{before}\n\n{table}" if before else table
+
+
+def without_files(card: str, to: ExportFormat) -> str:
+    """Take the table of files for a runtime out of a card."""
+    before, _, older = card.partition(f"\n{_HEADINGS[to]}\n")
+    _, heading, after = older.partition("\n## ")  # files of the other kind
+    return before + f"{heading}{after}"

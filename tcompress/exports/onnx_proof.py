@@ -1,4 +1,4 @@
-"""An ONNX file beside the model in PyTorch: how far outputs are apart, and how long both take."""
+"""A file for another runtime beside PyTorch: how far outputs are apart, how long both take."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from tcompress.artifact.manifest import ExportedFile, environment
 from tcompress.data.calibration import load_batches
 from tcompress.errors import DataError, WriteError, first_line
 from tcompress.exports.onnx_parts import CausalPart, Part, Size
+from tcompress.fields import ExportFormat
 from tcompress.latency.paired_timing import device_name, instructions
 from tcompress.latency.passes import Pass, turns
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import Calibration
 from tcompress.runtimes.onnx_session import OnnxModel
+from tcompress.runtimes.openvino_session import OpenvinoModel
 
 LARGEST_DIFFERENCE = 1e-3
 """Of a file in float32 from PyTorch, as a share of the largest output: beyond it is a defect."""
@@ -35,6 +37,7 @@ SAMPLES = 64
 """Texts or pictures that agreement is measured on."""
 _HINT = "please report it with the command; nothing was published"
 
+Opened = OnnxModel | OpenvinoModel
 Arrays = dict[str, NDArray[Any]]
 Answers = list[tuple[dict[str, Tensor], Arrays]]
 """Inputs, and what PyTorch computes from them."""
@@ -59,7 +62,7 @@ class Proof:
         given = [found for batch in batches if (found := part.completed(batch)) is not None]
         return cls(part, shapes, _answers(part, given) or shapes)
 
-    def difference(self, file: OnnxModel) -> float:
+    def difference(self, file: Opened) -> float:
         """Largest absolute difference of an output from PyTorch's, without padding.
 
         A `WriteError` says that a shape cannot be run, or that an output is not finite.
@@ -80,7 +83,7 @@ class Proof:
         values = (np.abs(v).max(initial=0.0) for _, answer in self.shapes for v in answer.values())
         return float(max(values))
 
-    def agreement(self, file: OnnxModel) -> float:
+    def agreement(self, file: Opened) -> float:
         """Mean cosine of outputs with PyTorch's, on samples: of embeddings, or the first output.
 
         An output for each token is taken token by token, without padding.
@@ -103,7 +106,7 @@ class Proof:
         batch = TIMED.batch if self.part.has_length else PICTURES
         return Size(batch, min(TIMED.length, longest))
 
-    def seconds(self, file: OnnxModel) -> tuple[float, float]:
+    def seconds(self, file: Opened) -> tuple[float, float]:
         """Median times of a pass, of the file and of PyTorch, in turn."""
         inputs = self.part.sample(self.timed)
         passes = (Pass(lambda _: file.run(inputs)), Pass(lambda _: _answer(self.part, inputs)))
@@ -113,7 +116,7 @@ class Proof:
         return own, dense
 
     def facts(
-        self, file: OnnxModel, name: str, bits: int, nbytes: int, left: Sequence[str] = ()
+        self, file: Opened, name: str, bits: int, nbytes: int, left: Sequence[str] = ()
     ) -> ExportedFile:
         """Compare a file with PyTorch in all that a manifest records.
 
@@ -147,7 +150,7 @@ class Proof:
                 "device_name": device_name(torch.device("cpu")),
                 "instructions": instructions(),
                 **environment(),
-                **runtime_versions(),
+                **runtime_versions("onnx" if isinstance(file, OnnxModel) else "openvino"),
             },
         )
 
@@ -175,10 +178,10 @@ def _answer(part: Part, inputs: dict[str, Tensor]) -> Arrays:
     return {name: value.numpy() for name, value in zip(part.outputs, values, strict=True)}
 
 
-def _run(file: OnnxModel, inputs: Mapping[str, Tensor]) -> Arrays:
+def _run(file: Opened, inputs: Mapping[str, Tensor]) -> Arrays:
     try:
         return file.run(inputs)
-    except Exception as error:  # ONNX Runtime raises errors of its own for every kind of problem
+    except Exception as error:  # runtimes raise errors of their own for every kind of problem
         shapes = ", ".join(f"`{name}` {tuple(item.shape)}" for name, item in inputs.items())
         text = f"`{file.path.name}` cannot be run with {shapes} ({first_line(error)})"
         raise WriteError(text, _HINT) from error
@@ -192,6 +195,7 @@ def _inside(value: NDArray[Any], inputs: Mapping[str, Tensor]) -> NDArray[Any]:
     return value[mask[:, -ids.shape[1] :].numpy().astype(bool)]  # it may be of a cache too
 
 
-def runtime_versions() -> dict[str, str]:
+def runtime_versions(runtime: ExportFormat = "onnx") -> dict[str, str]:
     """Versions that a file depends on."""
-    return {name: version(name) for name in ("onnx", "onnxruntime", "onnxscript")}
+    last = "onnxruntime" if runtime == "onnx" else "openvino"
+    return {name: version(name) for name in ("onnx", last, "onnxscript")}

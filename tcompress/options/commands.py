@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from tcompress.errors import InputError
 from tcompress.fields import DATASET, FOLDER, MODEL, Section, option
 from tcompress.options.convert_options import METHOD, OUTPUT
 from tcompress.options.steps import MEASURED, MEASUREMENT
@@ -107,10 +108,11 @@ class Exported(Section):
         positional=True,
         **MODEL,
     )
-    to: Literal["dense", "onnx"] = option(
+    to: Literal["dense", "onnx", "openvino"] = option(
         "dense",
         "`dense`: a plain model that computes the same, with dense weights; `onnx`: files for ONNX "
-        "Runtime, sentence-transformers and transformers.js beside the model",
+        "Runtime, sentence-transformers and transformers.js beside the model; `openvino`: one for "
+        "OpenVINO and sentence-transformers, in float32",
     )
 
 
@@ -139,6 +141,16 @@ class OnnxFiles(Section):
         """Bits of the weights of each file, float32 first."""
         chosen = {8} if self.int8 else set()
         return (32, *sorted(chosen | ({self.bits} if self.bits else set()), reverse=True))
+
+    def refuse_bits(self) -> None:
+        """Refuse fewer bits for OpenVINO, which runs such ONNX files slower and less exactly."""
+        bits = {"int8", "bits", "embedding_bits"}
+        if given := self.model_dump(exclude_defaults=True, include=bits):
+            names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
+            raise InputError(
+                f"{names} can only be given for ONNX files; those for OpenVINO are in float32",
+                "add `--to onnx`, or quantise with OpenVINO's own tool, `nncf`",
+            )
 
 
 class Reported(Section):

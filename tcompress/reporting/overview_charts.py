@@ -22,7 +22,7 @@ from tcompress.reporting.charts import (
     training_charts,
 )
 from tcompress.reporting.headline import file_of
-from tcompress.reporting.shipped import file_metric, int8_speed
+from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
 
 _MOST_LINES = 4  # of costs without a quality, in one picture
@@ -70,6 +70,8 @@ def trade_offs(models: Sequence[Shown]) -> list[Picture]:
     """Draws quality against time and against bytes, where there is anything to compare."""
     reports = [model.report for model in models]
     metrics, speeds = main_metrics(reports), main_speeds(reports)
+    if not any(metrics):
+        return _file_trade_offs(models)
     pairs = list(zip(reports, speeds, strict=True))
     speed = next((speed for speed in speeds if speed is not None), None)
     pictures = []
@@ -91,6 +93,27 @@ def trade_offs(models: Sequence[Shown]) -> list[Picture]:
     write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
     dots = [*_dots(models, metrics, sizes), *_file_dots(models, metrics, costs)]
     return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
+
+
+def _file_trade_offs(models: Sequence[Shown]) -> list[Picture]:
+    """Draws the same of files alone, where no quality was measured in PyTorch."""
+    files = [shipped_of(model.report) for model in models]
+    metrics = [None if file is None else file.metric for file in files]
+    timed = [None if file is None else file.speed for file in files]
+    times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in timed]
+    sizes = [
+        None if file is None else (float(file.file.bytes), float(model.report.bytes_on_disk.dense))
+        for model, file in zip(models, files, strict=True)
+    ]
+    pictures = []
+    if (speed := next((speed for speed in timed if speed is not None), None)) is not None:
+        words = f"time of a pass ({fmt.pass_text(speed)})"
+        write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
+        dots = _dots(models, metrics, times)
+        pictures += _picture("quality-time", dots, [], words, metrics, write)
+    write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
+    dots = _dots(models, metrics, sizes)
+    return pictures + _picture("quality-bytes", dots, [], "bytes of the file", metrics, write)
 
 
 def _int8_time(report: ModelReport, speed: Speed) -> Mark | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from tcompress.errors import InputError
@@ -13,8 +14,17 @@ EXPORT = ("onnx", "onnxscript", "onnxruntime")
 
 def require_onnx(*packages: str) -> None:
     """Refuse to go on without packages of the extra `onnx`, by default all of them."""
-    absent = [name for name in packages or EXPORT if find_spec(name) is None]
+    _require("onnx", packages or EXPORT)
+
+
+def require_openvino(*packages: str) -> None:
+    """Refuse to go on without packages of the extra `openvino`, by default all of them."""
+    _require("openvino", packages or (*EXPORT, "openvino"))
+
+
+def _require(extra: str, packages: Sequence[str]) -> None:
+    absent = [name for name in packages if find_spec(name) is None]
     if absent:
         names = ", ".join(f"`{name}`" for name in absent)
         verb = "is" if len(absent) == 1 else "are"
-        raise InputError(f"{names} {verb} not installed", f"run `{install_with('onnx')}`")
+        raise InputError(f"{names} {verb} not installed", f"run `{install_with(extra)}`")

@@ -77,24 +77,25 @@ class OnnxModel:
     def run(
         self, inputs: Mapping[str, Tensor | NDArray[Any]], outputs: Sequence[str] | None = None
     ) -> Arrays:
-        """Compute outputs, by default all, from inputs; what the file does not take is left out.
+        """Compute outputs, by default all, from inputs; what the file does not take is left out."""
+        names, given = list(outputs or self.outputs), arrays_of(inputs, self.inputs)
+        return dict(zip(names, self.session.run(names, given), strict=True))
 
-        `token_type_ids` that nobody gives are zeros, an `attention_mask` is ones.
-        """
-        names = list(outputs or self.outputs)
-        return dict(zip(names, self.session.run(names, self.feed(inputs)), strict=True))
 
-    def feed(self, inputs: Mapping[str, Tensor | NDArray[Any]]) -> Arrays:
-        """Turn inputs into arrays as the file takes them."""
-        fed: Arrays = {}
-        for name in self.inputs:
-            if name in inputs:
-                value = inputs[name]
-                fed[name] = value.numpy() if isinstance(value, Tensor) else value
-            elif name in ("attention_mask", "token_type_ids") and "input_ids" in inputs:
-                like = np.asarray(inputs["input_ids"])
-                fed[name] = (np.ones if name == "attention_mask" else np.zeros)(like.shape, "int64")
-        return fed
+def arrays_of(inputs: Mapping[str, Tensor | NDArray[Any]], names: Sequence[str]) -> Arrays:
+    """Turn inputs into arrays by the names that a file has for them.
+
+    `token_type_ids` that nobody gives are zeros, an `attention_mask` is ones.
+    """
+    found: Arrays = {}
+    for name in names:
+        if name in inputs:
+            value = inputs[name]
+            found[name] = value.numpy() if isinstance(value, Tensor) else value
+        elif name in ("attention_mask", "token_type_ids") and "input_ids" in inputs:
+            like = np.asarray(inputs["input_ids"])
+            found[name] = (np.ones if name == "attention_mask" else np.zeros)(like.shape, "int64")
+    return found
 
 
 def bytes_of(path: Path) -> int:

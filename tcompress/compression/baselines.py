@@ -9,7 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import nn
+
 from tcompress.artifact.means import AGREEMENT, main_of
+from tcompress.compression import static_row
 from tcompress.compression.effort import Effort
 from tcompress.compression.table import Row, kept_layers, layers_that_reach
 from tcompress.compression.working import DENSE, Work
@@ -43,11 +46,31 @@ def baselines(work: Work) -> list[Row]:
     if work.runtime != "torch":
         rows.append(row_of(work, DENSE, work.dense, work.runtime))
     there = rows[-1]
-    if not work.effort.other_rows:
-        return rows
-    if work.runtime != "torch" and work.goal.bytes is not None:
-        rows.append(row_of(work, DENSE, work.dense, "onnx-q4"))
-    return [*rows, *_fewer_layers(work, there)]
+    if work.effort.other_rows:
+        if work.runtime != "torch" and work.goal.bytes is not None:
+            rows.append(row_of(work, DENSE, work.dense, "onnx-q4"))
+        rows += _fewer_layers(work, there)
+    return [*rows, *_static(work)]
+
+
+def _static(work: Work) -> list[Row]:
+    """Measure a table of token vectors, where the goal is that far from the dense model."""
+    if not static_row.is_shown(work.source, work.settings):
+        return []
+    if (row := _kept(work, static_row.TABLE, "torch")) is not None:
+        return [row]
+    with work.timed(f"Measuring a {static_row.TABLE}"):
+        texts = static_row.texts_of(work)
+        model = static_row.build(work, texts)
+        if model is None:
+            return []
+        row = Row(static_row.TABLE, "torch", model.nbytes, static_row.speed(work, model))
+        if work.settings.task is not None:
+            row = _with_quality(work, row, work.original, model)
+        else:
+            row = replace(row, agreement=static_row.agreement(work, texts, model))
+    work.place.note("row", row=row.to_json())
+    return [row]
 
 
 def _fewer_layers(work: Work, dense: Row) -> list[Row]:
@@ -78,9 +101,8 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
 
 def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     """Measure a model once; what was measured before an interruption is read."""
-    for note in work.place.notes("row"):
-        if (note["row"]["name"], note["row"]["runtime"]) == (name, runtime):
-            return Row.of_json(note["row"])
+    if (row := _kept(work, name, runtime)) is not None:
+        return row
     with work.timed(f"Measuring {name} in {runtime}"):
         dense = (name, runtime) == (DENSE, "torch")
         size = work.source.store.total_bytes if dense else work.bytes_read(folder, runtime)
@@ -92,15 +114,21 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
     return row
 
 
-def _with_quality(work: Work, row: Row, folder: Path) -> Row:
-    """Evaluate a model beside the dense one in PyTorch."""
+def _kept(work: Work, name: str, runtime: RuntimeName) -> Row | None:
+    """Read what was measured before an interruption."""
+    rows = (Row.of_json(note["row"]) for note in work.place.notes("row"))
+    return next((row for row in rows if (row.name, row.runtime) == (name, runtime)), None)
+
+
+def _with_quality(work: Work, row: Row, folder: Path, stand_in: nn.Module | None = None) -> Row:
+    """Evaluate a model, or what stands in for it, beside the dense one in PyTorch."""
     dense = (row.name, row.runtime) == (DENSE, "torch")
     baseline: Sequence[Baseline] = () if dense else _baseline(work)
     settings = measurement(work.settings, work.effort, row.runtime)
     trust = work.source.trust_remote_code
     shown = Renamed(work.progress, f"{row.name} in {row.runtime}")
     shared: dict[str, Any] = {"trust_remote_code": trust, "progress": shown}
-    shared["save"] = work.is_ours(folder)
+    shared |= {"save": work.is_ours(folder), "stand_in": stand_in}
     [scores] = evaluate([folder], settings, baseline=baseline, **shared)
     main = main_of(scores.metrics, several=len(scores.sets) > 1)
     assert main is not None  # a task has a number

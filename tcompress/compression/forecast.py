@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tcompress.compression.effort import Needs
+from tcompress.compression.static_row import TABLE, is_shown
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
 from tcompress.options.choose import conversion
@@ -61,12 +62,15 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
         elif settings.speedup is None:
             wide, goal = "cut nothing", ["the dense file is small enough"]
     export = "" if runtime == "torch" else "export and time the dense model; "
+    rows = "the dense model and fewer layers"
+    if is_shown(source, settings):
+        rows = f"the dense model, fewer layers and a {TABLE}"
     stages = (
         f"{export}{as_it_is / 1e6:.1f} MB in {runtime}, {dense / 1e6:.1f} MB as it is",
         f"{wide}: {' and '.join(goal)}; measured, and repeated up to twice where it misses",
         f"heal on {', '.join(settings.data) or 'text that ships'} in what is left of "
         f"{settings.most_minutes:g} minutes",
-        f"measure {settings.task or 'size and speed'} of it, the dense model and fewer layers",
+        f"measure {settings.task or 'size and speed'} of it, {rows}",
     )
     unknown = "what is lost, and how fast the result is: both are measured on the way"
     needs = Needs.of(source, settings)

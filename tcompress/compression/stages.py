@@ -18,6 +18,7 @@ import tcompress
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.compression import static_row
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
@@ -192,6 +193,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         row = row_of(work, SHIPPED, shipped, work.runtime)
         if work.runtime != "torch" and work.effort.other_rows:
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
+    row = static_row.compared(work, row, shipped, rows)
     shutil.rmtree(work.place.model)
     if shipped == work.original:
         shutil.copytree(shipped, work.place.model)
@@ -222,7 +224,7 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
         usage=usage,
         agreement=fmean(agreements) if agreements else None,
         missed=measured.missed(work.goal, near=NEAR),
-        notes=(*_notes(work, rows), *_overrun(work)),
+        notes=(*_notes(work, rows), *_overrun(work), *static_row.words(work.goal, row, rows)),
     )
 
 

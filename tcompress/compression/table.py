@@ -20,7 +20,8 @@ class Row:
     speedup: float  # over the dense model in PyTorch
     quality: float | None = None
     interval: tuple[float, float] | None = None  # of the quality, 95 %
-    agreement: float | None = None  # with the dense model in PyTorch, on the labelled data
+    agreement: float | None = None
+    """With the dense model in PyTorch, on the labelled data; without, on texts held out."""
 
     def to_json(self) -> dict[str, Any]:
         """Give it as plain data."""

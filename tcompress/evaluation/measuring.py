@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 import tcompress
@@ -70,6 +71,7 @@ class _Measurement:
     progress: Progress
     save: bool
     in_runtime: RuntimeFiles
+    stand_in: nn.Module | None = None  # that runs in the place of what a folder holds
 
     def of(
         self,
@@ -86,7 +88,9 @@ class _Measurement:
                 for examples in self.sets.values()
             ]
             model: Any
-            if runtime == "torch":
+            if self.stand_in is not None:
+                model = self.stand_in
+            elif runtime == "torch":
                 dtype = pick_dtype(wanted.dtype)
                 model = load_model(source, self.task.head, dtype=dtype, device=self.device)
             else:
@@ -180,11 +184,13 @@ def evaluate(
     token: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    stand_in: nn.Module | None = None,
 ) -> list[ModelScores]:
     """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
 
     A baseline that is not among the models is measured first; a `ModelScores.baseline` is known,
-    and an empty one means that models are not compared.
+    and an empty one means that models are not compared. A `stand_in` is run in the place of what
+    the folders hold, with their tokenizers and pooling; nothing of it may be saved.
     """
     problems = Problems()
     names = [str(name) for name in models]
@@ -213,6 +219,7 @@ def evaluate(
     runs = [(name, runtime) for name in names for runtime in wanted.runtime]
     with RuntimeFiles.opened() as files:
         run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save, files)
+        run = replace(run, stand_in=stand_in)
         if known is not None:
             return [run.of(name, sources[name], known, runtime) for name, runtime in runs]
         base = run.of(first, sources[first], runtime=wanted.runtime[0])

@@ -6,6 +6,7 @@ for the layers on both sides together (`planning.channels`); what is stored is a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from pydantic import Field
 from tcompress import linalg
 from tcompress.structures.base import (
     Layout,
+    RoundsInNorm,
     Shapes,
     Site,
     Spec,
@@ -26,6 +28,8 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from tcompress.linalg.rounding import Rounding
 
 
 class WidthSpec(Spec):
@@ -50,7 +54,7 @@ class WidthLayout(Layout):
     out_features: int = Field(ge=0)
 
 
-class Width(Structure[WidthSpec, WidthLayout]):
+class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
     """Fewer channels; what reads them is refitted by least squares."""
 
     name = "width"
@@ -76,6 +80,17 @@ class Width(Structure[WidthSpec, WidthLayout]):
 
     def fit(self, target: Target, layout: WidthLayout) -> dict[str, Tensor]:
         return {"w": linalg.fit_slices(target.product, target.gram, 1)[0]}
+
+    def rounded(
+        self,
+        target: Target,
+        layout: WidthLayout,
+        tensors: Tensors,
+        roundings: Mapping[str, Rounding],
+    ) -> dict[str, Tensor]:
+        if "w" not in roundings:
+            return dict(tensors)
+        return {"w": linalg.rounded_in_norm(tensors["w"], target.full_gram(), roundings["w"])}
 
     def start(self, layout: WidthLayout, generator: torch.Generator) -> dict[str, Tensor]:
         return random_tensors(self.tensors(layout), generator, {"w": layout.in_features})

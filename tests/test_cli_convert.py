@@ -296,7 +296,7 @@ def test_interrupted_conversion_goes_on(
     with monkeypatch.context() as patch:
         # Four groups of layers in each block: the first block is done.
         stopping = AtStep(6, partial(signal.raise_signal, by))
-        patch.setattr(terminal, "shown_progress", lambda quiet: nullcontext(stopping))
+        patch.setattr(terminal, "shown_progress", lambda **_: nullcontext(stopping))
         done = run("convert", model, *options)
     assert (done.code, done.out) == (code, "")
     kept = sum(path.stat().st_size for path in Path(".out.partial").rglob("*") if path.is_file())

@@ -155,7 +155,7 @@ def speed(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Passes of 32 x 32 tokens, beside the dense model in PyTorch and in the same runtime."""
     options = {"batch": [32], "length": [32], "threads": args.threads, "save": False}
     [bench] = tcompress.bench(
-        [folder(args, name)], args.model, runtime=list(RUNTIMES), repeats=15, **options
+        [folder(args, name)], args.model, runtime=list(RUNTIMES), repeats=9, **options
     )
     return {
         item.mode: {

@@ -35,6 +35,7 @@ def test_it_loses_less_than_nearest_and_stays_on_its_grid(size: int, lead: tuple
         assert torch.equal(found, nearest)
     assert torch.equal(rounded(found, R4), found)
     assert torch.equal(linalg.rounded_in_norm(found, gram, R4), found)
+    assert torch.equal(linalg.rounded_in_norm(weight, 0 * gram, R4), nearest)
 
 
 def test_numbers_on_a_grid_keep_their_codes_without_the_extreme_one() -> None:

@@ -20,12 +20,7 @@ from tcompress.conversion.channels import (
     narrowed_rows,
 )
 from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.fit import (
-    FittedLayer,
-    LayerMoments,
-    SharedFactors,
-    fit_layers,
-)
+from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
 from tcompress.conversion.output_sampler import OutputSampler
 from tcompress.conversion.paused import (
     Branch,

@@ -87,7 +87,8 @@ def rounded_factors(
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(torch.finfo(gram.dtype).tiny)
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
+    mean = torch.where(mean > 0, mean, 1.0)  # inputs that are all zero tell nothing
     return gram + damping * mean[..., None, None] * torch.eye(gram.shape[-1]).to(gram)
 
 

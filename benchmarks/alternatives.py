@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from transformers.utils import logging
 
 import tcompress
-from tcompress.conversion.fit import LayerMoments, fit_layers
 from tcompress.data.calibration import load_batches
+from tcompress.fitting.layer_fits import LayerMoments, fit_layers
 from tcompress.hf.opening import load_model
 from tcompress.latency.passes import Pass
 from tcompress.linalg.moments import Moments, MomentSums

@@ -13,7 +13,6 @@ from tcompress.artifact.means import main_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert
-from tcompress.conversion.shared_statistics import Statistics
 from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement, evaluate
@@ -29,6 +28,7 @@ from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
+from tcompress.search.shared_statistics import Statistics
 from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
 from tcompress.training.teacher import find_teachers

@@ -24,7 +24,6 @@ from tcompress.artifact.manifest import Metric, Speed, read_manifest
 from tcompress.artifact.means import AGREEMENT
 from tcompress.artifact.workplace import SWEEP, check_sweep, remove_model
 from tcompress.conversion.estimate import Estimate, estimate
-from tcompress.conversion.shared_statistics import Statistics
 from tcompress.data.tables import check_data
 from tcompress.errors import (
     FitError,
@@ -53,6 +52,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
+from tcompress.search.shared_statistics import Statistics
 from tcompress.training.setup import check_run
 from tcompress.vocabulary.choice import with_vocabulary
 

@@ -13,18 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from tcompress.conversion import budget
-from tcompress.conversion.candidates import LayerCandidates, WeightFits, blocks_to_fit
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.decision import BudgetProblem
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.entries import BudgetPlan, Plan
-from tcompress.planning.knapsack import Allocation, Option
 from tcompress.planning.sites import offered_by
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
+from tcompress.search import budgets
+from tcompress.search.knapsack import Allocation, Option
+from tcompress.search.predict import LayerCandidates, WeightFits, blocks_to_fit
+from tcompress.search.search import BudgetProblem
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick
@@ -77,12 +77,12 @@ class _PaperProblem(BudgetProblem):
 
 @pytest.fixture(autouse=True)
 def paper_has_no_coverage(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = budget.covered
+    own = budgets.covered
 
     def covered(plan: Any, source: Any) -> Any:
         return plan if isinstance(plan, _Paper) else own(plan, source)
 
-    monkeypatch.setattr(budget, "covered", covered)
+    monkeypatch.setattr(budgets, "covered", covered)
 
 
 ladders = st.lists(st.tuples(st.integers(1, 99), st.integers(0, 400)), max_size=6)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tcompress.conversion import decision
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.decision import CLEAR, STOP, alone_on, simplest, try_out
-from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.search import search
+from tcompress.search.search import CLEAR, STOP, alone_on, simplest, try_out
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn
@@ -28,7 +28,7 @@ from tests.support.interrupted import Interrupt, contents
 @pytest.fixture(autouse=True)
 def all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions for weights drawn at random are far apart."""
-    monkeypatch.setattr(decision, "FAR", inf)
+    monkeypatch.setattr(search, "FAR", inf)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

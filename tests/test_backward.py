@@ -14,9 +14,9 @@ from transformers.modeling_outputs import (
     SequenceClassifierOutput,
 )
 
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.paused import first_tensor, token_rows
-from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity
+from tcompress.blockwise.streams import first_tensor, token_rows
 from tcompress.data.sentences import PLAIN
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.converter import convert
-from tcompress.conversion.output_sampler import sampler_of
 from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
 from tcompress.data.encoding import image_reader
 from tcompress.data.examples import Needs, load_examples

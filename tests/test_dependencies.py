@@ -18,7 +18,8 @@ FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
     "options", "fields", "project",
 }  # fmt: skip
-APPLICATION = FOUNDATION | {"planning", "data", "artifact", "hf", "conversion", "vocabulary"}
+BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
+APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
 PRODUCT = APPLICATION | {"reporting", "training", "evaluation", "latency"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -44,8 +45,11 @@ ALLOWED: dict[str, set[str]] = {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
         "own_models",
     },
-    "conversion": APPLICATION - {"conversion"} | {"latency"},
-    "training": APPLICATION,
+    "blockwise": BLOCKWISE - {"blockwise", "hf", "options"},
+    "fitting": BLOCKWISE,
+    "search": BLOCKWISE | {"fitting", "latency"},
+    "conversion": BLOCKWISE | {"fitting", "search", "vocabulary", "latency"},
+    "training": APPLICATION - {"conversion"},
     "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
@@ -58,9 +62,9 @@ ALLOWED: dict[str, set[str]] = {
     },
     "inspection": APPLICATION | {"reporting"},
     "demo": APPLICATION | {"compression", "latency", "reporting", "training"},
-    "pipeline": PRODUCT,
-    "compression": PRODUCT | {"exports", "runtimes"},
-    "sweeps": PRODUCT | {"pipeline"},
+    "pipeline": PRODUCT | {"search"},
+    "compression": PRODUCT | {"search", "exports", "runtimes"},
+    "sweeps": PRODUCT | {"pipeline", "search"},
     "cli": PRODUCT | {
         "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
         "sweeps",
@@ -74,8 +78,8 @@ ALLOWED: dict[str, set[str]] = {
 ONLY = {
     ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
-    ("training", "conversion"): {
-        "tcompress.conversion.comparison", "tcompress.conversion.output_sampler",
+    ("training", "blockwise"): {
+        "tcompress.blockwise.comparison", "tcompress.blockwise.output_sampler",
     },
     ("__init__", "hf"): {"tcompress.hf.autoload"},
     ("hf", "own_models"): {

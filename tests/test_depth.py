@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import tcompress
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.depth_search import DepthWalk, choose_blocks
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.schema import short_name
@@ -25,6 +24,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import find_roles
+from tcompress.search.depth_search import DepthWalk, choose_blocks
 from tests.support.conversions import (
     assert_same_without_a_cache,
     calibration,
@@ -240,9 +240,9 @@ def test_memory_and_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     _, source = _saved(tiny, tmp_path)
     together = _block_losses(source, drawn(tiny))
     with monkeypatch.context() as patch:
-        patch.setattr("tcompress.conversion.depth_search.MOST_BYTES", 1)
+        patch.setattr("tcompress.search.depth_search.MOST_BYTES", 1)
         assert _block_losses(source, drawn(tiny)) == together
-    monkeypatch.setattr("tcompress.conversion.depth_search.SAMPLES", 4)
+    monkeypatch.setattr("tcompress.search.depth_search.SAMPLES", 4)
     half = _block_losses(source, drawn(tiny))
     one = _block_losses(source, replace(drawn(tiny), holdout=[0, 2]))
     assert [item.loss for item in half] == pytest.approx([2 * item.loss for item in one])
@@ -311,7 +311,7 @@ RESUMED = {
     "one": _recipe(drop_layers=1, max_shard_size="20KB", **AWARE),
     "weighed": _recipe(drop_layers="auto", **AWARE),
 }
-STATE = "tcompress.conversion.state.FitWorkplace"
+STATE = "tcompress.fitting.workdir.FitWorkplace"
 MOMENTS: tuple[tuple[str, tuple[str, int] | str], ...] = (
     ("one", ("choosing blocks", 1)),
     ("one", f"{STATE}.keep_depth"),
@@ -334,7 +334,7 @@ def whole(
     return cache(lambda name: convert(source, RESUMED[name], root / name, data=data))
 
 
-@pytest.mark.often("one-moment3", "weighed-tcompress.conversion.state.FitWorkplace.adopt")
+@pytest.mark.often("one-moment3", "weighed-tcompress.fitting.workdir.FitWorkplace.adopt")
 @pytest.mark.parametrize(("name", "moment"), MOMENTS)
 def test_killed_and_run_again(
     name: str,

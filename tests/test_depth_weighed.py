@@ -7,8 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import tcompress
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.converter import convert
-from tcompress.conversion.output_sampler import sampler_of
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within

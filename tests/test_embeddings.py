@@ -19,13 +19,13 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 import tcompress
 from tcompress.artifact.reader import Artifact
+from tcompress.blockwise import sensitivity
 from tcompress.cli.convert import default_output
 from tcompress.conversion import converter as running
-from tcompress.conversion import sensitivity
 from tcompress.conversion.converter import convert
-from tcompress.conversion.whole_model_fits import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.errors import PlanError, SourceError
 from tcompress.exports.dense import export_dense
+from tcompress.fitting.embeddings import EMBEDDINGS, count_words, fit_table, frequencies
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan

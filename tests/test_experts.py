@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tcompress.conversion.blocks import SplitSums
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.sensitivity import BackwardWalk, input_moments
 from tcompress.conversion.converter import Converted, convert
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.sensitivity import BackwardWalk, input_moments
 from tcompress.data.calibration import CalibrationData
 from tcompress.exports import dense as exporting
+from tcompress.fitting.block_fitter import SplitSums
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles.find import find_roles

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.conversion.sensitivity import Sensitivity
+from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError
 from tcompress.linalg.fits import (
     Problem,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.conversion import fit as fitting
-from tcompress.conversion.fit import EvaluationMoments, FittedLayer, LayerMoments, fit_layers
 from tcompress.errors import FitError
+from tcompress.fitting import layer_fits as fitting
+from tcompress.fitting.layer_fits import EvaluationMoments, FittedLayer, LayerMoments, fit_layers
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
 
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.sensitivity import BackwardWalk
 from tcompress.conversion.converter import convert
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.sensitivity import BackwardWalk
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel

@@ -10,12 +10,12 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.loss_search import AIM, CLOSE, TRIES, largest_error
-from tcompress.conversion.output_sampler import VARIANTS, OutputSampler
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.blockwise.output_sampler import VARIANTS, OutputSampler
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
 from tcompress.options import Convert
+from tcompress.search.loss_search import AIM, CLOSE, TRIES, largest_error
 from tests.support.conversions import calibration, make
 
 ALLOWED = 0.03

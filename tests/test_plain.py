@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.cli.convert import default_output
-from tcompress.conversion import plain
+from tcompress.conversion import plain_tensors
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, PlanError, WriteError
 from tcompress.latency.drawn import DrawnWeights
@@ -25,6 +25,7 @@ from tcompress.options import Convert
 from tcompress.options.choose import conversion
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
+from tcompress.search import plain_width
 from tcompress.training.teacher import find_teacher
 from tests.support.conversions import Made, calibration, make
 from tests.support.depth import deep
@@ -311,13 +312,13 @@ def test_the_largest_width_that_is_fast_enough() -> None:
         return width, 1 / (0.1 + 0.9 * width / 1536)
 
     widths = range(16, 1536, 16)
-    assert plain._fast_enough(widths, widths[-1], speed, 2.0) == (
+    assert plain_width._fast_enough(widths, widths[-1], speed, 2.0) == (
         672,
         pytest.approx(2.025, abs=0.01),
     )
-    assert len(timed) <= 1 + plain.TRIES
-    assert plain._fast_enough(widths, 320, speed, 2.0)[0] == 320
-    assert plain._fast_enough(widths, widths[-1], speed, 50.0)[0] == 16
+    assert len(timed) <= 1 + plain_width.TRIES
+    assert plain_width._fast_enough(widths, 320, speed, 2.0)[0] == 320
+    assert plain_width._fast_enough(widths, widths[-1], speed, 50.0)[0] == 16
 
 
 def test_a_time_chooses_the_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -340,8 +341,8 @@ def test_a_time_chooses_the_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 # ---------------------------------------------------------------- afterwards
 def test_what_was_written_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    value = plain.PlainTensors.value
-    monkeypatch.setattr(plain.PlainTensors, "value", lambda *given: -value(*given))
+    value = plain_tensors.PlainTensors.value
+    monkeypatch.setattr(plain_tensors.PlainTensors, "value", lambda *given: -value(*given))
     with pytest.raises(WriteError, match="its values are others"):
         make("bert", tmp_path, aware=True, plain=True, **HALF)
     assert not (tmp_path / "small").exists()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel, WeightStore
-from tcompress.planning.knapsack import (
+from tcompress.planning.planner import make_plan
+from tcompress.search.knapsack import (
     DENSE,
     Allocation,
     BudgetSite,
@@ -22,7 +23,6 @@ from tcompress.planning.knapsack import (
     allocate_for_loss,
     uniform,
 )
-from tcompress.planning.planner import make_plan
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.numerics import quick
 from tests.support.tiers import tiered

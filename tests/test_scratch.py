@@ -12,8 +12,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Conf
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.attention.module import ReplacementModule
-from tcompress.conversion.start import scaled
 from tcompress.errors import SourceError
+from tcompress.fitting.first_values import scaled
 from tcompress.models import SourceModel
 from tcompress.models.keymap import read_parameter
 from tcompress.models.model import draw_model

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tcompress
 from tcompress.artifact.manifest import read_manifest
-from tcompress.conversion.output_sampler import sampler_of
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.data.calibration import load_batches
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError

@@ -14,11 +14,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 import tcompress
-from tcompress.conversion import sensitivity, whole_model_fits
+from tcompress.blockwise import sensitivity
+from tcompress.conversion import whole_model_fits
 from tcompress.conversion.converter import convert
-from tcompress.conversion.state import FitWorkplace
 from tcompress.errors import ArtifactError
 from tcompress.exports.dense import export_dense
+from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.build import install_layers
 from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear

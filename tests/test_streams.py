@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
-from tcompress.conversion import blocks
-from tcompress.conversion.converter import convert
-from tcompress.conversion.fit import FittedLayer, LayerMoments, fit_layers
-from tcompress.conversion.paused import (
+from tcompress.blockwise.streams import (
     Readings,
     Stream,
     first_tensor,
@@ -21,8 +18,11 @@ from tcompress.conversion.paused import (
     run_to_input,
     token_rows,
 )
+from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
+from tcompress.fitting import block_fitter
+from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, fit_layers
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles.find import find_roles
@@ -189,7 +189,7 @@ def _convert(folder: Path, data: CalibrationData) -> Seen:
         return fit_layers(entries, weights, moments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "fit_layers", fit)
+        patch.setattr(block_fitter, "fit_layers", fit)
         output = folder / f"out{len(list(folder.iterdir()))}"
         convert(str(folder / "dense"), recipe(aware=True), output, data=data)
     return seen

@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from tcompress.conversion import substitution
+from tcompress.blockwise.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
-from tcompress.conversion.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
-from tcompress.conversion.substitution import SubstitutionWalk
 from tcompress.data.sentences import PLAIN
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
+from tcompress.search import substitution
+from tcompress.search.substitution import SubstitutionWalk
 from tests.support.conversions import calibration
 from tests.support.depth import deep, drawn, idle_llama
 

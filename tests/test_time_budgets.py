@@ -15,8 +15,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
-from tcompress.conversion import decision
-from tcompress.conversion.prices import TimeGoal
 from tcompress.errors import InputError, PlanError
 from tcompress.latency import predicted
 from tcompress.latency.drawn import DrawnWeights
@@ -27,8 +25,10 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import Form, Plan
-from tcompress.planning.knapsack import BudgetSite, Option, allocate_both
 from tcompress.planning.planner import make_plan
+from tcompress.search import search
+from tcompress.search.knapsack import BudgetSite, Option, allocate_both
+from tcompress.search.layer_times import TimeGoal
 from tests.support.cli import run
 from tests.support.conversions import make
 from tests.support.evaluation import headed
@@ -54,7 +54,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
         return [whole / (whole - 1.2 * own) for own in saved]
 
     def seconds(clock: ModelClock, *_: Any) -> float:
-        roles = decision.roles_of(clock.source)
+        roles = search.roles_of(clock.source)
         return 1e-6 * (REST + sum(i.in_features * i.out_features for i in roles.layers))
 
     monkeypatch.setattr(LayerTimes, "_measure", measured)
@@ -324,8 +324,8 @@ def test_several_speeds_are_models_of_one_measurement(
     counted: None, own_folder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
-    walked = Mock(side_effect=decision.BackwardWalk)
-    monkeypatch.setattr(decision, "BackwardWalk", walked)
+    walked = Mock(side_effect=search.BackwardWalk)
+    monkeypatch.setattr(search, "BackwardWalk", walked)
     options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
     done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
     assert done.code == 0, done.err

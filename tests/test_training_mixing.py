@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tcompress.conversion.output_sampler import VARIANTS, _change_of_likeness
+from tcompress.blockwise.output_sampler import VARIANTS, _change_of_likeness
 from tcompress.training import mixing
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.mixing import SHARES, chosen, is_worse

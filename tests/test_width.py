@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Olmo2Config, Olmo2ForCausalLM
 
-from tcompress.conversion import sensitivity
+from tcompress.blockwise import sensitivity
 from tcompress.errors import PlanError, RecipeError
 from tcompress.exports.dense import export_dense
 from tcompress.hf import build as installing
@@ -20,12 +20,12 @@ from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
-from tcompress.planning.channels import Coupling, couplings, whole_heads
+from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.planning.knapsack import BudgetSite, Option, joint
 from tcompress.planning.sites import roles_of
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
+from tcompress.search.knapsack import BudgetSite, Option, joint
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import alike, randn
 from tests.support.tiny import build

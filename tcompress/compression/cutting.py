@@ -13,10 +13,10 @@ from tcompress.compression.forecast import bytes_of_weights
 from tcompress.compression.static_row import TABLE, is_shown
 from tcompress.compression.working import Work
 from tcompress.conversion.converter import convert
-from tcompress.conversion.shared_statistics import Statistics
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
+from tcompress.search.shared_statistics import Statistics
 
 ATTEMPTS = 3
 CUTTING = 0.5

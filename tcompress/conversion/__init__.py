@@ -1,6 +1,6 @@
-"""From a plan to a converted model: statistics, the budget, fits, one block at a time.
+"""The whole way of `convert`: open, plan, search, fit, write, prove.
 
-`converter` is the whole way and calls the others in order: `decision` spends the budget over the
-`candidates` by their `sensitivity`, `blocks` walks through the model, `fit` fills what was chosen
-and `outputs` lists what is written. Open `converter.py` first.
+`converter` calls everything in order, `whole_model_fits` fits what no block owns, `outputs` lists
+what is written and proves it, `plain_tensors` stores it as the family does, `estimate` says before
+what all takes. Open `converter.py` first.
 """

@@ -17,14 +17,8 @@ from tcompress.artifact.checksums import is_whole
 from tcompress.artifact.format import Stored, needed_version, plan_shards, write_index, write_shard
 from tcompress.artifact.manifest import Manifest, environment, read_manifest
 from tcompress.artifact.workplace import check_output
-from tcompress.conversion.blocks import BlockFitter, BlockResult
-from tcompress.conversion.channels import Reductions, completed, read_reductions
-from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.decision import STOP, Decision, simplest, try_out
-from tcompress.conversion.depth_search import choose_blocks, depth_without, dropping
-from tcompress.conversion.fit import SharedFactors
-from tcompress.conversion.loss_search import largest_error
-from tcompress.conversion.output_sampler import OutputSampler, sampler_of
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.conversion.outputs import (
     Cluster,
     Outputs,
@@ -37,17 +31,15 @@ from tcompress.conversion.outputs import (
     with_unreached,
     write_rest,
 )
-from tcompress.conversion.shared_statistics import Statistics
-from tcompress.conversion.start import start_shared_factors
-from tcompress.conversion.state import Distance, FitWorkplace
-from tcompress.conversion.whole_model_fits import (
-    EMBEDDINGS,
-    SharedFactorsFitter,
-    fit_embeddings,
-    fit_without_data,
-)
+from tcompress.conversion.whole_model_fits import SharedFactorsFitter, fit_without_data
 from tcompress.data.calibration import CalibrationData, load_batches
 from tcompress.errors import InputError, PlanError
+from tcompress.fitting.block_fitter import BlockFitter, BlockResult
+from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
+from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
+from tcompress.fitting.first_values import start_shared_factors
+from tcompress.fitting.layer_fits import SharedFactors
+from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.latency.benchmark import bench
@@ -64,6 +56,10 @@ from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.roles import Layer
+from tcompress.search.depth_search import choose_blocks, depth_without, dropping
+from tcompress.search.loss_search import largest_error
+from tcompress.search.search import STOP, Decision, simplest, try_out
+from tcompress.search.shared_statistics import Statistics
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.vocabulary.choice import with_vocabulary
 

@@ -18,9 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.conversion.converter import TRIAL_SAMPLES
-from tcompress.conversion.depth_search import MOST_BYTES, SAMPLES
 from tcompress.conversion.outputs import Cluster, clusters_of
-from tcompress.conversion.substitution import FITTED, JUDGED, count_of, some_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
 from tcompress.hf.opening import pick_device
 from tcompress.models import SourceModel
@@ -31,6 +29,8 @@ from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import alone_of, offered_by, roles_of
 from tcompress.roles.find import attentions_of
+from tcompress.search.depth_search import MOST_BYTES, SAMPLES
+from tcompress.search.substitution import FITTED, JUDGED, count_of, some_of
 from tcompress.structures.base import (
     SIDES,
     SharesFactors,

@@ -25,16 +25,17 @@ from tcompress.artifact.manifest import (
 )
 from tcompress.artifact.reader import Artifact
 from tcompress.artifact.workplace import identity_of
-from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.fit import WIDER, SharedFactors, is_finite
-from tcompress.conversion.plain import PlainTensors, fitted_parameters, fused_layers
-from tcompress.conversion.start import started_values
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.conversion.plain_tensors import PlainTensors, fitted_parameters, fused_layers
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
 from tcompress.files import write_text
+from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.first_values import started_values
+from tcompress.fitting.layer_fits import WIDER, SharedFactors
 from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
+from tcompress.linalg.moments import is_finite
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU, FACTOR_PREFIX

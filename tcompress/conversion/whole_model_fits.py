@@ -2,145 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.channels import Reductions, lift_of, narrowed_rows
-from tcompress.conversion.fit import (
+from tcompress.blockwise.sensitivity import damped_inputs, input_moments
+from tcompress.conversion.outputs import Cluster, Outputs
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, message_of
+from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_rows
+from tcompress.fitting.embeddings import read_table
+from tcompress.fitting.first_values import start_layer
+from tcompress.fitting.layer_fits import (
     CURVATURE_DAMPING,
     WIDER,
-    FittedLayer,
     LayerMoments,
     SharedFactors,
     fit_layers,
-    is_finite,
 )
-from tcompress.conversion.outputs import Cluster, Outputs
-from tcompress.conversion.sensitivity import damped_inputs, input_moments
-from tcompress.conversion.start import start_layer
-from tcompress.conversion.state import FitWorkplace
-from tcompress.data.calibration import CalibrationData
-from tcompress.errors import FitError, SourceError, message_of
+from tcompress.fitting.workdir import FitWorkplace
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import relative_error
+from tcompress.linalg.moments import is_finite
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.planning.entries import FactorsKey, LayerPlan
-from tcompress.planning.sites import roles_of, tied_to
+from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.base import LooksUp, SharesFactors, shared_of
+from tcompress.structures.base import SharesFactors, shared_of
 from tcompress.structures.modules.linear import factor_layouts
-
-# Tables of word embeddings: what counts is how often a word occurs.
-#
-# A table is a weight whose input is one word at a time, so that the moments of its input are the
-# frequencies of words: rows are weighted by their square roots. Calibration texts hold few of the
-# words that a model knows. Unseen words share a smoothed estimate: Good and Turing put it at the
-# share of words that were seen once, and it is spread over all words alike.
-#
-# Reference: Good (1953), The population frequencies of species; Chen et al. (2018), GroupReduce
-# (arXiv:1806.06950), weighs rows by frequency.
-
-
-EMBEDDINGS = "embeddings"
-"""Name of what is fitted before all blocks."""
-
-LEAST = 0.01  # share of the weight that is spread over all words, at least
-
-_INPUTS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
-
-
-def fit_embeddings(
-    source: SourceModel,
-    entries: Sequence[LayerPlan],
-    data: CalibrationData,
-    dtype_of: Callable[[LayerPlan], torch.dtype],
-    device: torch.device,
-) -> BlockResult:
-    """Fits all tables of a plan."""
-    result = BlockResult(EMBEDDINGS, {}, {})
-    for entry in entries:
-        weight = read_table(source, entry, device)
-        words = len(weight)
-        counts = [count_words(data, words, held_out=held).to(device) for held in (False, True)]
-        result.layers[entry.key] = fit_table(entry, weight, counts[0], counts[1], dtype_of(entry))
-    return result
-
-
-def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
-    """Reads a table, and makes sure that heads which are stored apart are the same."""
-    path = source.keymap.runtime_name(entry.name) or entry.name
-    name = f"{path}.{entry.parameter}"
-    weight = read_finite(source.store, source.keymap, name, device)
-    own = source.keymap.sources(name).keys
-    for other in tied_to(source, path):
-        keys = source.keymap.sources(f"{other}.weight").keys
-        if keys != own and not torch.equal(
-            read_finite(source.store, source.keymap, f"{other}.weight", device), weight
-        ):
-            raise SourceError(
-                f"the config ties `{other}` to `{path}`, but the checkpoint stores both, and they "
-                "differ",
-                "set `tie_word_embeddings` to false in `config.json`, or leave the word embedding "
-                "as it is",
-            )
-    return weight
-
-
-def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
-    """Counts how often each word occurs in calibration data, padding left out.  # (words,)."""
-    chosen = frozenset(data.holdout)
-    counts = torch.zeros(words, dtype=torch.float64)
-    for batch in (item for i, item in enumerate(data.batches) if (i in chosen) == held_out):
-        for name, mask_name in _INPUTS.items():
-            ids, mask = batch.get(name), batch.get(mask_name)
-            if ids is None:
-                continue
-            seen = ids.flatten() if mask is None else ids[mask.bool()]
-            counts += torch.bincount(seen.cpu(), minlength=words)[:words]
-    return counts
-
-
-def frequencies(counts: Tensor) -> Tensor:
-    """Estimates how often each word will occur; all are above zero and add up to one."""
-    total = counts.sum().clamp_min(1.0)
-    unseen = float((counts == 1).sum() / total) if bool(counts.any()) else 1.0
-    unseen = min(max(unseen, LEAST), 1.0)
-    return (1 - unseen) * counts / total + unseen / len(counts)
-
-
-def fit_table(
-    entry: LayerPlan, weight: Tensor, counts: Tensor, held_out: Tensor, dtype: torch.dtype
-) -> FittedLayer:
-    """Fits one table, weighted by how often words occur in the data to fit to."""
-    layout = entry.parts[0].terms[0]
-    kind = structure(layout.structure)
-    exact = weight.double()
-    scales = (frequencies(counts) * len(counts)).sqrt()
-    scaled = exact * scales[:, None]
-    assert isinstance(kind, LooksUp)  # no other is planned for a table
-    fitted = kind.fit(Target(scaled, None), layout)
-    found = kind.scale_rows(fitted, 1 / scales, layout)
-    if found is None:  # its rows cannot be weighted afterwards, so they all count alike
-        found = kind.fit(Target(exact, None), layout)
-    stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
-    if not all(map(is_finite, stored.values())):
-        hint = f"{WIDER}, or leave the word embedding as it is"
-        raise FitError(f"the fit of `{entry.name}` is not finite in {dtype}", hint)
-    dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
-    wrong, norm = (exact - dense).square().sum(1), exact.square().sum(1)
-    weights = {"calibration": frequencies(counts)}
-    if bool(held_out.any()):
-        weights["held_out"] = held_out
-    errors = {  # of the vectors that are looked up
-        kind: relative_error(float(own @ wrong), float(own @ norm)) for kind, own in weights.items()
-    }
-    return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)
 
 
 def fit_without_data(

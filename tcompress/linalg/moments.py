@@ -363,3 +363,8 @@ def descend(
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return float((a * b).sum())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
+    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))

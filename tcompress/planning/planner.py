@@ -12,11 +12,11 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.channels import Coupling, couplings
 from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
+from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan, Storage
-from tcompress.planning.plain import plan_plain
+from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.sites import (
     check_patterns,
     left_out,

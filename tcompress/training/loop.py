@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
-from tcompress.conversion.output_sampler import VARIANTS, sampler_of
+from tcompress.blockwise.output_sampler import VARIANTS, sampler_of
 from tcompress.data.sentences import embeds_texts
 from tcompress.errors import TrainingError
 from tcompress.progress import Progress

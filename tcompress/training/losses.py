@@ -14,7 +14,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.data.inputs import IGNORED
 from tcompress.progress import Progress
 from tcompress.training.batches import BY_EXAMPLE, Encoded, in_order, loader, pins

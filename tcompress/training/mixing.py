@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.artifact.manifest import SourceAgreement
-from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tcompress.conversion.output_sampler import VARIANTS
+from tcompress.blockwise.output_sampler import VARIANTS
 from tcompress.data.sentences import SentenceEncoder
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tcompress.conversion.output_sampler import LEFT_OUT
+from tcompress.blockwise.output_sampler import LEFT_OUT
 from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder, image_reader, pieces_of

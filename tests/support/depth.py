@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.data.calibration import CalibrationData
 from tcompress.roles.find import find_roles
 from tests.support.tiny import TINY, TinyModel

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tcompress.artifact.tensor_files import load_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
-from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.fit import FittedLayer
 from tcompress.files import remove, write_text
+from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.layer_fits import FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan

@@ -19,57 +19,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcompress.conversion.budget import WIDTH, BudgetProblem
-from tcompress.conversion.candidates import (
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, PlanError, message_of
+from tcompress.fitting.channel_orders import (
+    Place,
+    Reduction,
+    Seen,
+    Widths,
+    read_reductions,
+    stored_reductions,
+    widths_of,
+)
+from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
+from tcompress.fitting.workdir import FitWorkplace
+from tcompress.latency.paired_timing import threads
+from tcompress.latency.predicted import ModelClock
+from tcompress.models import SourceModel, read_finite
+from tcompress.options import Convert
+from tcompress.options.method_options import AutoSpec
+from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
+from tcompress.planning.couplings import couplings, whole_heads
+from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.planning.planner import follows_rules, grouped, regrouped, site_of
+from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
+from tcompress.progress import Progress
+from tcompress.roles import Block, Layer, Roles
+from tcompress.roles.find import attentions_of
+from tcompress.search.bits import TableSite, table_candidates, table_site
+from tcompress.search.budgets import WIDTH, BudgetProblem
+from tcompress.search.knapsack import Option
+from tcompress.search.layer_times import Prices, TimeGoal, clock_of
+from tcompress.search.plain_width import plan_in_time
+from tcompress.search.predict import (
     FRACTIONS,
     LayerCandidates,
-    LayerStatistics,
     WeightFits,
     blocks_to_fit,
     fine_fractions,
     fit_targets_of,
     options_of,
 )
-from tcompress.conversion.channels import (
-    Place,
-    Reduction,
-    Seen,
-    Widths,
-    WidthSite,
-    read_reductions,
-    stored_reductions,
-    width_site,
-    widths_of,
-)
-from tcompress.conversion.fit import EvaluationMoments
-from tcompress.conversion.output_sampler import sampler_of
-from tcompress.conversion.plain import plan_in_time
-from tcompress.conversion.prices import Prices, TimeGoal, clock_of
-from tcompress.conversion.sensitivity import BackwardWalk, Sensitivity, damped_inputs
-from tcompress.conversion.state import FitWorkplace
-from tcompress.conversion.substitution import (
+from tcompress.search.substitution import (
     Substitute,
     Substitutions,
     SubstitutionWalk,
     judged_batches,
 )
-from tcompress.conversion.table_candidates import TableSite, table_candidates, table_site
-from tcompress.data.calibration import CalibrationData
-from tcompress.errors import FitError, PlanError, message_of
-from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import ModelClock
-from tcompress.models import SourceModel, read_finite
-from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec
-from tcompress.planning.channels import couplings, whole_heads
-from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
-from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.planning.knapsack import Option
-from tcompress.planning.planner import follows_rules, grouped, regrouped, site_of
-from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
-from tcompress.progress import Progress
-from tcompress.roles import Block, Layer, Roles
-from tcompress.roles.find import attentions_of
+from tcompress.search.width import WidthSite, width_site
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25

@@ -18,12 +18,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from tcompress.artifact.tensor_files import load_tensors
-from tcompress.conversion.fit import is_finite
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.paused import PartialModel, Stream, TokenRows, common_block, first_tensor
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.streams import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import ProductSum, centre_of, multipliable, token_weights
+from tcompress.linalg.moments import ProductSum, centre_of, is_finite, multipliable, token_weights
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles

@@ -11,14 +11,18 @@ from math import exp, fsum, inf, log
 import torch
 from torch import Tensor
 
-from tcompress.conversion.fit import CURVATURE_DAMPING, EvaluationMoments, LayerMoments, fit_layers
-from tcompress.conversion.sensitivity import Sensitivity
+from tcompress.fitting.layer_fits import (
+    CURVATURE_DAMPING,
+    LayerMoments,
+    LayerStatistics,
+    fit_layers,
+)
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
 from tcompress.planning.entries import Form, LayerPlan
-from tcompress.planning.knapsack import BudgetSite, Option
 from tcompress.roles import Block
+from tcompress.search.knapsack import BudgetSite, Option
 from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
 from tcompress.structures.base import predicted_loss
 from tcompress.structures.modules.linear import PartLayout
@@ -215,20 +219,6 @@ def blocks_to_fit(blocks: Sequence[Block]) -> frozenset[str]:
     for names in kinds.values():
         found += [names[-1], *([names[len(names) // 2]] if len(names) > 3 else [])]
     return frozenset(found)
-
-
-@dataclass(frozen=True)
-class LayerStatistics:
-    """One layer and what is known of it."""
-
-    weight: Tensor  # dense  # (out, in)
-    whole: EvaluationMoments  # of all rows
-    mean: Tensor  # of the inputs  # (in,)
-
-    @classmethod
-    def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
-        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
 
 
 @dataclass

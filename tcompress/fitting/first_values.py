@@ -12,8 +12,8 @@ from torch import Tensor
 from tcompress.attention import replacement_named
 from tcompress.attention.module import ReplacementModule
 from tcompress.attention.replacement import QueryKeyMoments
-from tcompress.conversion.fit import FittedLayer, SharedFactors, owned_factors, shared_factors
 from tcompress.errors import FitError
+from tcompress.fitting.layer_fits import FittedLayer, SharedFactors, owned_factors, shared_factors
 from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU

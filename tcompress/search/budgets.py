@@ -9,16 +9,15 @@ from itertools import chain
 from math import fsum
 from typing import Any
 
-from tcompress.conversion.candidates import LayerCandidates
-from tcompress.conversion.channels import WidthSite
-from tcompress.conversion.table_candidates import TABLE, TableSite
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.planning.knapsack import (
+from tcompress.planning.planner import covered, resized
+from tcompress.search.bits import TABLE, TableSite
+from tcompress.search.knapsack import (
     DENSE,
     Allocation,
     BudgetSite,
@@ -28,8 +27,9 @@ from tcompress.planning.knapsack import (
     allocate_for_loss,
     joint,
 )
-from tcompress.planning.knapsack import uniform as allocate_alike
-from tcompress.planning.planner import covered, resized
+from tcompress.search.knapsack import uniform as allocate_alike
+from tcompress.search.predict import LayerCandidates
+from tcompress.search.width import WidthSite
 from tcompress.structures.width import WidthSpec
 
 WIDTH = WidthSpec().name

@@ -13,16 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from tcompress.attention.module import CHILD
-from tcompress.conversion.channels import (
-    Reductions,
-    lift_of,
-    narrowed_curvature,
-    narrowed_rows,
-)
-from tcompress.conversion.comparison import OutputComparison
-from tcompress.conversion.fit import FittedLayer, LayerMoments, SharedFactors, fit_layers
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.paused import (
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.streams import (
     Branch,
     PartialModel,
     Readings,
@@ -35,9 +28,11 @@ from tcompress.conversion.paused import (
     queries_and_keys,
     token_rows,
 )
-from tcompress.conversion.start import adapt
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
+from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
+from tcompress.fitting.first_values import adapt
+from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, SharedFactors, fit_layers
 from tcompress.hf.build import SEED, fill, install_attention, install_layers, set_module
 from tcompress.linalg.moments import MomentSums
 from tcompress.linalg.rounding import Rounding

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tcompress.conversion.blocks import BlockResult
-from tcompress.conversion.prices import CLOSE, TRIES, TimeGoal, clock_of
-from tcompress.errors import PlanError
-from tcompress.latency.paired_timing import threads
+from tcompress.fitting.block_fitter import BlockResult
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU
-from tcompress.options import Convert
 from tcompress.planning.costs import path_of
-from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.planning.plain import possible_widths, shapes_of, width_of, with_width
-from tcompress.planning.planner import make_plan
+from tcompress.planning.entries import LayerPlan
+from tcompress.planning.plain_widths import shapes_of
 from tcompress.structures.modules.linear import tensor_prefix
 
 Fused = tuple[LayerPlan, ...]
@@ -84,55 +79,3 @@ class PlainTensors:
         if name in known:
             return known[name]
         return read_finite(self.source.store, self.source.keymap, name, CPU)
-
-
-def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Plan:
-    """Plans the largest width with which a pass is as fast as asked for, within a size if any.
-
-    Time is taken to grow evenly between two widths that were timed.
-    """
-    assert recipe.time_budget is not None
-    assert plan.budget is not None
-    widths = possible_widths(source)
-    with threads(recipe.threads):
-        clock = clock_of(source, recipe, device)
-        wanted = TimeGoal(recipe.time_budget, clock).speedup
-
-        def timed(width: int) -> tuple[Plan, float]:
-            made = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
-            [speed] = clock.speedups(made)
-            return made, speed
-
-        most = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
-        found, speed = _fast_enough(widths, most, timed, wanted)
-    if speed < wanted:
-        raise PlanError(
-            f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
-            f"{widths[0]} neurons {speed:.3g} x was reached",
-            "allow more time, drop blocks too, or leave `--plain` out",
-        )
-    facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
-    facts |= {"chosen": "uniform", "fraction": found.kept}
-    return found.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
-
-
-def _fast_enough(
-    widths: range, most: int, timed: Callable[[int], tuple[Plan, float]], wanted: float
-) -> tuple[Plan, float]:
-    """Looks for the largest width of this speed; gives the smallest where none has it."""
-    fast, slow, slowest = widths[0], widths.stop, 1.0  # the dense model
-    best = timed(fast)
-    for _ in range(TRIES):
-        if best[1] < wanted or best[1] <= (1 + CLOSE) * wanted or fast >= most:
-            break
-        share = (1 / wanted - 1 / best[1]) / (slowest - 1 / best[1])
-        between = fast + int(share * (slow - fast)) // widths.step * widths.step
-        width = min(most, max(between, fast + widths.step))
-        if width >= slow:
-            break
-        made = timed(width)
-        if made[1] >= wanted:
-            fast, best = width, made
-        else:
-            slow, slowest = width, 1 / made[1]
-    return best

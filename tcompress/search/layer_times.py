@@ -9,8 +9,6 @@ from math import inf
 
 import torch
 
-from tcompress.conversion.candidates import LayerCandidates
-from tcompress.conversion.channels import WidthSite, forms_of
 from tcompress.errors import PlanError
 from tcompress.latency.predicted import (
     USUAL_PASS,
@@ -22,9 +20,11 @@ from tcompress.latency.predicted import (
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
-from tcompress.planning.channels import Coupling, Kind
+from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.planning.knapsack import Option
+from tcompress.search.knapsack import Option
+from tcompress.search.predict import LayerCandidates
+from tcompress.search.width import WidthSite, forms_of
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 TRIES = 3  # plans of one answer, each with the time that the last one missed made up for

@@ -6,10 +6,10 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tcompress.conversion.decision import Decision
 from tcompress.options.convert_options import TIMES
 from tcompress.planning.entries import Plan
 from tcompress.progress import Progress
+from tcompress.search.search import Decision
 
 
 @dataclass

@@ -14,7 +14,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tcompress.conversion.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import OutputSampler
 
 
 class OutputComparison:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tcompress.conversion.output_sampler import sampler_of
-from tcompress.conversion.paused import PartialModel, Stream, common_block, handed_on
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError
 from tcompress.models import SourceModel

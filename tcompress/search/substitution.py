@@ -19,18 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tcompress.conversion.blocks import BlockFitter, BlockPair, BlockResult, Group
-from tcompress.conversion.candidates import LayerCandidates
-from tcompress.conversion.channels import Widths, forms_of
-from tcompress.conversion.fit import LayerMoments
-from tcompress.conversion.paused import Readings, Stream, common_block
+from tcompress.blockwise.streams import Readings, Stream, common_block
 from tcompress.data.calibration import CalibrationData
-from tcompress.planning.channels import Coupling, couplings, whole_heads
+from tcompress.fitting.block_fitter import BlockFitter, BlockPair, BlockResult, Group
+from tcompress.fitting.channel_orders import Widths
+from tcompress.fitting.layer_fits import LayerMoments
+from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import Form, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
 from tcompress.roles import Attention, Block, Layer
+from tcompress.search.predict import LayerCandidates
+from tcompress.search.width import forms_of
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 from tcompress.structures.width import WidthSpec

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
-from tcompress.linalg.moments import Moments, relative_error
+from tcompress.linalg.moments import Moments, is_finite, relative_error
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Target, structure
@@ -73,6 +74,20 @@ class EvaluationMoments:
     gram: Tensor  # G  # (in, in)
     curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
     rows: int = 1
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """One layer and what is known of it."""
+
+    weight: Tensor  # dense  # (out, in)
+    whole: EvaluationMoments  # of all rows
+    mean: Tensor  # of the inputs  # (in,)
+
+    @classmethod
+    def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
+        gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
+        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
 
 
 @dataclass
@@ -473,8 +488,3 @@ def _collect(
     lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
     mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
     return FittedLayer(tensors, mean, shift, _predicted(splits, evaluation) if evaluation else None)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
-    return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))

@@ -15,20 +15,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tcompress.conversion.output_sampler import OutputSampler
-from tcompress.conversion.paused import Branch, PartialModel, common_block
-from tcompress.conversion.whole_model_fits import count_words, fit_table, read_table
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.streams import Branch, PartialModel, common_block
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
+from tcompress.fitting.embeddings import count_words, fit_table, read_table
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert, Embeddings
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
-from tcompress.planning.knapsack import BudgetSite, Option
 from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
 from tcompress.planning.storage import TABLE_RANKS
+from tcompress.search.knapsack import BudgetSite, Option
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 

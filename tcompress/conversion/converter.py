@@ -58,8 +58,9 @@ from tcompress.progress import Progress, Silent
 from tcompress.roles import Layer
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
 from tcompress.search.loss_search import largest_error
-from tcompress.search.search import STOP, Decision, simplest, try_out
+from tcompress.search.search import Measurements, Request, answers, within_error
 from tcompress.search.shared_statistics import Statistics
+from tcompress.search.trials import STOP, simplest, try_out
 from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.vocabulary.choice import with_vocabulary
 
@@ -247,16 +248,19 @@ class _Job:
 
     def _answers(self, place: FitWorkplace, *, several: bool) -> Mapping[str, Plan]:
         """Spends the budget over the blocks that stay."""
-        answers = place.answers()
-        if answers is None:
-            parts = (self.source, self.inner, self.plan, self.data, place, self.device)
-            decision = Decision(*parts)
-            ask = decision.answers
-            if self.statistics is not None:
-                ask = partial(self.statistics.answers, decision)
-            answers = ask(self.progress, several=several)
-            place.keep_answers(answers)
-        return answers
+        plans = place.answers()
+        if plans is None:
+            ask = answers if self.statistics is None else self.statistics.answers
+            plans = ask(self._measurements(place, several=several), self._request(place))
+            place.keep_answers(plans)
+        return plans
+
+    def _measurements(self, place: FitWorkplace, *, several: bool) -> Measurements:
+        parts = (self.source, self.inner, self.plan, self.data, place, self.device)
+        return Measurements(*parts, self.progress, several)
+
+    def _request(self, place: FitWorkplace) -> Request:
+        return Request(self.inner, self.plan, place, self.progress)
 
     def _try_depths(
         self, depth: DepthPlan, place: FitWorkplace, data: CalibrationData
@@ -306,13 +310,12 @@ class _Job:
         known = place.answers()
         if known is not None:
             return known
-        parts = (self.source, self.inner, self.plan, self.data, place, self.device)
-        decision = Decision(*parts)
+        measured, request = self._measurements(place, several=False), self._request(place)
         plans: dict[float, Plan] = {}
         losses: dict[float, float] = {}
 
         def lost_at(error: float) -> float | None:
-            plan = decision.within(error, self.progress)
+            plan = within_error(measured, request, error)
             if plan is None:
                 return None
             lost = self._try_answer(f"error-{error:.4g}", plan, place).lost

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
@@ -32,36 +32,18 @@ from tcompress.search.layer_times import TimeGoal
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
 from tests.support.cli import run
 from tests.support.conversions import make
+from tests.support.counted_clock import counted_clock
 from tests.support.evaluation import headed
 from tests.support.tiny import TINY, build
 
 CPU = torch.device("cpu")
-REST = 20_000  # numbers that every model multiplies by, whatever becomes of its layers
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are numbers of weights; a model takes a fifth longer than its layers by themselves."""
-
-    def measured(_: LayerTimes, layer: nn.Module) -> float:
-        return 1e-6 * sum(parameter.numel() for parameter in layer.parameters())
-
-    def speedups(clock: ModelClock, *plans: Plan) -> list[float]:
-        whole = 1e6 * clock.seconds
-        saved = [
-            sum(entry.dense_parameters - entry.parameters for entry in plan.layers)
-            for plan in plans
-        ]
-        return [whole / (whole - 1.2 * own) for own in saved]
-
-    def seconds(clock: ModelClock, *_: Any) -> float:
-        roles = predictions.roles_of(clock.source)
-        return 1e-6 * (REST + sum(i.in_features * i.out_features for i in roles.layers))
-
-    monkeypatch.setattr(LayerTimes, "_measure", measured)
-    monkeypatch.setattr(ModelClock, "speedups", speedups)
-    monkeypatch.setattr(ModelClock, "_median", seconds)
-    monkeypatch.setattr("tcompress.conversion.converter.bench", lambda *_, **__: None)
+def counted() -> Iterator[None]:
+    """Times are numbers of weights, see `counted_clock`."""
+    with counted_clock():
+        yield
 
 
 def _made(folder: Path, method: str = "width", **changes: Any) -> Any:

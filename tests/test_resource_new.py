@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert tuple(blocks) == FILES
     field, resource, row = blocks.values()
     options, resources, contract = (folder / name for name in FILES)
-    text = options.read_text("utf-8")
+    text, field = options.read_text("utf-8"), indent(field, "    ")
     options.write_text(text.replace("    at: str | None", f"{field}    at: str | None", 1), "utf-8")
     resources.write_text(resources.read_text("utf-8") + resource, "utf-8")
     text = contract.read_text("utf-8")

@@ -16,6 +16,7 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
+from tcompress.options.method_options import NARROWING
 from tcompress.search.shared_statistics import Statistics
 
 ATTEMPTS = 3
@@ -104,7 +105,7 @@ def _options(work: Work, ask: Ask) -> Convert:
         calibration["source"] = list(goal.data)
     if work.effort.samples is not None:
         calibration["samples"] = work.effort.samples
-    said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
+    said: dict[str, Any] = {"method": {"name": NARROWING}, "calibration": calibration}
     if ask.speedup is not None:
         said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}
         said |= {"device": "cpu"}

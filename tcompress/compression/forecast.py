@@ -11,6 +11,7 @@ from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
 from tcompress.options.choose import conversion
 from tcompress.options.compress_options import Compress
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
@@ -56,7 +57,7 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
         goal = [f"as far as {settings.max_loss or 0.01:.2%} of agreement allows"]
     if settings.most_bytes is not None and settings.vocab is None:
         if as_it_is > settings.most_bytes:
-            size = {"method": {"name": "width"}, "target_bytes": settings.most_bytes}
+            size = {"method": {"name": NARROWING}, "target_bytes": settings.most_bytes}
             bits = {} if runtime == "torch" else {"bits": 8}
             make_plan(conversion({**size, **bits}), source)
         elif settings.speedup is None:

@@ -18,7 +18,7 @@ from tcompress.artifact.manifest import Interval, TrainingFacts
 from tcompress.reporting.formatting import count_text, tick_text, value_text
 from tcompress.reporting.tree import unbeaten
 
-WIDTH, HEIGHT = 440, 280
+WIDE, HIGH = 440, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 424, 30, 238  # of the plot inside
 
 COLOURS = 8
@@ -290,9 +290,9 @@ def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Marku
     parts.append(_tag("text", y.label, x=_LEFT, y=14, class_="label"))
     long = len(x.label) * _CHARACTER > _RIGHT
     pressed = {"textLength": _RIGHT - 4, "lengthAdjust": "spacingAndGlyphs"} if long else {}
-    where = {"x": _RIGHT, "y": HEIGHT - 6, "text_anchor": "end"}
+    where = {"x": _RIGHT, "y": HIGH - 6, "text_anchor": "end"}
     parts.append(_tag("text", x.label, class_="label", **where, **pressed))
-    box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
+    box, label = f"0 0 {WIDE} {HIGH}", f"{title}. {description}"
     return _tag("svg", _join([*parts, *marks]), viewBox=box, role="img", aria_label=label)
 
 

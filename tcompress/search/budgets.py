@@ -24,7 +24,7 @@ from tcompress.search.knapsack import (
 )
 from tcompress.search.predictions import Predictions
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
-from tcompress.search.width import WIDTH, joined
+from tcompress.search.width import joined, offered
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
@@ -119,8 +119,8 @@ class BudgetProblem:
         sites = self.sites(methods, may_stay=True)
         left_out = {site.key: site.left_out for site in self.predictions.layers}
         if self._budget.limits_each:
-            most = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
-            allocation = within_tolerance(sites, most, self._resource)
+            limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
+            allocation = within_tolerance(sites, limits, self._resource)
         else:
             spend = _alike_for_loss if self._alike else allocate_for_loss
             allocation = spend(sites, limit * fsum(left_out.values()), self._resource)
@@ -192,7 +192,7 @@ class BudgetProblem:
             site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
             for site in self.predictions.layers
         ]
-        widths = self.predictions.widths if WIDTH in methods else ()
+        widths = offered(self.predictions.widths, methods)
         if self._budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
         sites = joined(layers, widths, self._resource, may_stay=may_stay)
@@ -210,9 +210,9 @@ class BudgetProblem:
         except PlanError as error:
             if budget is None or budget.is_fraction or budget.is_resource:
                 raise
-            least = sum(min(item.costs[resource] for item in site.every) for site in sites)
+            smallest = sum(min(item.costs[resource] for item in site.every) for site in sites)
             limit, spent = self._limits()
-            size = limit - spent + least
+            size = limit - spent + smallest
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
     def _plan(self, allocation: Allocation) -> Plan:
@@ -261,20 +261,22 @@ class BudgetProblem:
         """Give what a plan may measure, and what of it is for the sites."""
         layers = self.predictions.layers
         if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
-            return whole, whole
+            total = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
+            return total, total
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
         sizes = (planned.get(site.key, site.dense[PARAMETERS]) * site.unit for site in layers)
-        taken = round(sum(sizes)) + (0 if self.table is None else self.table.cost_in(self.plan))
+        planned_size = round(sum(sizes)) + (
+            0 if self.table is None else self.table.cost_in(self.plan)
+        )
         limit = int(self._budget.limit)
-        return limit, taken + limit - self._measured(self.plan)
+        return limit, planned_size + limit - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
         if not self._budget.is_fraction:
             return size_of(plan, self.source, self.recipe)
         keys = {site.key for site in self.predictions.layers}
-        kept = sum(entry.parameters for entry in plan.layers if entry.key in keys)
-        return kept + self._dense_left(plan)
+        parameters = sum(entry.parameters for entry in plan.layers if entry.key in keys)
+        return parameters + self._dense_left(plan)
 
     def _dense_left(self, plan: Plan) -> int:
         planned = {entry.key for entry in plan.layers}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -41,8 +40,8 @@ from tcompress.progress import Overview, Progress
 DENSE = "dense"
 """Name of the rows of the model that was given."""
 
-TIMINGS, ALIKE = 5, 0.05
-"""Most times that a speed is timed, and by how much two of them may differ to be believed."""
+TIMINGS, ALIKE = (3, 6), 0.05
+"""Fewest and most times that a pass is timed, and by how much the two fastest may differ."""
 
 Say = Callable[[str], None]
 
@@ -152,11 +151,10 @@ class Work:
             shared["in_runtime"] = self._with_dense_files(files)
             while not _agree(times, self.effort.repeats):
                 timed = bench([str(folder)], str(self.original), options, **shared)
-                times = sorted([*times, timed[0].speed[0]], key=lambda speed: speed.ratio)
-        middle = times[len(times) // 2]
+                times = sorted([*times, timed[0].speed[0]], key=lambda speed: speed.milliseconds)
         if self.is_ours(folder):
-            record(folder, "speed", [middle], same_pass)
-        return middle.ratio
+            record(folder, "speed", times[:1], same_pass)
+        return times[0].ratio
 
     def _with_dense_files(self, files: RuntimeFiles) -> InRuntime:
         """Open models in a runtime, the dense one from its files here: it is timed beside all."""
@@ -178,14 +176,16 @@ class Work:
 
 
 def _agree(times: Sequence[Speed], repeats: int) -> bool:
-    """Tell whether a speed was timed often enough: twice alike, or `TIMINGS` times.
+    """Tell whether a pass was timed often enough: the two fastest timings are alike.
 
-    A machine may be slower for seconds, and some runtimes more than others.
+    What else a machine does makes passes slower, some for as long as a process lives (where a
+    thread has to be woken for every product), and none faster.
     """
-    if len(times) < 2:
-        return bool(times) and repeats < MOST_REPEATS
-    pairs = pairwise(times)
-    return len(times) >= TIMINGS or any(b.ratio <= (1 + ALIKE) * a.ratio for a, b in pairs)
+    if repeats < MOST_REPEATS:
+        return bool(times)
+    if not TIMINGS[0] <= len(times) < TIMINGS[1]:
+        return len(times) >= TIMINGS[1]
+    return times[1].milliseconds <= (1 + ALIKE) * times[0].milliseconds
 
 
 def _stored_ratio(folder: Path, runtime: RuntimeName) -> float | None:

@@ -23,7 +23,7 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
-from tcompress.compression.effort import MOST_REPEATS, Effort
+from tcompress.compression.effort import ALIKE, MOST_REPEATS, TIMINGS, Effort
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
@@ -39,9 +39,6 @@ from tcompress.progress import Overview, Progress
 
 DENSE = "dense"
 """Name of the rows of the model that was given."""
-
-TIMINGS, ALIKE = (3, 6), 0.05
-"""Fewest and most times that a pass is timed, and by how much the two fastest may differ."""
 
 Say = Callable[[str], None]
 

@@ -23,7 +23,13 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
-from tcompress.compression.effort import ALIKE, MOST_REPEATS, TIMINGS, Effort
+from tcompress.compression.effort import (
+    ALIKE,
+    MOST_REPEATS,
+    REPEATS_OF_SEVERAL,
+    TIMINGS,
+    Effort,
+)
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
@@ -133,11 +139,14 @@ class Work:
         reads = inputs_of(self.source)
         if self.is_ours(folder) and (ratio := _stored_ratio(folder, runtime)) is not None:
             return ratio
+        # A goal of time goes by this number: one timing is not enough.
+        in_full = self.effort.repeats >= MOST_REPEATS
+        surely = in_full and self.goal.speedup is not None and runtime == self.runtime
         options = Bench(
             batch=(batch,),
             length=(length,) if reads.text or reads.decoder else (),
             runtime=(runtime,),
-            repeats=self.effort.repeats,
+            repeats=REPEATS_OF_SEVERAL if surely else self.effort.repeats,
             threads=self.settings.threads,
             device="cpu",
         )
@@ -146,7 +155,7 @@ class Work:
         with RuntimeFiles.opened() as files:
             shared: dict[str, Any] = {"save": False, "trust_remote_code": trust}
             shared["in_runtime"] = self._with_dense_files(files)
-            while not _agree(times, self.effort.repeats):
+            while not _agree(times, surely=surely):
                 timed = bench([str(folder)], str(self.original), options, **shared)
                 times = sorted([*times, timed[0].speed[0]], key=lambda speed: speed.milliseconds)
         if self.is_ours(folder):
@@ -172,13 +181,13 @@ class Work:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _agree(times: Sequence[Speed], repeats: int) -> bool:
+def _agree(times: Sequence[Speed], *, surely: bool) -> bool:
     """Tell whether a pass was timed often enough: the two fastest timings are alike.
 
     What else a machine does makes passes slower, some for as long as a process lives (where a
     thread has to be woken for every product), and none faster.
     """
-    if repeats < MOST_REPEATS:
+    if not surely:
         return bool(times)
     if not TIMINGS[0] <= len(times) < TIMINGS[1]:
         return len(times) >= TIMINGS[1]

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +23,13 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace
 from tcompress.compression.attempts import Goal, Measured
-from tcompress.compression.effort import MOST_REPEATS, Effort
+from tcompress.compression.effort import (
+    ALIKE,
+    MOST_REPEATS,
+    REPEATS_OF_SEVERAL,
+    TIMINGS,
+    Effort,
+)
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
@@ -40,9 +45,6 @@ from tcompress.progress import Overview, Progress
 
 DENSE = "dense"
 """Name of the rows of the model that was given."""
-
-TIMINGS, ALIKE = 5, 0.05
-"""Most times that a speed is timed, and by how much two of them may differ to be believed."""
 
 Say = Callable[[str], None]
 
@@ -137,11 +139,14 @@ class Work:
         reads = inputs_of(self.source)
         if self.is_ours(folder) and (ratio := _stored_ratio(folder, runtime)) is not None:
             return ratio
+        # A goal of time goes by this number: one timing is not enough.
+        in_full = self.effort.repeats >= MOST_REPEATS
+        surely = in_full and self.goal.speedup is not None and runtime == self.runtime
         options = Bench(
             batch=(batch,),
             length=(length,) if reads.text or reads.decoder else (),
             runtime=(runtime,),
-            repeats=self.effort.repeats,
+            repeats=REPEATS_OF_SEVERAL if surely else self.effort.repeats,
             threads=self.settings.threads,
             device="cpu",
         )
@@ -150,13 +155,12 @@ class Work:
         with RuntimeFiles.opened() as files:
             shared: dict[str, Any] = {"save": False, "trust_remote_code": trust}
             shared["in_runtime"] = self._with_dense_files(files)
-            while not _agree(times, self.effort.repeats):
+            while not _agree(times, surely=surely):
                 timed = bench([str(folder)], str(self.original), options, **shared)
-                times = sorted([*times, timed[0].speed[0]], key=lambda speed: speed.ratio)
-        middle = times[len(times) // 2]
+                times = sorted([*times, timed[0].speed[0]], key=lambda speed: speed.milliseconds)
         if self.is_ours(folder):
-            record(folder, "speed", [middle], same_pass)
-        return middle.ratio
+            record(folder, "speed", times[:1], same_pass)
+        return times[0].ratio
 
     def _with_dense_files(self, files: RuntimeFiles) -> InRuntime:
         """Open models in a runtime, the dense one from its files here: it is timed beside all."""
@@ -177,15 +181,17 @@ class Work:
         return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _agree(times: Sequence[Speed], repeats: int) -> bool:
-    """Tell whether a speed was timed often enough: twice alike, or `TIMINGS` times.
+def _agree(times: Sequence[Speed], *, surely: bool) -> bool:
+    """Tell whether a pass was timed often enough: the two fastest timings are alike.
 
-    A machine may be slower for seconds, and some runtimes more than others.
+    What else a machine does makes passes slower, some for as long as a process lives (where a
+    thread has to be woken for every product), and none faster.
     """
-    if len(times) < 2:
-        return bool(times) and repeats < MOST_REPEATS
-    pairs = pairwise(times)
-    return len(times) >= TIMINGS or any(b.ratio <= (1 + ALIKE) * a.ratio for a, b in pairs)
+    if not surely:
+        return bool(times)
+    if not TIMINGS[0] <= len(times) < TIMINGS[1]:
+        return len(times) >= TIMINGS[1]
+    return times[1].milliseconds <= (1 + ALIKE) * times[0].milliseconds
 
 
 def _stored_ratio(folder: Path, runtime: RuntimeName) -> float | None:

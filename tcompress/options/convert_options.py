@@ -649,7 +649,7 @@ class Convert(Section):
         """Whether a budget of bytes chooses what becomes of the word embedding too."""
         free = self.embeddings is None and self.embedding_bits is None and self.init != "random"
         sized = self.target_bytes is not None and self.allocation == "loss"
-        return free and sized and self.by_loss
+        return free and sized and self.by_loss and not self.calibration.is_none
 
     @property
     def bit_words(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The conversion: plan, calibrate, fit, write, publish."""
+"""The conversion: plan, choose, fit, write, prove, publish."""
 
 from __future__ import annotations
 

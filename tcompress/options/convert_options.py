@@ -23,7 +23,7 @@ from tcompress.fields import (
     read_factors,
     read_kept,
 )
-from tcompress.options.budgets import (
+from tcompress.options.limits import (
     Budget,
     Bytes,
     Limit,

@@ -10,7 +10,7 @@ from math import fsum
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized

@@ -20,7 +20,7 @@ from tcompress.latency.predicted import (
 )
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.search.predictions import Predictions

@@ -26,7 +26,7 @@ from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_o
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
-from tcompress.search.measuring import Measuring
+from tcompress.search.layer_statistics import Measuring
 from tcompress.search.predict import (
     FRACTIONS,
     WeightFits,

@@ -17,7 +17,7 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.search.predictions import Predictions
 from tcompress.search.table import Site

@@ -22,7 +22,7 @@ from tcompress.fitting.channel_orders import read_reductions
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of

@@ -1,6 +1,7 @@
 """One command from a dense model to a folder that ships."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoModel
 import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.workplace import partial_folder
+from tcompress.compression import stages
 from tcompress.errors import InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -30,11 +32,30 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 TYPED = ("compress", "bert", "--data", "texts.txt", "--smoke", "--minutes", "0.2", "-o", "small")
 
 
-def test_a_size_is_reached_in_pytorch(place: Path) -> None:
+def raising(kind: type[BaseException]) -> Callable[..., None]:
+    def act(*_: object, **__: object) -> None:
+        raise kind
+
+    return act
+
+
+def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = (place / "bert" / "model.safetensors").stat().st_size
     size = f"{int(0.8 * dense)}B"
     measured = ("--task", "sts", "--test-data", "pairs.jsonl")
-    done = run(*TYPED, "--runtime", "torch", "--size", size, *measured, "--json")
+    typed = (*TYPED, "--runtime", "torch", "--size", size, *measured)
+    with monkeypatch.context() as stopped:  # before the folder gets its name
+        stopped.setattr(stages, "write_records", raising(KeyboardInterrupt))
+        done = run(*typed)
+    assert done.code == 130
+    assert "Healing" in done.err
+    assert "stages that were finished are kept" in done.err
+    assert not (place / "small").exists()
+    done = run(*typed, "--json")
+    assert "Converting" not in done.err
+    assert "Healing" not in done.err
     assert done.code == 0, done.err
     rows = {row["name"]: row for row in done.document["rows"]}
     assert rows["this model"]["bytes"] <= 0.8 * dense < rows["dense"]["bytes"]

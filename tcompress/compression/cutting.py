@@ -106,7 +106,7 @@ def _options(work: Work, ask: Ask) -> Convert:
         calibration["samples"] = work.effort.samples
     said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
     if ask.speedup is not None:
-        said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}
+        said |= {"speedup": round(ask.speedup, 3), "at": goal.at, "threads": goal.threads}
         said |= {"device": "cpu"}
     if ask.bytes is not None:
         # What becomes of the word embedding is chosen with the sizes of layers.

@@ -124,8 +124,8 @@ def _quality_words(report: ModelReport, metric: Metric | None) -> str:
     if ratio is None:
         return f"has {metric.label} {fmt.value_text(metric.value)}"
     if not metric.higher_is_better:
-        return f"has {fmt.ratio_text(ratio)} the {metric.label} of {_the(who)}{_chance(metric)}"
-    return f"keeps {ratio:.1%} of the {metric.label} of {_the(who)}{_chance(metric)}"
+        return f"has {fmt.ratio_text(ratio)} {_the(who)}'s {metric.label}{_chance(metric)}"
+    return f"keeps {ratio:.1%} of {_the(who)}'s {metric.label}{_chance(metric)}"
 
 
 def _the(who: str) -> str:
@@ -273,7 +273,7 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)
     lower = "" if metric.higher_is_better else ", lower is better"
-    words = f"of the {metric.label} of {_the(who)}: {value} of {baseline}{lower}"
+    words = f"of {_the(who)}'s {metric.label}: {value} of {baseline}{lower}"
     return Figure("Quality", share, words, tuple(notes))
 
 

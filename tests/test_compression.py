@@ -102,6 +102,17 @@ def test_goals_that_contradict(options: dict[str, Any], words: str) -> None:
         read(Compress, options)
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_size_out_of_reach_is_refused_before_any_work(more: tuple[str, ...], place: Path) -> None:
+    done = run(*TYPED, "--runtime", "torch", "--size", "10", *more)
+    assert done.code == 2
+    assert "`--size 10`, in bytes, is out of reach: the smallest possible is " in done.err
+    assert "allow more bytes" in done.err
+    assert "`--vocab data`" in done.err
+    assert "Measuring" not in done.err
+    assert not partial_folder(place / "small").exists()
+
+
 def test_paths_are_looked_at_first(place: Path) -> None:
     goal = ("--size", "3MB", "--runtime", "torch")
     done = run("compress", "./nowhere", "--data", "absent.txt", *goal)

@@ -24,6 +24,7 @@ from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.effort import Effort, Needs, minutes_text
+from tcompress.compression.forecast import check_size
 from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
@@ -80,6 +81,7 @@ def compress(
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
         check_measurement(measurement(settings, Effort.least()), source, heads=True)
+    check_size(source, settings)
     facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
     identity = identity_of({**facts, "weights": source.store.fingerprint()})
     if holds_other_work(output, identity):

@@ -11,7 +11,7 @@ import typer
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.compression.table import columns
+from tcompress.compression.table import PAGE, columns
 from tcompress.models.names import default_output_name
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
@@ -121,7 +121,7 @@ def _show(done: Compressed, folder: Path) -> None:
     terminal.tell(f"{healed}.")
     terminal.tell(
         f"Wrote `{folder}`. What the runtime reads is `{done.file}`, with `config.json` and the "
-        "tokenizer; the rest is for PyTorch:"
+        "tokenizer; the rest is for PyTorch. To use it:"
     )
     for line in done.usage.splitlines():
         terminal.tell(f"    {line}")
@@ -129,4 +129,5 @@ def _show(done: Compressed, folder: Path) -> None:
         terminal.tell(f"Missed: {text}.")
     for note in done.notes:
         terminal.tell(f"note: {note}")
-    terminal.tell(f"Report: `tcompress report {terminal.typed(str(folder))} --html report.html`")
+    if (folder / PAGE).is_file():
+        terminal.tell(f"Page: `{folder / PAGE}`, which `tcompress report` writes anew.")

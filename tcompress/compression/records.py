@@ -7,16 +7,13 @@ from pathlib import Path
 
 from tcompress.artifact.checksums import digest_of, seal
 from tcompress.artifact.manifest import Alternative, Interval, read_manifest, write_manifest
-from tcompress.compression.table import Row
+from tcompress.compression.table import PAGE, Row
 from tcompress.exports.onnx_folder import with_files
 from tcompress.files import write_text
 from tcompress.models.names import CARD
 from tcompress.reporting.headline import Headline, headline_of
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
-
-PAGE = "report.html"
-
 
 def write_records(
     folder: Path, name: str, rows: Sequence[Row] = (), *, trust_remote_code: bool = False

@@ -15,6 +15,7 @@ from tcompress.reporting.headline import Headline, headline_of
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 
+
 def write_records(
     folder: Path, name: str, rows: Sequence[Row] = (), *, trust_remote_code: bool = False
 ) -> None:

@@ -4,7 +4,10 @@ Every site has candidates of known cost and predicted loss; losses add up over s
 convex hull of a site's candidates each step to a larger one saves less per parameter than the step
 before, so taking the steps of all sites in the order of what they save per parameter is optimal at
 every budget that the steps meet exactly. In between, what is left over goes to options off the
-hull; the result then differs from the optimum by less than the one step that did not fit.
+hull; the result then differs from the optimum by less than the one step that did not fit. Of 32
+blocks, 224 layers of 234 candidates each, that takes 0.4 seconds on one core; the integer program
+that solves two limits at once takes 20 to 62 for one, and its answer loses no less (it stops within
+a thousandth of the optimum).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.structures import Target, structure
 from tcompress.structures.base import RoundsInNorm, dense_of
+from tcompress.structures.modules.embedding import StructuredEmbedding
 from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
 from tcompress.training.objectives import Batch
 
@@ -43,6 +44,8 @@ def rounded_terms(model: nn.Module, roundings: Mapping[str, Rounding]) -> list[R
     terms = []
     for path, layer in model.named_modules():
         if not isinstance(layer, StructuredLinear) or layer.experts is not None:
+            continue
+        if isinstance(layer, StructuredEmbedding):  # reads words, which have no moments
             continue
         for index, part in enumerate(layer.parts):
             for number, layout in enumerate(part.terms):

@@ -43,7 +43,6 @@ from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.hf.build import fill
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.latency.benchmark import bench
-from tcompress.latency.predicted import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.fewer_layers import fixed_blocks
@@ -61,6 +60,7 @@ from tcompress.search.loss_search import largest_error
 from tcompress.search.search import STOP, Decision, simplest, try_out
 from tcompress.search.shared_statistics import Statistics
 from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 
 

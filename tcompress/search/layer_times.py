@@ -10,13 +10,6 @@ from math import inf
 import torch
 
 from tcompress.errors import PlanError
-from tcompress.latency.predicted import (
-    USUAL_PASS,
-    LayerTimes,
-    ModelClock,
-    Workload,
-    interpolated,
-)
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
@@ -25,6 +18,13 @@ from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.search.knapsack import Option
 from tcompress.search.predict import LayerCandidates
 from tcompress.search.width import WidthSite, forms_of
+from tcompress.timing_model.clocks import (
+    USUAL_PASS,
+    LayerTimes,
+    ModelClock,
+    Workload,
+    interpolated,
+)
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 TRIES = 3  # plans of one answer, each with the time that the last one missed made up for

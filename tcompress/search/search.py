@@ -35,7 +35,6 @@ from tcompress.fitting.channel_orders import (
 from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import ModelClock
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
@@ -69,6 +68,7 @@ from tcompress.search.substitution import (
 )
 from tcompress.search.width import WidthSite, width_site
 from tcompress.structures import Refusal, Spec
+from tcompress.timing_model.clocks import ModelClock
 
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""

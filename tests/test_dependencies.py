@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
-        "own_models",
+        "own_models", "roles",
     },
     "blockwise": BLOCKWISE - {"blockwise", "hf", "options"},
     "fitting": BLOCKWISE,

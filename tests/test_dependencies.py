@@ -29,10 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
-    "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
+    "attention": {"errors", "linalg", "structures", "roles", "fields"},
     "models": {"errors", "files", "project", "linalg"},
     "roles": {"errors"},
-    "options": {"errors", "files", "models", "fields", "structures", "project"},
+    "options": {"errors", "files", "models", "fields", "structures", "attention", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {

@@ -13,6 +13,7 @@ from tcompress.attention import ReplacementSpec, replacements
 from tcompress.fields import FIT, Options, option
 from tcompress.structures import Spec, structures
 from tcompress.structures.base import LooksUp
+from tcompress.structures.width import WidthSpec
 
 AUTO = "auto"
 AUTO_ABOUT = (
@@ -72,6 +73,8 @@ class AutoSpec(Spec):
 
 METHODS: tuple[type[Spec], ...] = (*STRUCTURES, AutoSpec)
 """Options of every method."""
+NARROWING = WidthSpec.names()[0]
+"""The method that makes layers narrower and leaves them plain."""
 
 if TYPE_CHECKING:
     MethodSpec = Any

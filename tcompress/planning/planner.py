@@ -36,7 +36,6 @@ from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
-from tcompress.structures.width import WidthLayout, WidthSpec
 
 Split = tuple[str, str]
 """An output split: weight name in the checkpoint, and name of the split."""
@@ -149,7 +148,7 @@ class _Planner:
             return
         recipe = self.recipe
         target = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
-        fractions = [c.target for c in choices if isinstance(c.method, WidthSpec) and c.target]
+        fractions = [c.target for c in choices if c.method.narrows and c.target]
         if target is None and not recipe.fixes_width and fractions:
             target = min(fractions)
         size = coupling.size if target is None else coupling.near(target)
@@ -257,13 +256,13 @@ class _Planner:
 
 def is_refitted(entry: LayerPlan) -> bool:
     """True where an entry is a plain matrix, which may make up for what layers before it lost."""
-    return all(isinstance(term, WidthLayout) for part in entry.parts for term in part.terms)
+    return all(term.is_plain for part in entry.parts for term in part.terms)
 
 
 def _of_dense(choice: Choice, dense: Site, narrow: Site) -> Choice:
     """Fractions of the dense weight as fractions of what width has left of it."""
     share = narrow.in_features * narrow.out_features / (dense.in_features * dense.out_features)
-    if choice.target is None or share == 1 or isinstance(choice.method, WidthSpec):
+    if choice.target is None or share == 1 or choice.method.narrows:
         return choice
     return replace(choice, target=min(choice.target / share, 1.0))
 

@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
+from tcompress.attention.graph import GraphSpec
+from tcompress.attention.kronecker import KroneckerSpec
 from tcompress.attention.module import ReplacementModule
+from tcompress.attention.multilinear import MultilinearSpec
+from tcompress.attention.tam import TamSpec
 from tcompress.latency.passes import Pass
-from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
 
 HEADS, WIDTH = 12, 64
 TEXTS: dict[str, ReplacementSpec] = {

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tcompress.attention import ReplacementSpec
 from tcompress.compression import Compressed
 from tcompress.compression import compress as run_compression
 from tcompress.conversion.converter import Converted
@@ -35,7 +36,7 @@ from tcompress.options.choose import conversion
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
 from tcompress.options.library import find_recipe
-from tcompress.options.method_options import METHODS, REPLACEMENTS, ReplacementSpec
+from tcompress.options.method_options import METHODS, REPLACEMENTS
 from tcompress.options.read import as_plain, read
 from tcompress.options.schema import default_methods, short_name
 from tcompress.options.steps import Architecture

@@ -19,7 +19,7 @@ from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.workplace import check_output
 from tcompress.compression import compress
 from tcompress.conversion.converter import convert
-from tcompress.data.written import written_texts
+from tcompress.data.generated_text import written_texts
 from tcompress.files import write_text
 from tcompress.latency.benchmark import bench
 from tcompress.latency.paired_timing import threads

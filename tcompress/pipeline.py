@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tcompress.artifact.averages import main_of
 from tcompress.artifact.manifest import Metric, read_manifest
-from tcompress.artifact.means import main_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import check_output, tidy
 from tcompress.conversion.converter import convert

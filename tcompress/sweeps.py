@@ -16,12 +16,13 @@ from typing import Any, Literal
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
+from tcompress.artifact.averages import AGREEMENT
 from tcompress.artifact.checksums import digest_of
+from tcompress.artifact.disk_cache import read_record
 from tcompress.artifact.manifest import Metric, Speed, read_manifest
-from tcompress.artifact.means import AGREEMENT
 from tcompress.artifact.workplace import SWEEP, check_sweep, remove_model
 from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.data.tables import check_data
@@ -37,7 +38,6 @@ from tcompress.errors import (
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
 from tcompress.files import check_page, write_text
-from tcompress.latency.predicted import REPEATS, USUAL_PASS, Workload
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
@@ -53,6 +53,7 @@ from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
 from tcompress.search.shared_statistics import Statistics
+from tcompress.timing_model.clocks import REPEATS, USUAL_PASS, Workload
 from tcompress.training.setup import check_run
 from tcompress.vocabulary.choice import with_vocabulary
 
@@ -279,15 +280,12 @@ class Model(BaseModel):
 
     @classmethod
     def at(cls, folder: Path, path: Path, identity: str) -> Model:
-        """Reads what is known; of other settings or by another version it counts as nothing."""
-        place: dict[str, Any] = {"folder": folder, "path": path}
-        try:
-            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValidationError):
-            found = cls(identity="")
-        if found.identity != identity:
-            return cls(identity=identity, **place)
-        return found.model_copy(update={**place, "is_new": False})
+        """Read what is known; of other settings or by another version it counts as nothing."""
+        paths: dict[str, Any] = {"folder": folder, "path": path}
+        record = read_record(path, cls.model_validate_json)
+        if record is None or record.identity != identity:
+            return cls(identity=identity, **paths)
+        return record.model_copy(update={**paths, "is_new": False})
 
     def keep(self) -> None:
         write_text(self.path, self.model_dump_json(indent=1))

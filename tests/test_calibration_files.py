@@ -20,10 +20,11 @@ from transformers import AutoImageProcessor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.converter import convert
-from tcompress.data.calibration import MOST_PICTURES, load_batches, picture, speech
+from tcompress.data.calibration import MOST_PICTURES, load_batches
 from tcompress.data.encoding import image_reader
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.pictures import decode
+from tcompress.data.synthetic import picture, speech
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert

@@ -29,10 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
-    "attention": {"errors", "linalg", "structures", "roles", "fields", "options"},
+    "attention": {"errors", "linalg", "structures", "roles", "fields"},
     "models": {"errors", "files", "project", "linalg"},
     "roles": {"errors"},
-    "options": {"errors", "files", "models", "fields", "structures", "project"},
+    "options": {"errors", "files", "models", "fields", "structures", "attention", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
     "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {
@@ -43,14 +43,19 @@ ALLOWED: dict[str, set[str]] = {
     "own_models": {"errors", "models", "options", "data"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
-        "own_models",
+        "own_models", "roles",
     },
     "blockwise": BLOCKWISE - {"blockwise", "hf", "options"},
     "fitting": BLOCKWISE,
-    "search": BLOCKWISE | {"fitting", "latency"},
-    "conversion": BLOCKWISE | {"fitting", "search", "vocabulary", "latency"},
+    "search": BLOCKWISE | {"fitting", "latency", "timing_model"},
+    "conversion": BLOCKWISE | {
+        "fitting", "search", "vocabulary", "latency", "timing_model",
+    },
     "training": APPLICATION - {"conversion"},
-    "latency": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "runtimes"},
+    "latency": FOUNDATION - {"linalg", "attention"} | {"data", "artifact", "hf", "runtimes"},
+    "timing_model": {
+        "errors", "files", "structures", "models", "planning", "artifact", "hf", "latency",
+    },
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "fields", "structures", "attention", "models", "roles", "options",
@@ -64,7 +69,7 @@ ALLOWED: dict[str, set[str]] = {
     "demo": APPLICATION | {"compression", "latency", "reporting", "training"},
     "pipeline": PRODUCT | {"search"},
     "compression": PRODUCT | {"search", "exports", "runtimes"},
-    "sweeps": PRODUCT | {"pipeline", "search"},
+    "sweeps": PRODUCT | {"pipeline", "search", "timing_model"},
     "cli": PRODUCT | {
         "own_models", "compression", "exports", "runtimes", "inspection", "demo", "pipeline",
         "sweeps",

@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from tcompress.api import evaluate
+from tcompress.artifact.averages import Mean, means_of
 from tcompress.artifact.manifest import Interval, Metric, read_manifest
-from tcompress.artifact.means import Mean, means_of
 from tcompress.errors import InputError
 from tcompress.evaluation import measuring
 from tests.support.cli import run

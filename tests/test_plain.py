@@ -17,8 +17,6 @@ from tcompress.cli.convert import default_output
 from tcompress.conversion import plain_tensors
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError, PlanError, WriteError
-from tcompress.latency.drawn import DrawnWeights
-from tcompress.latency.predicted import ModelClock
 from tcompress.models import SourceModel
 from tcompress.models.narrower import with_keys
 from tcompress.options import Convert
@@ -26,6 +24,8 @@ from tcompress.options.choose import conversion
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.search import plain_width
+from tcompress.timing_model.clocks import ModelClock
+from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.training.teacher import find_teacher
 from tests.support.conversions import Made, calibration, make
 from tests.support.depth import deep
@@ -366,7 +366,7 @@ def test_the_clock_runs_the_plain_model_itself(pairs: dict[str, Pair]) -> None:
     one = pairs["bert"].plain
     clock = object.__new__(ModelClock)
     clock.source = SourceModel.open(str(one.source))
-    clock._weights = DrawnWeights(torch.device("cpu"), torch.float32)
+    clock._weights = RandomWeights(torch.device("cpu"), torch.float32)
     small = clock._small(one.plan)
     assert type(small) is type(one.dense)
     assert small.num_parameters() == one.plan.parameters - one.plan.saved

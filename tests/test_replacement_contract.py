@@ -16,13 +16,13 @@ from tcompress.attention import (
 )
 from tcompress.attention.graph import GraphLayout
 from tcompress.attention.kronecker import KroneckerLayout
+from tcompress.attention.masks import Visible
 from tcompress.attention.module import GuardedLinear, ReplacementModule, UnusedProjection
-from tcompress.attention.replacement import Visible, register
-from tcompress.attention.tam import add_context, gru_tensors, read_texts
+from tcompress.attention.replacement import register
+from tcompress.attention.tam import TamSpec, add_context, gru_tensors, read_texts
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, RecipeError
 from tcompress.options import Convert
-from tcompress.options.method_options import TamSpec
 from tests.support.replacements import (
     CASES,
     HEADS,

@@ -12,14 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from tcompress.attention import (
     BaseAttention,
     ReplacementSpec,
-    Visible,
     replacement_named,
     replacement_of,
 )
-from tcompress.attention.kronecker import KroneckerLayout, mix_grid
+from tcompress.attention.graph import GraphSpec
+from tcompress.attention.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
+from tcompress.attention.masks import Visible
+from tcompress.attention.multilinear import MultilinearSpec
 from tcompress.attention.replacement import QueryKeyMoments
-from tcompress.attention.tam import TamLayout, tam_scores
-from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
+from tcompress.attention.tam import TamLayout, TamSpec, tam_scores
 from tcompress.structures import Refusal
 from tests.support.replacements import (
     CASES,

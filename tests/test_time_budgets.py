@@ -16,11 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
 from tcompress.errors import InputError, PlanError
-from tcompress.latency import predicted
-from tcompress.latency.drawn import DrawnWeights
-from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass
-from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
@@ -31,6 +27,10 @@ from tcompress.search.knapsack import allocate_within
 from tcompress.search.layer_times import Time
 from tcompress.search.resources import Goal
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.timing_model import clocks
+from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
+from tcompress.timing_model.random_weights import RandomWeights
+from tcompress.timing_model.timing_cache import TimingCache
 from tests.support.cli import run
 from tests.support.conversions import make
 from tests.support.counted_clock import counted_clock
@@ -61,7 +61,7 @@ def test_a_slow_machine_makes_no_layer_dearer_than_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Pass, "seconds", seconds)
     times = LayerTimes(8, 16, CPU)
-    unit = times.known[times.unit_key] = times.unit_pass.seconds()
+    unit = times.measured[times.unit_key] = times.unit_pass.seconds()
     layer: Any = SimpleNamespace(in_features=32, out_features=32, bias=True)
     one = times.matrix(16, 32, layer)
     assert one == pytest.approx(2 * unit)
@@ -75,7 +75,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The folder that times are kept in."""
     folder = tmp_path / "times"
     folder.mkdir()
-    monkeypatch.setattr("tcompress.latency.known.cached_assets_path", lambda *_: folder)
+    monkeypatch.setattr("tcompress.timing_model.timing_cache.cached_assets_path", lambda *_: folder)
     return folder
 
 
@@ -100,22 +100,22 @@ def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
 
 
 def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = KnownTimes.of(CPU, "a model")
+    known = TimingCache.of(CPU, "a model")
     known.values["dense"] = 2.0
     known.keep()
-    assert KnownTimes.of(CPU, "a model").values == {"dense": 2.0}
-    assert KnownTimes.of(CPU, "another").values == {}
+    assert TimingCache.of(CPU, "a model").values == {"dense": 2.0}
+    assert TimingCache.of(CPU, "another").values == {}
     now = time.time()
-    monkeypatch.setattr("tcompress.latency.known.time.time", lambda: now + 25 * 3600)
-    assert KnownTimes.of(CPU, "a model").values == {}
+    monkeypatch.setattr("tcompress.timing_model.timing_cache.time.time", lambda: now + 25 * 3600)
+    assert TimingCache.of(CPU, "a model").values == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"since": 0, "values": {"dense": "x"}}', "\0"])
 def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
-    KnownTimes.of(CPU, "a model").keep()
+    TimingCache.of(CPU, "a model").keep()
     [file] = kept.iterdir()
     file.write_text(text)
-    assert KnownTimes.of(CPU, "a model").values == {}
+    assert TimingCache.of(CPU, "a model").values == {}
 
 
 @pytest.mark.often("svd", "auto")
@@ -189,7 +189,7 @@ def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.Mo
     assert made.plan.budget is not None
     assert made.plan.budget.at == "decode"
     settings = measure.call_args.kwargs["settings"]
-    assert (settings.batch, settings.length, settings.generate) == ((1,), (60,), predicted.STEPS)
+    assert (settings.batch, settings.length, settings.generate) == ((1,), (60,), clocks.STEPS)
 
 
 @pytest.mark.slow
@@ -258,7 +258,7 @@ def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Pa
     model.save_pretrained(tmp_path / "dense")
     source = SourceModel.open(str(tmp_path / "dense"))
     largest = 4 * max(own.numel() for own in model.parameters())
-    weights = DrawnWeights(CPU, torch.float32, ring_bytes=largest)
+    weights = RandomWeights(CPU, torch.float32, ring_bytes=largest)
     drawn = [weights.model(source, source.config) for _ in range(3)]
     for own in drawn:
         assert {n: p.shape for n, p in own.named_parameters()} == {

@@ -19,13 +19,13 @@ ZEROS = "0" * 64  # stand in a manifest for its own digest
 
 
 def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
+    """Compute the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_whole(path: Path, checksum: str | None) -> bool:
-    """Whether a file that an interrupted run had finished is still as it was."""
+    """True where a file that an interrupted run had finished is still as it was."""
     return checksum is not None and path.is_file() and digest_of(path) == checksum
 
 
@@ -37,22 +37,22 @@ def files_in(folder: Path) -> list[str]:
 
 
 def seal(
-    folder: Path, known: Mapping[str, str] | None = None, coming: Mapping[str, bytes] | None = None
+    folder: Path, sums: Mapping[str, str] | None = None, coming: Mapping[str, bytes] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Makes the fields `checksums` and `sizes` of a manifest.
+    """Make the fields `checksums` and `sizes` of a manifest.
 
-    Some checksums are `known`; the content of files that are `coming` is not there yet.
+    Those in `sums` are not computed again; the content of files that are `coming` is not there yet.
     """
-    known, coming = known or {}, coming or {}
-    sums = {name: known.get(name) or digest_of(folder / name) for name in files_in(folder)}
-    sizes = {name: (folder / name).stat().st_size for name in sums}
-    for name, content in coming.items():
-        sums[name], sizes[name] = hashlib.sha256(content).hexdigest(), len(content)
-    return {"checksums": dict(sorted(sums.items())), "sizes": dict(sorted(sizes.items()))}
+    names, sums = files_in(folder), sums or {}
+    checksums = {name: sums.get(name) or digest_of(folder / name) for name in names}
+    sizes = {name: (folder / name).stat().st_size for name in checksums}
+    for name, content in (coming or {}).items():
+        checksums[name], sizes[name] = hashlib.sha256(content).hexdigest(), len(content)
+    return {"checksums": dict(sorted(checksums.items())), "sizes": dict(sorted(sizes.items()))}
 
 
 def check_format_version(version: Any) -> None:
-    """Refuses a format that is newer than this version of tcompress."""
+    """Refuse a format that is newer than this version of tcompress."""
     if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise ArtifactError(
             f"the model has format version `{version}`, this tcompress reads up to "
@@ -100,16 +100,16 @@ def read_converted_config(folder: Path, *, strict: bool = False) -> dict[str, An
 
 
 def check_converted(folder: Path) -> None:
-    """Refuses a folder that is none, or has nothing in it that can be read as a model's."""
+    """Refuse a folder that is none, or has nothing in it that can be read as a model's."""
     if not (folder / MANIFEST).is_file():  # which says what is missing beside it
         read_converted_config(folder, strict=True)
 
 
 def looks_whole(folder: Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether files have the recorded sizes, and `config.json` the recorded content."""
+    """True where files have the recorded sizes, and `config.json` the recorded content."""
     sizes = manifest.get("sizes")
     if not sizes or not isinstance(sizes, dict) or not manifest.get("digest"):
         return False
-    found = {name: (folder / name).stat().st_size for name in files_in(folder)}
+    on_disk = {name: (folder / name).stat().st_size for name in files_in(folder)}
     config = digest_of(folder / "config.json")
-    return found | sizes == found and manifest["checksums"].get("config.json") == config
+    return on_disk | sizes == on_disk and manifest["checksums"].get("config.json") == config

@@ -1,4 +1,4 @@
-"""What a converted model looks like on disk: format, shards, and whether both are the plan's.
+"""A converted model on disk: format, shards, and whether both are the plan's.
 
 A folder holds the files of an ordinary Transformers model; `config.json` has a
 `quantization_config` section with the plan, and `tcompress.json` is the manifest. Rewritten layers
@@ -92,26 +92,26 @@ def quantization_section(
 
 
 def section_digest(section: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 of what a section says, whatever the layout of the file."""
-    said = {name: section.get(name) for name in ("format_version", "plan", "stored_as", "absent")}
-    said |= {"storage": section["storage"]} if "storage" in section else {}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+    """Compute the SHA-256 of what a section says, whatever the layout of the file."""
+    facts = {name: section.get(name) for name in ("format_version", "plan", "stored_as", "absent")}
+    facts |= {"storage": section["storage"]} if "storage" in section else {}
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def first_problem(error: Exception) -> str:
-    """Says in one line what is wrong with data."""
+    """Say in one line what is wrong with data."""
     if not isinstance(error, ValidationError):
         return first_line(error)
     first, count = error.errors(include_url=False)[0], error.error_count()
-    place = ".".join(map(str, first["loc"]))
-    more = f", and {count - 1} more problems" if count > 1 else ""
-    return f"{f'`{place}`: ' if place else ''}{first['msg']}{more}"
+    path = ".".join(map(str, first["loc"]))
+    rest = f", and {count - 1} more problems" if count > 1 else ""
+    return f"{f'`{path}`: ' if path else ''}{first['msg']}{rest}"
 
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """What differs from the family's own model: layers, attentions and other modules."""
+    """All that differs from the family's own model: layers, attentions and other modules."""
 
     layers: tuple[LayerPlan, ...]
     attention: tuple[AttentionPlan, ...] = ()
@@ -122,7 +122,7 @@ class Rebuilt:
         return (*self.layers, *self.attention)
 
     def renamed(self, keys: Collection[str]) -> Rebuilt:
-        """Renames the plan like the tensors of a model saved again with another head, or none.
+        """Rename the plan like the tensors of a model saved again with another head, or none.
 
         Their names lack, or gain, one prefix such as `bert.`, while the plan in its config stays as
         it was. A plan whose tensors are not found keeps its names.
@@ -131,54 +131,55 @@ class Rebuilt:
         return replace(self, layers=_renamed_like(self.layers, keys), attention=attention)
 
 
-def parse_plan(section: Mapping[str, Any], wanted: Rebuilt | None = None) -> Rebuilt:
-    """Reads the plan of a section of `config.json` back; it must be `wanted`, the manifest's."""
+def parse_plan(section: Mapping[str, Any], manifest: Rebuilt | None = None) -> Rebuilt:
+    """Read the plan of a section of `config.json` back; it must be that of the manifest."""
     check_format_version(section.get("format_version"))
     plan = section.get("plan")
     if not isinstance(plan, Mapping) or not isinstance(plan.get("layers"), list):
         raise ArtifactError("`quantization_config` in `config.json` has no plan", AGAIN)
-    found = Rebuilt(
+    rebuilt = Rebuilt(
         _parsed(plan["layers"], LayerPlan, "layer"),
         _parsed(plan.get("attention", []), AttentionPlan, "attention"),
         _parsed(plan.get("forms", []), FormPlan, "module"),
     )
-    if wanted is not None and found != wanted:
-        text = f"`{MANIFEST}` and `config.json` hold different plans: {_difference(found, wanted)}"
+    if manifest is not None and rebuilt != manifest:
+        difference = _difference(rebuilt, manifest)
+        text = f"`{MANIFEST}` and `config.json` hold different plans: {difference}"
         raise ArtifactError(text, AGAIN)
     if "digest" in section and section["digest"] != section_digest(section):
         text = "the plan in `config.json` was changed since it was written (its digest differs)"
         raise ArtifactError(text, AGAIN)
-    return found
+    return rebuilt
 
 
 def _parsed(entries: Any, kind: type[P], what: str) -> tuple[P, ...]:
     if not isinstance(entries, list):
         raise ArtifactError(f"the plan in `config.json` is damaged: no list of {what}s", AGAIN)
-    found = []
+    parsed = []
     for index, entry in enumerate(entries):
         name = entry.get("name", index) if isinstance(entry, dict) else index
         try:
-            found.append(made := kind.model_validate(entry))
-            if not isinstance(made, FormPlan):
-                stored_tensors(made)
+            parsed.append(plan := kind.model_validate(entry))
+            if not isinstance(plan, FormPlan):
+                stored_tensors(plan)
         # What sizes that do not go together make of shapes may be anything.
         except Exception as error:
             raise ArtifactError(
                 f"the plan in `config.json` is damaged at {what} `{name}`: {first_problem(error)}",
                 "convert the model again, or take `config.json` from a good copy",
             ) from error
-    return tuple(found)
+    return tuple(parsed)
 
 
-def _difference(found: Rebuilt, wanted: Rebuilt) -> str:
-    ours, theirs = _named(found), _named(wanted)
+def _difference(config: Rebuilt, manifest: Rebuilt) -> str:
+    ours, theirs = _named(config), _named(manifest)
     texts = [f"`{name}` is missing" for _, name in theirs.keys() - ours.keys()]
     texts += [f"`{name}` is not in `{MANIFEST}`" for _, name in ours.keys() - theirs.keys()]
     for key in (key for key in ours if ours[key] != theirs.get(key, ours[key])):
         changed = [name for name, value in ours[key] if value != getattr(theirs[key], name)]
         texts.append(f"`{key[1]}` differs in {listed(changed)}")
-    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + more if texts else "entries stand twice, or in another order"
+    rest = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + rest if texts else "entries stand twice, or in another order"
 
 
 def _named(plan: Rebuilt) -> dict[tuple[str, str], Any]:
@@ -232,24 +233,24 @@ def _moved(entry: E, lost: str, gained: str) -> E:
 
 
 def verify_shapes(
-    needed: Sequence[Entry], found: Mapping[str, tuple[int, ...]], known: Sequence[Entry] = ()
+    needed: Sequence[Entry], stored: Mapping[str, tuple[int, ...]], allowed: Sequence[Entry] = ()
 ) -> None:
-    """Compares shapes of stored tensors with the plan, before anything is loaded.
+    """Compare shapes of stored tensors with the plan, before anything is loaded.
 
-    Entries that are `needed` must be stored, `known` ones may be; an error names all that differ.
+    Entries that are `needed` must be stored, `allowed` ones may be; an error names all that differ.
     """
     expected = {name: size for entry in needed for name, size in stored_tensors(entry).items()}
-    allowed = {name for entry in known for name in stored_tensors(entry)} | set(expected)
-    problems = [f"`{name}` is missing" for name in expected if name not in found]
+    names = {name for entry in allowed for name in stored_tensors(entry)} | set(expected)
+    problems = [f"`{name}` is missing" for name in expected if name not in stored]
     problems += [
-        f"`{name}` has shape {list(found[name])}, the plan says {list(size)}"
+        f"`{name}` has shape {list(stored[name])}, the plan says {list(size)}"
         for name, size in expected.items()
-        if name in found and tuple(found[name]) != size
+        if name in stored and tuple(stored[name]) != size
     ]
     problems += [
         f"`{name}` is not in the plan"
-        for name in found
-        if f".{FACTOR_PREFIX}" in name and name not in allowed
+        for name in stored
+        if f".{FACTOR_PREFIX}" in name and name not in names
     ]
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems[:12])
@@ -332,14 +333,14 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 def write_shard(
     folder: Path, shard: Shard, value: Callable[[Stored], Tensor], written: Callable[[int], None]
 ) -> str:
-    """Writes one shard beside its final name, then renames it; returns its SHA-256.
+    """Write one shard beside its final name, then rename it; return its SHA-256.
 
     All names, shapes and dtypes are known before the first value is, so the header is written first
     and values follow as they are made: memory never holds more than one tensor, where `save_file`
     would need the whole shard. `written` is called with the bytes of every tensor written.
     """
     digest = hashlib.sha256()
-    with beside(folder / shard.file) as other, other.open("xb") as file:
+    with beside(folder / shard.file) as unfinished, unfinished.open("xb") as file:
         for chunk in _chunks(shard, value, written):
             digest.update(chunk)
             file.write(chunk)

@@ -100,7 +100,7 @@ class Metric(_Section):
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """Name in tables."""
         return self.name
 
 
@@ -133,7 +133,7 @@ class Speed(_Section):
 
     @property
     def how(self) -> str:
-        """What tells passes of a size apart, such as `eager` or `decode, static, compiled`."""
+        """Mode of the pass, such as `eager` or `decode, static, compiled`."""
         if self.cache is None:
             return self.mode
         words = [self.phase, *(["static"] if self.cache == "static" else [])]
@@ -141,7 +141,7 @@ class Speed(_Section):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the middle half of either's times differs by more than a fifth of the median."""
+        """True where the middle half of either's times spans more than a fifth of the median."""
         return max(self.spread or 0.0, self.baseline_spread or 0.0) > 0.2
 
 
@@ -170,7 +170,7 @@ class ExportedFile(_Section):
 
     @property
     def size(self) -> str:
-        """What a timed pass was of, such as `32 x 32`."""
+        """Size of a timed pass, such as `32 x 32`."""
         batch, length = self.protocol["batch"], self.protocol.get("length")
         return f"a batch of {batch}" if length is None else f"{batch} x {length}"
 
@@ -198,7 +198,7 @@ class CurvePoint(_Section):
 
 
 class SourceAgreement(_Section):
-    """How far a model agrees with its teacher on held-out samples of one source; 1 is fully."""
+    """Agreement of a model with its teacher on held-out samples of one source; 1 is fully."""
 
     name: str
     start: float | None = None  # before healing
@@ -231,7 +231,7 @@ class TrainingFacts(_Section):
 
     @property
     def keeps_start(self) -> bool:
-        """Whether nothing was better than the start, so that the weights are as they were."""
+        """True where nothing was better than the start, so that the weights are as they were."""
         return self.best_step == 0 or self.share == 0
 
 
@@ -264,7 +264,7 @@ class Manifest(_Section):
 
     @property
     def rebuilt(self) -> Rebuilt:
-        """What of the plan `config.json` holds too."""
+        """The part of the plan that `config.json` holds too."""
         return Rebuilt(self.plan.entries, self.plan.attention, self.plan.forms)
 
     @property
@@ -354,7 +354,7 @@ SAME_OUTPUT = (
 
 
 def model_card(manifest: Manifest, folder: Path, architecture: str | None = None) -> str:
-    """Renders the card: what was done, what it costs, how to load it.
+    """Render the card: what was done, what it costs, how to load it.
 
     Its head is that of the card in the `folder` that the model was made of; the `architecture`, the
     name of the model's class, says how it is loaded.
@@ -381,12 +381,12 @@ def model_card(manifest: Manifest, folder: Path, architecture: str | None = None
         )
     written = render_head(head, tags, base_model=base)
     code = loading_code(folder, architecture, plain=not plan.changes_model)
-    found = card(title, body, written, code)
-    return f"{found}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
+    text = card(title, body, written, code)
+    return f"{text}\n{loading}All numbers and the recipe are in `tcompress.json`.\n"
 
 
 def card(title: str, body: str, head: str, code: str) -> str:
-    """Renders a card with such a head, and code that loads the model."""
+    """Render a card with such a head, and code that loads the model."""
     return f"""{head}
 
 # {title}
@@ -404,14 +404,14 @@ def _conversion(manifest: Manifest) -> str:
     rows = [("all parameters", f"{plan.parameters:,}", f"{plan.parameters - plan.saved:,}")]
     done = []
     if plan.layers:
-        own = f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"
+        sizes = f"{plan.dense_rewritten:,}", f"{plan.structured_rewritten:,}"
         count = f"{len(plan.layers)}"
-        rows = [("rewritten layers", count, count), ("their parameters", *own), *rows]
+        rows = [("rewritten layers", count, count), ("their parameters", *sizes), *rows]
         done.append(f"{plan.kept:.1%} of the rewritten layers' parameters are kept")
     for item in plan.embeddings:
-        whole = plan.whole_table(item)
-        rows = [("word embedding", f"{whole:,}", f"{item.parameters:,}"), *rows]
-        done.append(f"{item.parameters / whole:.1%} of the word embedding")
+        dense = plan.whole_table(item)
+        rows = [("word embedding", f"{dense:,}", f"{item.parameters:,}"), *rows]
+        done.append(f"{item.parameters / dense:.1%} of the word embedding")
     if plan.attention:
         kinds = sorted({entry.layout.mechanism for entry in plan.attention})
         count = f"{len(plan.attention)} block{'s' * (len(plan.attention) > 1)}"
@@ -437,7 +437,7 @@ def _conversion(manifest: Manifest) -> str:
 
 
 def _start(manifest: Manifest) -> str:
-    """What the weights were before any training, and what the rewritten layers lost."""
+    """Weights before any training, and what the rewritten layers lost."""
     if manifest.source.init == "random":
         return f"All weights began at random, with seed {manifest.source.seed}; no teacher. "
     if manifest.plan.cuts_vocabulary_only:
@@ -447,8 +447,8 @@ def _start(manifest: Manifest) -> str:
     if not manifest.plan.entries:
         return data
     kinds = ("held_out", "calibration", "weight")
-    found = [[fit[kind] for kind in kinds if kind in fit][:1] for fit in manifest.fit.values()]
-    errors = [error for first in found for error in first]
+    by_layer = ([fit[kind] for kind in kinds if kind in fit] for fit in manifest.fit.values())
+    errors = [layer_errors[0] for layer_errors in by_layer if layer_errors]
     mean = f"{sum(errors) / len(errors):.3f}" if errors else "unknown"
     kind = "held-out output error" if facts.name != "none" else "weight error"
     after = " before training" if manifest.training else ""

@@ -40,12 +40,12 @@ class Artifact:
     @property
     def storage(self) -> Storage | None:
         """Bits that tensors were rounded to, as `config.json` has it."""
-        found = (_section(self.config) or {}).get("storage")
-        return None if found is None else Storage.model_validate(found)
+        section = (_section(self.config) or {}).get("storage")
+        return None if section is None else Storage.model_validate(section)
 
     @classmethod
     def open(cls, folder: Path | str) -> Artifact:
-        """Opens a converted model and compares its weight files with its plan.
+        """Open a converted model and compare its weight files with its plan.
 
         All damages are in one `ArtifactError`.
         """
@@ -87,7 +87,7 @@ def _not_converted(folder: Path) -> ArtifactError:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared with the checksums of a manifest, and `others`, which it does not know."""
+    """Files compared with the checksums of a manifest, and `others`, which it does not know."""
 
     files: int
     bytes: int
@@ -95,7 +95,7 @@ class Verified:
 
 
 def verify_files(folder: Path) -> Verified:
-    """Compares all files of a model that tcompress wrote with its manifest; an error names all."""
+    """Compare all files of a model that tcompress wrote with its manifest; an error names all."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise ArtifactError(
@@ -111,7 +111,7 @@ def verify_files(folder: Path) -> Verified:
 
 
 def check_files(folder: Path) -> Artifact | None:
-    """Compares files with the manifest, if any, before use; gives a converted model, else None."""
+    """Compare files with the manifest, if any, before use; return a converted model, else None."""
     manifest = read_manifest(folder)
     if manifest is not None:
         return _compare(folder, manifest)
@@ -121,14 +121,14 @@ def check_files(folder: Path) -> Artifact | None:
 def open_checked(
     name: str, token: str | None = None, trust: bool = False, **options: Any
 ) -> SourceModel:
-    """Opens a dense or converted model to use it; arguments as for `SourceModel.open`."""
+    """Open a dense or converted model to use it; arguments as for `SourceModel.open`."""
     check_files(resolve(name, token=token))
     options |= {"trust_remote_code": trust, "converted": True}
     return SourceModel.open(name, token=token, **options)
 
 
 def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifact | None:
-    """Compares a folder with its manifest; the converted model, None for one that is plain."""
+    """Compare a folder with its manifest; the converted model, None for one that is plain."""
     weights: list[str] = []
     with contextlib.suppress(InputError):  # what is wrong with them is in the checksums
         weights = WeightStore.open(folder).files if manifest.checksums else []
@@ -150,20 +150,20 @@ def _compare(folder: Path, manifest: Manifest, *, card: bool = False) -> Artifac
     return None
 
 
-def _damages(folder: Path, manifest: Manifest, used: list[str], card: bool) -> list[str]:
-    """Lists files that are missing, unknown or not as the manifest says; older ones have no sizes.
+def _damages(folder: Path, manifest: Manifest, weights: list[str], card: bool) -> list[str]:
+    """List files that are missing, unknown or not as the manifest says; older ones have no sizes.
 
     The card, which people rewrite and downloads leave out, is compared only with `card`, and where
-    there is one; files that are `used` must have a checksum.
+    there is one; files of `weights` must have a checksum.
     """
     checksums, sizes = manifest.checksums, manifest.sizes
     names = [name for name in checksums if name != CARD or (card and (folder / CARD).exists())]
-    found = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
-    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in used if name not in checksums]
-    return unknown + [damage for damage in found if damage is not None]
+    damages = (_damage(folder, name, checksums[name], sizes.get(name)) for name in names)
+    unknown = [f"`{name}` is not in `{MANIFEST}`" for name in weights if name not in checksums]
+    return unknown + [damage for damage in damages if damage is not None]
 
 
-def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | None:
+def _damage(folder: Path, name: str, checksum: str, size: int | None) -> str | None:
     path, parts = folder / name, PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts or "\\" in name:
         return f"`{MANIFEST}` names `{name}`, outside the folder"
@@ -172,13 +172,13 @@ def _damage(folder: Path, name: str, wanted: str, size: int | None) -> str | Non
             return f"`{name}` is missing"
         if size not in (None, path.stat().st_size):
             return f"`{name}` has {path.stat().st_size} bytes, written were {size}"
-        return None if digest_of(path) == wanted else f"`{name}` differs from its checksum"
+        return None if digest_of(path) == checksum else f"`{name}` differs from its checksum"
     except OSError as error:
         return f"`{name}` cannot be read ({error.strerror})"
 
 
 def is_converted(folder: Path | str) -> bool:
-    """Tells whether a folder holds a model that tcompress converted."""
+    """True where a folder holds a model that tcompress converted."""
     try:
         return _section(read_converted_config(Path(folder).expanduser())) is not None
     except ArtifactError:

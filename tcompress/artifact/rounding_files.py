@@ -23,20 +23,20 @@ from tcompress.planning.entries import Storage
 
 
 def round_files(
-    folder: Path, wanted: Mapping[str, Rounding | None], storage: Storage
+    folder: Path, roundings: Mapping[str, Rounding | None], storage: Storage
 ) -> dict[str, Rounding]:
     """Round what is stored in a folder, by names that may gain or lose a prefix.
 
-    Gives what was rounded, by name. Memory holds one tensor.
+    Returns the roundings by stored name. Memory holds one tensor.
     """
     store = WeightStore.open(folder)
-    roundings = _alike(wanted, store)
-    if not roundings:
+    stored = _alike(roundings, store)
+    if not stored:
         return {}
     shards = []
     for file in store.files:
         keys = sorted(key for key in store.keys() if store.file_of(key) == file)  # noqa: SIM118
-        tensors = [Stored(k, store.shape(k), store.dtype(k), roundings.get(k)) for k in keys]
+        tensors = [Stored(k, store.shape(k), store.dtype(k), stored.get(k)) for k in keys]
         shards.append(Shard(file, tuple(sorted(tensors, key=lambda item: -item.itemsize))))
     for shard in shards:
         write_shard(folder, shard, lambda item: store.tensor(item.key), lambda _: None)
@@ -48,16 +48,16 @@ def round_files(
     section = {**section, "format_version": 5, "storage": facts}
     config["quantization_config"] = {**section, "digest": section_digest(section)}
     write_text(path, json.dumps(config, indent=2) + "\n")
-    return roundings
+    return stored
 
 
-def _alike(wanted: Mapping[str, Rounding | None], store: WeightStore) -> dict[str, Rounding]:
+def _alike(roundings: Mapping[str, Rounding | None], store: WeightStore) -> dict[str, Rounding]:
     """Find the rounding of every stored tensor, by its name with or without a prefix."""
-    known = {key: rounding for key, rounding in wanted.items() if rounding is not None}
-    roundings = {}
+    chosen = {key: rounding for key, rounding in roundings.items() if rounding is not None}
+    stored = {}
     for key in store.keys():  # noqa: SIM118 - no mapping
-        ends = (k for k in known if key.endswith(f".{k}") or k.endswith(f".{key}"))
-        match = key if key in known else None if key in wanted else next(ends, None)
+        ends = (k for k in chosen if key.endswith(f".{k}") or k.endswith(f".{key}"))
+        match = key if key in chosen else None if key in roundings else next(ends, None)
         if match is not None:
-            roundings[key] = known[match]
-    return roundings
+            stored[key] = chosen[match]
+    return stored

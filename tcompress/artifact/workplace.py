@@ -18,6 +18,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from tcompress import files
+from tcompress.artifact.disk_cache import read_record
 from tcompress.errors import DiskError, InputError, TCompressError, WriteError
 from tcompress.models.names import MANIFEST
 
@@ -26,25 +27,25 @@ SWEEP = ".sweep"  # folder inside the output of a sweep with what is known so fa
 
 
 def partial_folder(output: Path) -> Path:
-    """Names the working folder of an output."""
+    """Name the working folder of an output."""
     output = Path(os.path.abspath(output))
     return output.parent / f".{output.name}.partial"
 
 
 def unfinished(output: Path) -> dict[Path, int]:
-    """Lists working folders beside an output that nobody works in, with their bytes."""
-    found = {}
+    """List working folders beside an output that nobody works in, with their bytes."""
+    bytes_of = {}
     for folder in sorted(Path(os.path.abspath(output)).parent.glob(".*.partial")):
         with suppress(OSError, Timeout):  # no run's, or one is at work there
             if (folder / "identity").is_file() and (folder / _LOCK).is_file():
                 with FileLock(folder / _LOCK).acquire(timeout=0):
                     sizes = (p.stat().st_size for p in folder.rglob("*") if p.is_file())
-                    found[folder] = sum(sizes)
-    return found
+                    bytes_of[folder] = sum(sizes)
+    return bytes_of
 
 
 def holds_other_work(output: Path, identity: str) -> bool:
-    """Tells whether a run with other options left work beside an output, which a new one clears."""
+    """True where a run with other options left work beside an output, which a new one clears."""
     folder = partial_folder(output)
     try:
         begun = (folder / "journal.jsonl").is_file() and not (folder / _MARK).is_file()
@@ -54,7 +55,7 @@ def holds_other_work(output: Path, identity: str) -> bool:
 
 
 def check_place(output: Path) -> None:
-    """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
+    """Refuse, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))
     try:
         kind = files.kind_of(output)
@@ -77,7 +78,7 @@ def check_place(output: Path) -> None:
 
 
 def check_output(output: Path, *, force: bool) -> None:
-    """Refuses, before any work, to write where that is impossible, or over something.
+    """Refuse, before any work, to write where that is impossible, or over something.
 
     With `force`, a model may be replaced, but nothing else.
     """
@@ -88,29 +89,29 @@ def check_output(output: Path, *, force: bool) -> None:
 
 
 def check_sweep(output: Path, *, force: bool) -> None:
-    """Refuses, before any work, to write a sweep where that is impossible, or over something."""
+    """Refuse, before any work, to write a sweep where that is impossible, or over something."""
     check_place(output)
     if not (output / SWEEP).is_dir() and not force:
         check_output(output, force=False)
 
 
 def check_apart(output: Path, folder: Path, what: str) -> None:
-    """Refuses an output that is `what`, which lies in a folder, or contains it."""
-    place, folder = output.resolve(), folder.resolve()
-    if place == folder or place in folder.parents:
+    """Refuse an output that is `what`, which lies in a folder, or contains it."""
+    output_path, folder = output.resolve(), folder.resolve()
+    if output_path == folder or output_path in folder.parents:
         text = f"output `{output}` is {what}, or contains it"
         raise InputError(text, "choose another folder with `-o`")
 
 
 def remove_model(folder: Path) -> None:
-    """Removes a model folder, if there is one; an `InputError` if it does not look like a model."""
+    """Remove a model folder, if there is one; an `InputError` if it does not look like a model."""
     _check_contents(folder, force=True)
     if folder.is_dir():
         files.remove(folder)
 
 
 def _check_contents(output: Path, *, force: bool) -> None:
-    """Refuses a folder that is not empty; with `force`, one that does not look like a model."""
+    """Refuse a folder that is not empty; with `force`, one that does not look like a model."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     if names and not force:
         hint = "choose another one with `-o`, or replace it with `--force`"
@@ -119,10 +120,10 @@ def _check_contents(output: Path, *, force: bool) -> None:
     ours = MANIFEST in names or ("config.json" in names and weights)
     if names and (not ours or ".git" in names):
         shown = ", ".join(f"`{name}`" for name in names[:3])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         what = "a `.git`" if ours else "no model"
         raise InputError(
-            f"output folder `{output}` holds {shown}{more} and {what}, so that `--force` does not "
+            f"output folder `{output}` holds {shown}{rest} and {what}, so that `--force` does not "
             "replace it",
             "choose another one with `-o`, or empty it yourself",
         )
@@ -148,12 +149,12 @@ def _digest(folder: Path) -> str:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    try:
-        found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-        facts = {name: found[name] for name in ("folder", "config", "identity")}
-        return {**facts, "result": found.get("result")}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    def parse(text: str) -> dict[str, Any]:
+        mark = json.loads(text)
+        facts = {name: mark[name] for name in ("folder", "config", "identity")}
+        return {**facts, "result": mark.get("result")}
+
+    return read_record(folder / _MARK, parse) or {}
 
 
 class Workplace:
@@ -206,11 +207,11 @@ class Workplace:
         return lock
 
     def _prepare(self, identity: str) -> bool:
-        """Makes the folder ready, and tells whether there is work to go on with."""
+        """Make the folder ready; return true where there is work to go on with."""
         state = self.folder / "identity"
         open_to_others = files.close_to_others(self.folder)
-        known = state.is_file() and state.read_bytes() == identity.encode()
-        if open_to_others or not known:
+        same = state.is_file() and state.read_bytes() == identity.encode()
+        if open_to_others or not same:
             self._clear({_LOCK})
             files.write_text(state, identity)
         for cut_off in self.folder.rglob("*.tmp"):
@@ -219,15 +220,15 @@ class Workplace:
         return self._journal.is_file()
 
     def _recover(self) -> bool:
-        """Completes what a killed run was publishing, or takes it back; nothing old is lost.
+        """Complete what a killed run was publishing, or take it back; nothing old is lost.
 
-        Tells whether the output is what this run would write.
+        Returns true where the output is what this run would write.
         """
         mark, old = _read_mark(self.folder), self.folder / "replaced"
         if old.is_dir():  # the system needed two steps
             if not files.holds_something(self.output):
-                whole = bool(mark) and mark["folder"] == files.number_of(self.model)
-                (self.model if whole else old).rename(self.output)
+                complete = bool(mark) and mark["folder"] == files.number_of(self.model)
+                (self.model if complete else old).rename(self.output)
             if old.is_dir():
                 files.remove(old)
         if not mark:
@@ -243,7 +244,7 @@ class Workplace:
         return False
 
     def note(self, kind: str, **facts: Any) -> None:
-        """Appends a line to the journal; it is on disk when this returns."""
+        """Append a line to the journal; it is on disk when this returns."""
         with self._journal.open("a", encoding="utf-8") as file:
             # A line that a kill or a full disk has cut off ends here.
             file.write("\n" + json.dumps({"kind": kind, **facts}) + "\n")
@@ -251,17 +252,17 @@ class Workplace:
             os.fsync(file.fileno())
 
     def notes(self, kind: str) -> list[dict[str, Any]]:
-        """Reads the journal's lines of one kind; a line cut off by a kill is left out."""
+        """Read the journal's lines of one kind; a line cut off by a kill is left out."""
         if not self._journal.is_file():
             return []
-        found = []
+        facts = []
         for line in self._journal.read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError):
-                found.append(json.loads(line))
-        return [fact for fact in found if isinstance(fact, dict) and fact.get("kind") == kind]
+                facts.append(json.loads(line))
+        return [fact for fact in facts if isinstance(fact, dict) and fact.get("kind") == kind]
 
     def need(self, size: int) -> None:
-        """Refuses to go on where the disk has no room for so many bytes, written ones included."""
+        """Refuse to go on where the disk has no room for so many bytes, written ones included."""
         self._needed = size
         if (lacking := self._lacking() or 0) > files.free_bytes(self.output):
             raise files.full_disk(self.output, lacking)
@@ -274,12 +275,12 @@ class Workplace:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """What was said of an output that is published, while this folder is still there."""
-        found: dict[str, Any] | None = _read_mark(self.folder).get("result")
-        return found
+        """Facts of an output that is published, while this folder is still there."""
+        facts: dict[str, Any] | None = _read_mark(self.folder).get("result")
+        return facts
 
     def publish(self, *, force: bool, result: Mapping[str, Any] | None = None) -> None:
-        """Puts the finished model folder in the place of the output, and removes the rest.
+        """Put the finished model folder in the place of the output, and remove the rest.
 
         A kill from then on leaves at least the `result` for the same command.
         """
@@ -301,7 +302,7 @@ class Workplace:
 
     @contextmanager
     def working(self, keeps: Callable[[BaseException], bool] | None = None) -> Iterator[Self]:
-        """Leaves the folder for a later run, or removes it, if the block fails.
+        """Leave the folder for a later run, or remove it, if the block fails.
 
         `keeps` tells whether what is done is worth keeping after an error. Default: unless the
         error says that the same command will fail again.
@@ -314,23 +315,23 @@ class Workplace:
             # The same command may end well later, on a mended disk or with other versions.
             passing = not isinstance(failure, TCompressError)
             passing = passing or isinstance(failure, DiskError | WriteError)
-            kept = keeps(failure) if keeps is not None else passing
+            stays = keeps(failure) if keeps is not None else passing
             if isinstance(error, WriteError):
                 self._distrust()
-                own = (_LOCK, _MARK, "identity", self._journal.name)
-                found = (path for path in self.folder.rglob("*") if path.is_file())
-                if kept and any(path.name not in own for path in found):
+                state = (_LOCK, _MARK, "identity", self._journal.name)
+                present = (path for path in self.folder.rglob("*") if path.is_file())
+                if stays and any(path.name not in state for path in present):
                     error.hint = (
                         f"{error.hint}; what was fitted is kept in `{self.folder}`, where the same "
                         "command goes on, with the same versions of tcompress and torch"
                     )
-            self.close() if kept else self.discard()
+            self.close() if stays else self.discard()
             if refused is not None:
                 raise refused from error
             raise
 
     def _distrust(self) -> None:
-        """Takes back what was written, which is not what was fitted; the fits stay."""
+        """Remove what was written, which is not what was fitted; the fits stay."""
         with suppress(OSError):  # what went wrong first counts
             for note in self.notes("shard"):
                 self.note(**{**note, "sha256": None})
@@ -338,7 +339,7 @@ class Workplace:
             files.remove(self.model)
 
     def discard(self) -> None:
-        """Removes the working folder; what is finished and could not be moved stays."""
+        """Remove the working folder; what is finished and could not be moved stays."""
         if not self._finished:
             with suppress(OSError):
                 self._clear({_LOCK, _MARK})
@@ -358,7 +359,7 @@ class Workplace:
 
 
 def tidy(output: Path) -> None:
-    """Removes what a killed clean-up left beside a finished output; work to go on with stays."""
+    """Remove what a killed clean-up left beside a finished output; work to go on with stays."""
     folder = partial_folder(output)
     with suppress(InputError, FileNotFoundError):  # another run is at work there
         if files.kind_of(folder) is None and _is_over(folder, output):
@@ -366,7 +367,7 @@ def tidy(output: Path) -> None:
 
 
 def _is_over(folder: Path, output: Path) -> bool:
-    """Whether the result of a working folder is published, or nothing was done in it."""
+    """True where the result of a working folder is published, or nothing was done in it."""
     if mark := _read_mark(folder):
         return bool(mark["folder"] == files.number_of(output))
     if (folder / "replaced").is_dir():  # as earlier versions left it
@@ -375,7 +376,7 @@ def _is_over(folder: Path, output: Path) -> bool:
 
 
 def identity_of(parts: Mapping[str, Any]) -> str:
-    """Renders what determines a result; the version of torch changes rounding."""
+    """Render what determines a result; the version of torch changes rounding."""
     import torch  # places are looked at before anything is imported that takes seconds
 
     facts = {**parts, "torch": torch.__version__}

@@ -1,7 +1,8 @@
 """Replacements of softmax attention: ways of mixing tokens. The import list below is the registry.
 
 `replacement` says what one consists of; one file each for graph, Kronecker, TAM and multilinear
-attention. Open `replacement.py` first, then `graph.py` as the plainest example.
+attention, with its options. `masks` says which keys a query sees, and `module` holds a replacement
+inside a model. Open `replacement.py` first, then `graph.py` as the plainest example.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ from tcompress.attention import multilinear as multilinear
 from tcompress.attention import tam as tam
 from tcompress.attention.replacement import AttentionReplacement as AttentionReplacement
 from tcompress.attention.replacement import BaseAttention as BaseAttention
-from tcompress.attention.replacement import Visible as Visible
+from tcompress.attention.replacement import ReplacementSpec as ReplacementSpec
 from tcompress.attention.replacement import replacement_named as replacement_named
 from tcompress.attention.replacement import replacement_of as replacement_of
 from tcompress.attention.replacement import replacements as replacements
-from tcompress.options.method_options import ReplacementSpec as ReplacementSpec

@@ -3,25 +3,56 @@
 from __future__ import annotations
 
 from math import log
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from pydantic import Field
-from torch import Generator, Tensor
-from torch.nn.functional import logsigmoid
+from pydantic import Field, model_validator
 
 from tcompress.attention.replacement import (
     AttentionReplacement,
     BaseAttention,
     ReplacementLayout,
-    Visible,
-    past,
+    ReplacementSpec,
     register,
-    repeat_heads,
-    take_tokens,
 )
-from tcompress.options.method_options import CONVERTED_DECAY, SCRATCH_DECAY, GraphSpec
+from tcompress.fields import option
 from tcompress.structures.base import Refusal, Shapes, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Generator, Tensor
+
+    from tcompress.attention.masks import Visible
+
+SCRATCH_DECAY = 0.9
+"""First decay of the papers."""
+CONVERTED_DECAY = 0.05
+"""First decay of trained weights: their keys are long, and sums over neighbours are no averages, so
+that edges that reach far would drown each token's own values (docs/attention.md)."""
+
+
+class GraphSpec(ReplacementSpec):
+    """Options of `tga` and `tsa`."""
+
+    structure = "tt"
+    only = ("re:^(k|v|qkv)$",)
+
+    name: Literal["tga", "tsa"] = "tga"
+    filter_order: int = option(
+        2, "terms of the graph filter; powers 0 to this less one", ge=2, le=16
+    )
+    decay: float | None = option(
+        None,
+        "what a step of distance multiplies edges by; at first; default "
+        f"{SCRATCH_DECAY}, as in the papers, and {CONVERTED_DECAY} in converted models",
+        gt=0,
+        lt=1,
+    )
+
+    @model_validator(mode="after")
+    def _check_order(self) -> GraphSpec:
+        if self.name == "tga" and self.filter_order != 2:
+            raise ValueError("`tga` has a filter of order 2; `tsa` takes `filter_order`")
+        return self
 
 
 class GraphLayout(ReplacementLayout):
@@ -64,6 +95,8 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
     def start(
         self, layout: GraphLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
+        import torch
+
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
         values = {"decay": torch.full((layout.heads,), log(decay / (1 - decay)))}
         if layout.weighted:
@@ -71,65 +104,81 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         return values
 
     def note(self, layout: GraphLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        said = "graph attention has no queries, so a converted model has to be healed"
-        return said if pretrained else None
+        text = "graph attention has no queries, so a converted model has to be healed"
+        return text if pretrained else None
 
     def apply(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: GraphLayout, seen: Visible
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tensors: Tensors,
+        layout: GraphLayout,
+        visible: Visible,
     ) -> Tensor:
-        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
+        from tcompress.attention import masks
+
+        k, v = (masks.repeat_heads(x, layout.heads) for x in (k, v))
         keys, order = k.shape[-2], layout.filter_order
-        rows = _rows(q.shape[-2], keys, seen, k.device)
+        rows = _rows(q.shape[-2], keys, visible, k.device)
         ones = v.new_ones(order, layout.heads)
         coefficients = tensors.get("coefficients", ones)[:, None, :, None, None]
-        own = v if rows is None else take_tokens(v, rows)
+        of_queries = v if rows is None else masks.take_tokens(v, rows)
         if rows is None or order == 2:
-            psi = edges(k, tensors["decay"], layout, seen, rows)
-            return horner(psi, v, coefficients, own)
+            psi = edges(k, tensors["decay"], layout, visible, rows)
+            return horner(psi, v, coefficients, of_queries)
         # Powers of the graph need the edges of tokens that were there before.
-        tokens = seen.tokens
-        pairs = past(keys, keys, k.device)[None, None]
-        whole = Visible(pairs if tokens is None else pairs & tokens[:, None, None])
-        psi = edges(k, tensors["decay"], layout, whole, None)
-        return take_tokens(horner(psi, v, coefficients, v), rows)
+        tokens = visible.tokens
+        pairs = masks.past(keys, keys, k.device)[None, None]
+        all_edges = masks.Visible(pairs if tokens is None else pairs & tokens[:, None, None])
+        psi = edges(k, tensors["decay"], layout, all_edges, None)
+        return masks.take_tokens(horner(psi, v, coefficients, v), rows)
 
 
-def horner(psi: Tensor, v: Tensor, coefficients: Tensor, own: Tensor) -> Tensor:
-    """Applies sum_k c_k psi^k to values by Horner's rule; `own` are the values of the queries."""
+def horner(psi: Tensor, v: Tensor, coefficients: Tensor, of_queries: Tensor) -> Tensor:
+    """Apply sum_k c_k psi^k to values, some `of_queries`, by Horner's rule."""
     y = coefficients[-1] * v
     for coefficient in coefficients[:-1].flip(0):
-        y = coefficient * own + psi @ y
+        y = coefficient * of_queries + psi @ y
     return y
 
 
 def edges(
-    k: Tensor, decay: Tensor, layout: GraphLayout, seen: Visible, rows: Tensor | None
+    k: Tensor, decay: Tensor, layout: GraphLayout, visible: Visible, rows: Tensor | None
 ) -> Tensor:
-    """Weighs the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
+    """Weigh the edges: omega * relu(K K^T / sqrt(d)), without loops from a node to itself.
 
     `decay` is the logit of what a step of distance multiplies by; `rows` are the queries' places.
     """
-    own = k if rows is None else take_tokens(k, rows)
-    theta = ((own * layout.head_dim**-0.5) @ k.mT).relu()  # large keys may leave half precision
+    import torch
+    from torch.nn.functional import logsigmoid
+
+    from tcompress.attention.masks import take_tokens
+
+    of_queries = k if rows is None else take_tokens(k, rows)
+    scaled = of_queries * layout.head_dim**-0.5  # large keys may leave half precision
+    theta = (scaled @ k.mT).relu()
     columns = torch.arange(k.shape[-2], device=k.device)
     places = columns[None] if rows is None else rows
     steps = (places[..., None] - columns)[:, None]  # (batch | 1, 1, queries, keys)
     allowed = steps > 0 if layout.causal else steps != 0
-    if seen.pairs is not None:
-        allowed = allowed & seen.pairs
+    if visible.pairs is not None:
+        allowed = allowed & visible.pairs
     omega = (steps.abs() * logsigmoid(decay)[:, None, None]).exp()
     omega = omega if layout.causal else omega / 2
     return (omega * theta).masked_fill(~allowed, 0)
 
 
-def _rows(queries: int, keys: int, seen: Visible, device: torch.device) -> Tensor | None:
-    """Finds the queries' tokens among the keys, where there is a cache.  # (batch | 1, queries)."""
+def _rows(queries: int, keys: int, visible: Visible, device: torch.device) -> Tensor | None:
+    """Find the queries' tokens among the keys, where there is a cache.  # (batch | 1, queries)."""
+    import torch
+
     if queries == keys:
         return None
     places = torch.arange(keys, device=device)
-    if seen.pairs is None:
+    if visible.pairs is None:
         return places[None, -queries:]
-    return (seen.pairs[:, 0] * places).amax(-1)  # a causal row ends with its own token
+    return (visible.pairs[:, 0] * places).amax(-1)  # a causal row ends with its own token
 
 
 register(Graph())

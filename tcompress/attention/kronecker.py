@@ -7,24 +7,55 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import log, prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from pydantic import PositiveInt
 
 from tcompress.attention.replacement import (
     AttentionReplacement,
     BaseAttention,
     ReplacementLayout,
-    Visible,
-    as_they_are,
+    ReplacementSpec,
     register,
-    repeat_heads,
 )
 from tcompress.errors import DataError
-from tcompress.options.method_options import Kernel, KroneckerSpec, Pool
+from tcompress.fields import option, read_sizes
 from tcompress.structures.base import Refusal, Shapes, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from tcompress.attention.masks import Visible
+
+Kernel = Literal["softmax", "favor", "smreg"]
+Pool = Literal["mean", "sum"]
+
+
+class KroneckerSpec(ReplacementSpec):
+    """Options of `hot`."""
+
+    name: Literal["hot", "kronecker"] = "hot"
+    grid: tuple[PositiveInt, ...] | None = option(
+        None,
+        "sizes of the axes; read from the config of image and video models",
+        metavar="N,N,...",
+        read=read_sizes,
+    )
+    fold: int | None = option(
+        None, "for text, tokens in a row of the grid; instead of `grid`", ge=2
+    )
+    kernel: Kernel = option(
+        "softmax",
+        "kernel; `favor` and `smreg` need time linear in each axis: random features of the softmax "
+        "kernel, with directions as long as normal vectors, or all of length sqrt(width) (the "
+        "regularised kernel, which is the paper's)",
+    )
+    features: int | None = option(
+        None, "number of random features; default twice the head's width", gt=0
+    )
+    pool: Pool = option("mean", "how other axes are pooled; the paper's `sum` saturates softmax")
+    seed: int = option(0, "seed of the random features", ge=0, off=True)
 
 
 class KroneckerLayout(ReplacementLayout):
@@ -57,8 +88,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
         if spec.fold and base.grid:
-            there = " x ".join(map(str, base.grid))
-            raise Refusal(f"its tokens sit on a grid of {there} already: leave `fold` out")
+            sizes = " x ".join(map(str, base.grid))
+            raise Refusal(f"its tokens sit on a grid of {sizes} already: leave `fold` out")
         grid = () if spec.fold else spec.grid or base.grid
         if not grid and not spec.fold:
             missing = "its tokens sit on no grid that the config tells of"
@@ -71,11 +102,11 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             )
         if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        found = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
+        facts = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
         if spec.kernel == "softmax":
-            return found
+            return facts
         features = spec.features or 2 * base.head_dim
-        return {**found, "kernel": spec.kernel, "features": features, "seed": spec.seed}
+        return {**facts, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
         shapes: Shapes = {"scale": (len(layout.grid) or 2, layout.heads)}
@@ -87,12 +118,16 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     def start(
         self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
+        import torch
+
         values = {"scale": torch.zeros(self.tensors(layout)["scale"])}  # of its logarithm
         if layout.special:
             values["gate"] = torch.full((layout.heads,), log(prod(layout.grid) / layout.special))
         return values
 
     def constants(self, layout: KroneckerLayout) -> Tensors:
+        import torch
+
         if layout.kernel == "softmax":
             return {}
         generator = torch.Generator().manual_seed(layout.seed)
@@ -112,10 +147,15 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         v: Tensor,
         tensors: Tensors,
         layout: KroneckerLayout,
-        seen: Visible,
+        visible: Visible,
     ) -> Tensor:
+        import torch
+        from torch.nn.functional import scaled_dot_product_attention
+
+        from tcompress.attention.masks import as_they_are, repeat_heads
+
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        special, tokens = layout.special, seen.tokens
+        special, tokens = layout.special, visible.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
             grid = f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens"
             hint = "give inputs of the size that the config of the model names"
@@ -129,19 +169,22 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         keep = None if tokens is None else tokens[:, None, None]
         first = scaled_dot_product_attention(q[:, :, :special], k, v, attn_mask=keep)
         if special == 1:  # softmax over one key
-            other = v[:, :, :1]
+            direct = v[:, :, :1]
         else:
-            few = None if keep is None else keep[..., :special]
-            seen_by_all = k[:, :, :special], v[:, :, :special]
-            other = scaled_dot_product_attention(q[:, :, special:], *seen_by_all, attn_mask=few)
+            mask = None if keep is None else keep[..., :special]
+            special_keys = k[:, :, :special], v[:, :, :special]
+            direct = scaled_dot_product_attention(q[:, :, special:], *special_keys, attn_mask=mask)
         gate = tensors["gate"].sigmoid()[:, None, None]
-        return torch.cat([first, torch.lerp(other, mixed, gate)], 2)
+        return torch.cat([first, torch.lerp(direct, mixed, gate)], 2)
 
 
 def mix_grid(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tensors: Tensors, layout: KroneckerLayout
 ) -> Tensor:
-    """Mixes the tokens of a grid axis by axis; `valid` ones are no padding: (batch | 1, tokens)."""
+    """Mix the tokens of a grid axis by axis; `valid` ones are no padding: (batch | 1, tokens)."""
+    import torch
+    from torch.nn.functional import pad
+
     tokens = q.shape[2]
     sizes = layout.sizes(tokens)
     extra = prod(sizes) - tokens
@@ -152,8 +195,8 @@ def mix_grid(
     weight = None
     if valid is not None:
         weight = valid[:, None, :, None].to(v.dtype)
-        whole = weight.expand(len(v), v.shape[1], -1, 1)
-        v = torch.cat([v * weight, whole], -1)
+        weights = weight.expand(len(v), v.shape[1], -1, 1)
+        v = torch.cat([v * weight, weights], -1)
     # Pooled tokens are few, and they and random features leave the range of half precision, as
     # shares of valid tokens do that scores leave next to nothing of.
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
@@ -184,7 +227,9 @@ def mix_grid(
 def _pooled(
     x: Tensor, weight: Tensor | None, sizes: Sequence[int], axis: int, pool: Pool
 ) -> tuple[Tensor, Tensor | None]:
-    """Pools a grid over all axes but one: (batch, heads, size, width), and how many were valid."""
+    """Pool a grid over all axes but one: (batch, heads, size, width), and how many were valid."""
+    import torch
+
     shape = (prod(sizes[:axis]), sizes[axis], prod(sizes[axis + 1 :]))
     grid, wide = x.unflatten(2, shape), torch.promote_types(x.dtype, torch.float32)
     if weight is None:
@@ -199,7 +244,9 @@ def _pooled(
 def _favor(
     rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns two thin factors of an axis' matrix: positive random features (Performer)."""
+    """Compute two thin factors of an axis' matrix: positive random features (Performer)."""
+    import torch
+
     # Both are normalised as logarithms, features by columns first, then rows by features: no row is
     # lost whose features hardly any column has.
 

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcompress.attention.masks import Visible, check_alike, take_tokens
 from tcompress.attention.replacement import (
     QueryKeyMoments,
     ReplacementLayout,
-    Visible,
-    check_alike,
     replacement_named,
-    take_tokens,
 )
 from tcompress.errors import DataError, refuse_replica
 from tcompress.structures.modules.linear import empty_guard
@@ -37,7 +35,7 @@ class ReplacementModule(nn.Module):
         self._constants: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
 
     def fill(self, seed: int, *, pretrained: bool, moments: QueryKeyMoments | None = None) -> None:
-        """Gives first values, near a pretrained model's attention or as the paper says."""
+        """Fill in first values, near a pretrained model's attention or as the paper says."""
         generator = torch.Generator().manual_seed(seed)
         values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
@@ -56,24 +54,24 @@ class ReplacementModule(nn.Module):
         causal: bool = False,
         scaling: float | None = None,
     ) -> Tensor:
-        """Mixes tokens, see `Visible.of`.  # (batch, queries, heads, head_dim)."""
+        """Mix tokens, see `Visible.of`.  # (batch, queries, heads, head_dim)."""
         usual = self.layout.head_dim**-0.5
         if scaling is not None and scaling != usual:  # some models scale their queries before
             q = q * (scaling / usual)
         try:
-            seen = Visible.of(mask, q, k, causal=causal)
+            visible = Visible.of(mask, q, k, causal=causal)
             if self.segments is not None:
                 first = (self.segments.to(k.device) == 0).expand(len(k), -1)[:, -k.shape[-2] :]
-                seen = replace(seen, first=first)
+                visible = replace(visible, first=first)
             if not self.kind.pairwise:
-                check_alike(mask, seen)
+                check_alike(mask, visible)
             tensors = {key: t.to(q.dtype) for key, t in self.named_parameters(recurse=False)}
             tensors |= self._fixed(q)
-            order = seen.padding_last() if self.kind.ordered(self.layout) else None
+            order = visible.padding_last() if self.kind.ordered(self.layout) else None
             if order is not None:
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
-                seen = seen.in_order(order)
-            mixed = self.kind.apply(q, k, v, tensors, self.layout, seen)
+                visible = visible.in_order(order)
+            mixed = self.kind.apply(q, k, v, tensors, self.layout, visible)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
         mixed = mixed if order is None else take_tokens(mixed, order.argsort(1))
@@ -84,12 +82,12 @@ class ReplacementModule(nn.Module):
         if key not in self._constants:
             # They may serve training after a pass in inference mode, and are drawn on the CPU.
             with torch.inference_mode(False), torch.device("cpu"):
-                made = self.kind.constants(self.layout).items()
-                self._constants[key] = {name: item.to(*key) for name, item in made}
+                constants = self.kind.constants(self.layout).items()
+                self._constants[key] = {name: item.to(*key) for name, item in constants}
         return self._constants[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves constants behind: copies make their own."""
+        """Leave constants behind: copies make their own."""
         return {**self.__dict__, "_constants": {}, "segments": None}
 
     _replicate_for_data_parallel = refuse_replica
@@ -117,7 +115,7 @@ class UnusedProjection(_Guarded):
         self.out_features = out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns zeros.  # (..., in) -> (..., out)."""
+        """Return zeros.  # (..., in) -> (..., out)."""
         return x.new_zeros(()).expand(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
@@ -135,10 +133,10 @@ class GuardedLinear(_Guarded):
         super().__init__(**place)
         self.transposed = transposed
         self.tc_weight = nn.Parameter(torch.empty(shape, **place))
-        own = None if bias is None else nn.Parameter(torch.empty(bias, **place))
-        self.register_parameter("bias", own)
+        parameter = None if bias is None else nn.Parameter(torch.empty(bias, **place))
+        self.register_parameter("bias", parameter)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer.  # (..., in) -> (..., out)."""
+        """Apply the layer.  # (..., in) -> (..., out)."""
         weight = self.tc_weight.mT if self.transposed else self.tc_weight
         return nn.functional.linear(x, weight, self.bias)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import pad
 
 from tcompress.attention.replacement import (
     AttentionReplacement,
     BaseAttention,
     ReplacementLayout,
-    Visible,
+    ReplacementSpec,
     register,
-    repeat_heads,
 )
 from tcompress.errors import DataError
-from tcompress.options.method_options import MultilinearSpec
+from tcompress.fields import option
 from tcompress.structures.base import Refusal, Shapes, Tensors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from tcompress.attention.masks import Visible
+
+
+class MultilinearSpec(ReplacementSpec):
+    """Options of `multilinear`."""
+
+    name: Literal["multilinear"] = "multilinear"
+    length: int | None = option(
+        None, "number of tokens; read from the config of image models", gt=1
+    )
 
 
 class MultilinearLayout(ReplacementLayout):
@@ -61,15 +72,17 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
     def note(
         self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
     ) -> str | None:
-        said = (
+        text = (
             "multilinear attention takes nothing from the model's own: its output projection "
             "starts at random, so the model has to be trained"
         )
-        return said if pretrained else None
+        return text if pretrained else None
 
     def start(
         self, layout: MultilinearLayout, generator: torch.Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
+        import torch
+
         shapes = self.tensors(layout)
         size = shapes["core"]
         core = torch.zeros(size) if pretrained else torch.rand(size, generator=generator)
@@ -84,15 +97,19 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         v: Tensor,
         tensors: Tensors,
         layout: MultilinearLayout,
-        seen: Visible,
+        visible: Visible,
     ) -> Tensor:
+        from torch.nn.functional import pad
+
+        from tcompress.attention.masks import repeat_heads
+
         tokens, length = q.shape[2], layout.length
         if tokens > length or k.shape[2] != tokens:
             met = f"met {tokens} queries and {k.shape[2]} keys"
             hint = f"cut inputs to {length} tokens"
             raise DataError(f"multilinear attention over {length} tokens {met}", hint)
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        valid = seen.tokens
+        valid = visible.tokens
         if valid is not None:
             q, k, v = (x * valid[:, None, :, None].to(x.dtype) for x in (q, k, v))
         k, v = (pad(x, (0, 0, 0, length - tokens)) for x in (k, v))

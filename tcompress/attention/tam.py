@@ -10,71 +10,66 @@ stand side by side again.
 from __future__ import annotations
 
 from math import log
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import Generator, Tensor
-from torch.nn.functional import pad
-
+from tcompress import linalg
 from tcompress.attention.replacement import (
     AttentionReplacement,
     BaseAttention,
     QueryKeyMoments,
     ReplacementLayout,
-    Visible,
+    ReplacementSpec,
     register,
-    repeat_heads,
 )
-from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import fit_lowrank
-from tcompress.options.method_options import Core, Memory, Normalize, TamSpec
+from tcompress.fields import option
 from tcompress.structures.base import Shapes, Tensors
 
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from tcompress.attention.masks import Visible
+
+Core = Literal["aligned", "cp", "tucker"]
+Normalize = Literal["softmax", "none"]
+Memory = Literal["states", "gru"]
+
+RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
 _NAMES = ("context_in", "context_state", "context_in_bias", "context_state_bias")
 
 
-def gru_tensors(heads: int, width: int) -> Shapes:
-    """Shapes of the network and of two gates per head, for keys and for values."""
-    size = heads * width
-    shapes = ((3 * size, size), (3 * size, size), (3 * size,), (3 * size,))
-    return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
+class TamSpec(ReplacementSpec):
+    """Options of `tam`."""
 
+    structure = "tucker"
 
-def add_context(
-    k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Adds the network's states to keys and values through gates; `first` as in `read_texts`."""
-    read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
-    states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
-    gates = tensors["context_gate"][:, :, None, None]
-    return k + gates[0] * states, v + gates[1] * states
-
-
-def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
-    """States of the network; a second text, where `first` is not True, gets a fresh start."""
-    one = _gru(x, tensors)
-    if first is None:
-        return one
-    # The second text is moved to the front, read, and moved back.
-    tokens, places = x.shape[1], torch.arange(x.shape[1], device=x.device)
-    start = first.long().cumprod(1).sum(1, keepdim=True)
-    two = _gru(_moved(x, (places + start) % tokens), tensors)
-    return torch.where((places < start)[..., None], one, _moved(two, (places - start) % tokens))
-
-
-def _moved(x: Tensor, index: Tensor) -> Tensor:
-    return x.gather(1, index[..., None].expand_as(x))
-
-
-def _gru(x: Tensor, tensors: Tensors) -> Tensor:
-    weights = [tensors[name] for name in _NAMES]
-    state = x.new_zeros(1, len(x), x.shape[2])
-    options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
-    states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
-    return states
-
-
-RIDGE = 1e-6  # on moments of queries and keys: some features of a head may be constant
+    name: Literal["tam"] = "tam"
+    core: Core = option(
+        "cp",
+        "form of the core; `aligned`: the paper's, along positions of queries; `cp`: along "
+        "features, the paper's without query alignment; `tucker`: a full core with factors",
+    )
+    # The flags `--cores` and `--rank` are those of `tucker`.
+    cores: int = option(
+        1,
+        "number of cores, which are averaged: several compute what one with their mean does, and "
+        "differ in training alone",
+        gt=0,
+        le=64,
+        off=True,
+    )
+    rank: int | None = option(
+        None, "size of the core `tucker`; default the head's width", gt=0, off=True
+    )
+    semantic_rank: int = option(8, "size of the core `tucker` in semantics", gt=0)
+    normalize: Normalize = option(
+        "softmax", "how scores are normalised; `none` uses scores as in the paper"
+    )
+    memory: Memory = option(
+        "states",
+        "where keys and values come from; the model's `states`, or also a `gru`: k + g GRU(k) and "
+        "v + h GRU(k) with gates g and h in every layer (the paper has GRU(e) W of the word "
+        "embeddings e in their place)",
+    )
 
 
 class TamLayout(ReplacementLayout):
@@ -100,16 +95,16 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
     segments = True
 
     def arrange(self, spec: TamSpec, base: BaseAttention) -> dict[str, Any]:
-        found = spec.model_dump(include={"core", "cores", "normalize", "memory"})
+        facts = spec.model_dump(include={"core", "cores", "normalize", "memory"})
         if spec.core != "tucker":
-            return found
+            return facts
         width = base.head_dim
         rank, semantic = min(spec.rank or width, width), min(spec.semantic_rank, width)
-        return {**found, "rank": rank, "semantic_rank": semantic}
+        return {**facts, "rank": rank, "semantic_rank": semantic}
 
     def tensors(self, layout: TamLayout) -> Shapes:
         heads, width = layout.heads, layout.head_dim
-        rank, own = layout.rank, layout.semantic_rank
+        rank, semantic = layout.rank, layout.semantic_rank
         shapes: Shapes = {
             "semantic_weight": (heads, width, width),
             "semantic_bias": (heads, width),
@@ -117,10 +112,10 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         }
         if layout.core == "tucker":
             shapes |= {
-                "core": (layout.cores, heads, rank, rank, own),
+                "core": (layout.cores, heads, rank, rank, semantic),
                 "factor_q": (heads, width, rank),
                 "factor_k": (heads, width, rank),
-                "factor_s": (heads, width, own),
+                "factor_s": (heads, width, semantic),
             }
         if layout.memory == "gru":
             shapes |= gru_tensors(layout.key_heads, layout.head_dim)
@@ -140,15 +135,17 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
     def note(self, layout: TamLayout, longest: int | None, *, pretrained: bool) -> str | None:
         if layout.core != "aligned" or (longest is not None and longest <= layout.head_dim):
             return None
-        left = "see all tokens alike" if layout.normalize == "softmax" else "get nothing"
+        later = "see all tokens alike" if layout.normalize == "softmax" else "get nothing"
         return (
             f"the core `aligned` knows queries by their place among the {layout.head_dim} features "
-            f"of a head: those after token {layout.head_dim} {left}"
+            f"of a head: those after token {layout.head_dim} {later}"
         )
 
     def start(
         self, layout: TamLayout, generator: Generator, *, pretrained: bool
     ) -> dict[str, Tensor]:
+        import torch
+
         shapes = self.tensors(layout)
         heads, width = layout.heads, layout.head_dim
         # With these the scores are the model's own; training lets semantics in.
@@ -178,13 +175,20 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
 
     def _start_tucker(self, layout: TamLayout, generator: Generator) -> dict[str, Tensor]:
         """A core whose first semantic slice is the identity, the others small."""
+        import torch
+
         shapes, width = self.tensors(layout), layout.head_dim
         core = torch.randn(shapes["core"], generator=generator) * (0.01 / width)
         core[..., 0] = torch.eye(layout.rank) / width
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
-        whole = torch.eye(width, layout.rank).expand(shapes["factor_q"]).clone()
-        return {"core": core, "factor_q": whole, "factor_k": whole.clone(), "factor_s": factor}
+        factor_q = torch.eye(width, layout.rank).expand(shapes["factor_q"]).clone()
+        return {
+            "core": core,
+            "factor_q": factor_q,
+            "factor_k": factor_q.clone(),
+            "factor_s": factor,
+        }
 
     def centres_keys(self, layout: TamLayout) -> bool | None:
         if layout.core != "tucker" or layout.rank == layout.head_dim:
@@ -193,18 +197,24 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
 
     def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
         """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
-        queries = damped_curvature(moments.queries, RIDGE)
-        keys = repeat_heads(damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
-        left, right = fit_lowrank(keys, keys, layout.rank, queries)
-        return {"factor_q": left, "factor_k": right.mT}
+        from tcompress.attention.masks import repeat_heads
+
+        queries = linalg.damped_curvature(moments.queries, RIDGE)
+        keys = repeat_heads(linalg.damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
+        factor_q, factor_k = linalg.fit_lowrank(keys, keys, layout.rank, queries)
+        return {"factor_q": factor_q, "factor_k": factor_k.mT}
 
     def apply(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, seen: Visible
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
     ) -> Tensor:
+        import torch
+
+        from tcompress.attention.masks import repeat_heads
+
         if layout.memory == "gru":
-            k, v = add_context(k, v, tensors, seen.first)
+            k, v = add_context(k, v, tensors, visible.first)
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        pooled, count = pooled_semantics(q, seen.topic)
+        pooled, count = pooled_semantics(q, visible.topic)
         weight, bias = tensors["semantic_weight"], tensors["semantic_bias"]
         semantics = (pooled[..., None, :] @ weight.mT)[..., 0, :] + bias
         if layout.normalize == "none":
@@ -214,13 +224,13 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         if layout.normalize == "softmax":
             scores = scores * tensors["scale"].exp()[:, None, None]
             hidden = torch.finfo(scores.dtype).min
-        if seen.pairs is not None:
-            scores = scores.masked_fill(~seen.pairs, hidden)
+        if visible.pairs is not None:
+            scores = scores.masked_fill(~visible.pairs, hidden)
         return (scores.softmax(-1) if layout.normalize == "softmax" else scores) @ v
 
 
 def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:
-    """Averages semantic vectors (batch, heads, tokens, width) over valid tokens; counts these."""
+    """Average semantic vectors (batch, heads, tokens, width) over valid tokens; counts these."""
     if valid is None:
         return s.mean(2), s.shape[2]
     weights = valid[:, None, :, None].to(s.dtype)
@@ -231,7 +241,9 @@ def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | 
 def tam_scores(
     q: Tensor, k: Tensor, semantics: Tensor, tensors: Tensors, layout: TamLayout
 ) -> Tensor:
-    """Scores queries against keys, given pooled or summed semantics (batch, heads, width)."""
+    """Score queries against keys, given pooled or summed semantics (batch, heads, width)."""
+    from torch.nn.functional import pad
+
     core = tensors["core"].mean(0)  # scores are linear in the cores
     if layout.core == "cp":  # sum_d g_d Q_qd K_kd S_d
         return q * (core * semantics)[..., None, :] @ k.mT
@@ -240,9 +252,56 @@ def tam_scores(
         gate = (core * semantics)[..., :count] * q.sum(-1)[..., :count]
         scores = gate[..., None] * k[..., :count].mT
         return pad(scores, (0, 0, 0, q.shape[2] - count))
-    own = (semantics[..., None, :] @ tensors["factor_s"]).mT  # (batch, heads, semantic rank, 1)
-    middle = (core.flatten(1, 2) @ own).unflatten(-2, (layout.rank, layout.rank))[..., 0]
+    # (batch, heads, semantic rank, 1)
+    coordinates = (semantics[..., None, :] @ tensors["factor_s"]).mT
+    middle = (core.flatten(1, 2) @ coordinates).unflatten(-2, (layout.rank, layout.rank))[..., 0]
     return (q @ tensors["factor_q"]) @ middle @ (k @ tensors["factor_k"]).mT
+
+
+def gru_tensors(heads: int, width: int) -> Shapes:
+    """Shapes of the network and of two gates per head, for keys and for values."""
+    size = heads * width
+    shapes = ((3 * size, size), (3 * size, size), (3 * size,), (3 * size,))
+    return {**dict(zip(_NAMES, shapes, strict=True)), "context_gate": (2, heads)}
+
+
+def add_context(
+    k: Tensor, v: Tensor, tensors: Tensors, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Add the network's states to keys and values through gates; `first` as in `read_texts`."""
+    read = read_texts(k.transpose(1, 2).flatten(2), tensors, first)
+    states = read.unflatten(2, (k.shape[1], -1)).transpose(1, 2)
+    gates = tensors["context_gate"][:, :, None, None]
+    return k + gates[0] * states, v + gates[1] * states
+
+
+def read_texts(x: Tensor, tensors: Tensors, first: Tensor | None) -> Tensor:
+    """States of the network; a second text, where `first` is not True, gets a fresh start."""
+    import torch
+
+    first_texts = _gru(x, tensors)
+    if first is None:
+        return first_texts
+    # The second text is moved to the front, read, and moved back.
+    tokens, places = x.shape[1], torch.arange(x.shape[1], device=x.device)
+    start = first.long().cumprod(1).sum(1, keepdim=True)
+    moved = _gru(_moved(x, (places + start) % tokens), tensors)
+    second_texts = _moved(moved, (places - start) % tokens)
+    return torch.where((places < start)[..., None], first_texts, second_texts)
+
+
+def _moved(x: Tensor, index: Tensor) -> Tensor:
+    return x.gather(1, index[..., None].expand_as(x))
+
+
+def _gru(x: Tensor, tensors: Tensors) -> Tensor:
+    import torch
+
+    weights = [tensors[name] for name in _NAMES]
+    state = x.new_zeros(1, len(x), x.shape[2])
+    options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
+    states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
+    return states
 
 
 register(Tam())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from tcompress.artifact.tensor_files import load_tensors
+from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.streams import PartialModel, Stream, TokenRows, common_block, first_tensor
 from tcompress.errors import DataError, FitError

@@ -35,7 +35,7 @@ def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner:
         look.data(wanted.data)
         look.tables(tables)
     reach(call.baseline, *call.models, token=hub.token)
-    from tcompress.artifact.means import main_of
+    from tcompress.artifact.averages import main_of
     from tcompress.evaluation.measuring import evaluate as run
     from tcompress.evaluation.scores import Threshold, document
     from tcompress.reporting.table_files import metrics_sheet, metrics_table, write_tables

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.artifact.means import AGREEMENT, main_of
+from tcompress.artifact.averages import AGREEMENT, main_of
 from tcompress.compression import static_row
 from tcompress.compression.effort import Effort
 from tcompress.compression.table import Row, kept_layers, layers_that_reach

@@ -31,7 +31,6 @@ from tcompress.errors import InputError
 from tcompress.fitting.block_fitter import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.latency.benchmark import bench
-from tcompress.latency.predicted import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert
@@ -40,6 +39,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.search.shared_statistics import Statistics
+from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 
 

@@ -17,6 +17,7 @@ from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.data import synthetic
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import (
     TextEncoder,
@@ -54,111 +55,14 @@ from tcompress.errors import DataError, listed
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import FEWEST, Calibration
 
-# Calibration data that needs no files: a shipped text, and made-up pictures and sounds.
-#
-# Pictures are dead leaves: textured shapes of all sizes that cover one another. They have what
-# matters for the statistics of activations, edges and a 1/f spectrum, see Lee, Mumford, Huang,
-# "Occlusion Models for Natural Images" (2001), and Baradad et al., "Learning to See by Looking at
-# Noise" (2021), where networks learn useful features from them. Sounds are spectrograms with the
-# outline of speech. Neither takes the place of real data.
-
-
 MOST_PICTURES = 256
 MOST_SOUNDS = 64
-
-_SYLLABLE = 30  # frames, of 10 ms each
-_FORMANTS = ((0.15, 0.06), (0.4, 0.07), (0.6, 0.08))  # centre and width as shares of the bands
-
-Floats = NDArray[np.float64]
 
 
 def builtin_texts() -> list[str]:
     """Give the shipped texts, each a line."""
     file = resources.files("tcompress") / "assets" / "calibration.txt"
     return file.read_text(encoding="utf-8").splitlines()
-
-
-def picture(height: int, width: int, channels: int, rng: Generator) -> NDArray[np.uint8]:
-    """Draw a picture of shape (height, width, channels)."""
-    noise = _noise((4, height, width), rng.uniform(0.7, 1.4), rng)
-    texture = np.moveaxis(0.8 * noise[:1] + 0.3 * noise[1:], 0, -1)  # colours vary together
-    rows, columns = np.meshgrid(np.linspace(0, 1, height), np.linspace(0, 1, width), indexing="ij")
-    angle = rng.uniform(0, 2 * np.pi)
-    ramp = (np.cos(angle) * rows + np.sin(angle) * columns)[..., None]
-    canvas = _colour(rng) + ramp * rng.normal(0, 0.3, 3) + rng.uniform(0, 0.3) * texture
-    for _ in range(rng.integers(2, 24)):
-        inside, along = _leaf(rows, columns, rng)
-        leaf = _colour(rng) + rng.uniform(0, 0.15) * np.roll(texture, rng.integers(height), 0)
-        if rng.random() < 0.3:
-            leaf = leaf + 0.2 * np.sin(along * rng.uniform(3, 40))[..., None]
-        canvas = np.where(inside[..., None], leaf, canvas)
-    canvas = canvas * rng.uniform(0.6, 1.1) + rng.normal(0, 0.01, canvas.shape)
-    if channels == 1:
-        canvas = canvas.mean(axis=-1, keepdims=True)
-    return np.asarray((np.clip(canvas, 0, 1) * 255).round(), dtype=np.uint8)
-
-
-def volume(shape: tuple[int, ...], rng: Generator) -> NDArray[np.float32]:
-    """Draw a volume of shape (channels, *sizes) from 0 to 1: a body, or its smooth inside."""
-    noise = _noise((1, *shape[1:]), rng.uniform(1.0, 2.0), rng)
-    body = (noise > rng.normal(0, 0.7)) * 1.0
-    inside = np.clip(0.5 + 0.25 * noise, 0, 1)
-    drawn = body if rng.random() < 0.5 else body * inside
-    return np.broadcast_to(drawn, shape).astype(np.float32)
-
-
-def builtin_series(steps: int, variables: int, rng: Generator) -> NDArray[np.float32]:
-    """Draw series (steps, variables): cycles and slow noise, mixed between variables."""
-    slow = _noise((variables, steps), rng.uniform(0.5, 1.5), rng).T
-    phase = np.arange(steps)[:, None] / rng.uniform(8, 200) + rng.random(variables)
-    drawn = slow + rng.uniform(0, 1.5) * np.sin(2 * np.pi * phase)
-    mixing = np.eye(variables) + rng.normal(0, 0.5 / np.sqrt(variables), (variables, variables))
-    return np.asarray(drawn @ mixing + rng.normal(0, 1, variables), dtype=np.float32)
-
-
-def speech(bands: int, frames: int, rng: Generator) -> NDArray[np.float32]:
-    """Draw a log-mel spectrogram of shape (bands, frames), scaled as Whisper's extractor does."""
-    band = np.linspace(0, 1, bands)[:, None]
-    tracks = _noise((6, frames), 2.0, rng, flat=frames / _SYLLABLE)
-    voiced = 1 / (1 + np.exp(-4 * tracks[0]))
-    power = np.zeros((bands, frames))
-    for track, (centre, width) in zip(tracks[1:4], _FORMANTS, strict=True):
-        place = centre + 0.06 * track
-        power += voiced * np.exp(-(((band - place) / width) ** 2)) * 10 ** (-2 * centre)
-    hiss = np.exp(-(((band - 0.85) / 0.2) ** 2)) / (1 + np.exp(4 * tracks[0]))
-    power = (power + 0.05 * hiss) * 10 ** (0.6 * tracks[4])  # loudness of syllables
-    power += 10 ** (-4.0 - band + 0.2 * tracks[5])  # room
-    power *= rng.chisquare(2, power.shape) / 2  # spread of a periodogram
-    log = np.log10(power + 1e-10)
-    log[:, int(frames * rng.uniform(0.3, 1.0)) :] = -10.0  # silence up to the full length
-    log = np.maximum(log, log.max() - 8.0)
-    return np.asarray((log + 4.0) / 4.0, dtype=np.float32)
-
-
-def _noise(shape: tuple[int, ...], slope: float, rng: Generator, flat: float = 0) -> Floats:
-    """Draw noise, mean 0, spread 1, spectrum 1/f**slope on all axes but the first; `flat` below."""
-    axes = tuple(range(1, len(shape)))
-    grids = np.meshgrid(*(np.fft.fftfreq(n) * n for n in shape[1:]), indexing="ij")
-    distance = np.maximum(np.sqrt(sum(grid**2 for grid in grids)), flat)
-    distance.flat[0] = np.inf
-    spectrum = np.fft.fftn(rng.normal(size=shape), axes=axes) / distance**slope
-    noise = np.fft.ifftn(spectrum, axes=axes).real
-    return np.asarray(noise / (noise.std(axis=axes, keepdims=True) + 1e-12))
-
-
-def _colour(rng: Generator) -> Floats:
-    return np.asarray(np.clip(rng.uniform(0.05, 0.95) + rng.normal(0, 0.15, 3), 0, 1))
-
-
-def _leaf(rows: Floats, columns: Floats, rng: Generator) -> tuple[NDArray[np.bool_], Floats]:
-    """Give the inside of a random ellipse, rectangle or diamond, and a coordinate along it."""
-    radius = min(0.5, 0.05 / np.sqrt(rng.uniform(0.005, 1)))  # small ones are common
-    angle, stretch = rng.uniform(0, np.pi), rng.uniform(0.4, 1.0)
-    y, x = rows - rng.random(), columns - rng.random()
-    along = (np.cos(angle) * x + np.sin(angle) * y) / radius
-    across = (np.cos(angle) * y - np.sin(angle) * x) / (radius * stretch)
-    power = rng.choice([1.0, 2.0, 8.0])
-    return np.abs(along) ** power + np.abs(across) ** power < 1, along
 
 
 @dataclass(frozen=True)
@@ -194,13 +98,13 @@ class CalibrationData:
             return self
         chosen = {fitted[index * len(fitted) // count] for index in range(count)}
         places = tuple(sorted({*chosen, *self.holdout}))
-        found = {place: index for index, place in enumerate(places)}
+        positions = {place: index for index, place in enumerate(places)}
         return replace(
             self,
             batches=[self.batches[place] for place in places],
-            holdout=[found[place] for place in self.holdout],
+            holdout=[positions[place] for place in self.holdout],
             samples=samples,
-            origins={found[place]: name for place, name in self.origins.items()},
+            origins={positions[place]: name for place, name in self.origins.items()},
             places=places,
         )
 
@@ -245,8 +149,8 @@ def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> 
     batches = [*_batches(fitted, options.batch_size, pad)]
     origins: dict[int, str] = {}
     for origin in dict.fromkeys(item.name for item in parts):
-        own = [item for item in held if item.origin == origin]
-        for batch in _batches(own, options.batch_size, pad):
+        of_source = [item for item in held if item.origin == origin]
+        for batch in _batches(of_source, options.batch_size, pad):
             origins[len(batches)] = origin
             batches.append(batch)
     return CalibrationData(
@@ -279,22 +183,22 @@ class _Sources:
         self.digest = hashlib.sha256()
 
     def draw(self) -> list[_SourceData]:
-        """Draws samples from all sources."""
+        """Draw samples from all sources."""
         inputs, options = self._inputs, self._options
         read = self._from_table if inputs.grid is None else self._from_grids
-        found = [read(name) for name in self._named]
+        parts = [read(name) for name in self._named]
         unknown = {*options.columns} - self._columns
-        if unknown and len(found) > 1:
+        if unknown and len(parts) > 1:
             hint = f"name others; there are {listed(self._columns)}"
             raise DataError(f"none of the data has the columns {listed(unknown)}", hint)
-        builtin, texts = "builtin" in options.source, sum(len(item.texts) for item in found)
-        if not any(item.frames for item in found) or builtin:
-            found += self._made()
+        builtin, texts = "builtin" in options.source, sum(len(item.texts) for item in parts)
+        if not any(item.frames for item in parts) or builtin:
+            parts += self._made()
         is_short = texts < FEWEST and options.samples is None and not inputs.image
         if (inputs.text or inputs.decoder) and (builtin or is_short or not texts):
             shipped = draw_texts(builtin_texts(), self.most, options.seed)
-            found.append(_SourceData("builtin text", self._hashed_texts(shipped)))
-        return found
+            parts.append(_SourceData("builtin text", self._hashed_texts(shipped)))
+        return parts
 
     def _from_table(self, source: str) -> _SourceData:
         inputs, options = self._inputs, self._options
@@ -308,16 +212,16 @@ class _Sources:
             )
         main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
         needed = {kind for kind, present in main.items() if present}
-        wanted: set[Kind] = needed | {"text"} if inputs.decoder else needed
+        kinds: set[Kind] = needed | {"text"} if inputs.decoder else needed
         texts: list[str] = []
         frames: list[Tensor] = []
         with opened(source, options.split) as stored:
-            table = with_listed_texts(stored) if wanted == {"text"} else stored
-            known = {*table.rows.column_names}
-            self._columns |= known
-            asked = [name for name in options.columns if name in known or len(self._named) == 1]
-            chosen = columns_of(table, asked, wanted, needed, model)
-            named = [name for columns in chosen.values() for name in columns]
+            table = with_listed_texts(stored) if kinds == {"text"} else stored
+            names = {*table.rows.column_names}
+            self._columns |= names
+            columns = [name for name in options.columns if name in names or len(self._named) == 1]
+            chosen = columns_of(table, columns, kinds, needed, model)
+            used_columns = [name for columns in chosen.values() for name in columns]
             if chosen.get("text"):
                 tokenizer = self._encoder.tokenizer if self._encoder else None
                 writer = ChatWriter(tokenizer, table.label)
@@ -335,12 +239,12 @@ class _Sources:
             if not texts and not frames:
                 raise DataError(
                     f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
-                    + ", ".join(f"`{name}`" for name in named),
+                    + ", ".join(f"`{name}`" for name in used_columns),
                     hint="name other columns in `calibration.columns`, or give other data",
                 )
             label = self._label(source, table.label)
             return _SourceData(
-                label if table.is_plain else f"{label}:{','.join(named)}", texts, frames
+                label if table.is_plain else f"{label}:{','.join(used_columns)}", texts, frames
             )
 
     def _pieces(self, texts: Sequence[str], table: Table, columns: int) -> list[str]:
@@ -357,7 +261,7 @@ class _Sources:
         return -(-self._options.count // len(self._options.source))
 
     def _label(self, source: str, label: str) -> str:
-        """Tells files of equal name apart by their folders."""
+        """Add the folder to the name of a file where names are equal."""
         names = [Path(name).name for name in self._named]
         alike = names.count(Path(source).name) > 1
         return f"{Path(source).expanduser().resolve().parent.name}/{label}" if alike else label
@@ -365,19 +269,19 @@ class _Sources:
     def _from_grids(self, source: str) -> _SourceData:
         options, series = self._options, self._inputs.grid == SERIES
         needs = Needs(window=window_of(self._source)) if series else Needs(volume=True)
-        found = load_examples(source, options.split, needs, limit=self._share, seed=options.seed)
-        if found.windows is not None:
-            frames = [found.windows.past(index) for index in range(len(found))]
+        examples = load_examples(source, options.split, needs, limit=self._share, seed=options.seed)
+        if examples.windows is not None:
+            frames = [examples.windows.past(index) for index in range(len(examples))]
         else:
-            assert found.volumes is not None  # one of the two was asked for
-            frames = [as_input(volume) for volume in found.volumes]
-        wanted = grid_shape(self._source, self._inputs)
-        if found.shape != wanted:
+            assert examples.volumes is not None  # one of the two was asked for
+            frames = [as_input(volume) for volume in examples.volumes]
+        shape = grid_shape(self._source, self._inputs)
+        if examples.shape != shape:
             hint = "give data of that shape, `--calib builtin` or `--calib none`"
-            has = f"`{found.name}` has inputs of shape {found.shape}"
-            raise DataError(f"{has}, the model takes {wanted}", hint)
+            has = f"`{examples.name}` has inputs of shape {examples.shape}"
+            raise DataError(f"{has}, the model takes {shape}", hint)
         hashed = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
-        return _SourceData(self._label(source, found.name), (), hashed)
+        return _SourceData(self._label(source, examples.name), (), hashed)
 
     def _made(self) -> Iterator[_SourceData]:
         """Frames that ship with no file, for models that read any."""
@@ -385,19 +289,20 @@ class _Sources:
         if inputs.image:
             yield self._pictures()
         if inputs.grid is not None:
-            shape, series = grid_shape(self._source, inputs), inputs.grid == SERIES
-            draw = partial(builtin_series, shape[0], shape[1]) if series else partial(volume, shape)
-            yield self._make(f"builtin {'series' if series else 'volumes'} (synthetic)", draw)
+            shape, is_series = grid_shape(self._source, inputs), inputs.grid == SERIES
+            of_volumes = partial(synthetic.volume, shape)
+            draw = partial(synthetic.series, shape[0], shape[1]) if is_series else of_volumes
+            yield self._make(f"builtin {'series' if is_series else 'volumes'} (synthetic)", draw)
         if inputs.audio:
             bands = spectrogram_shape(self._source)
-            draw = partial(speech, *bands)
+            draw = partial(synthetic.speech, *bands)
             yield self._make("builtin audio (synthetic)", draw, MOST_SOUNDS)
 
     def _pictures(self) -> _SourceData:
         channels, height, width = image_shape(self._source.config)
         count = frames_of(self._source.config)
         missing = count or not has_processor_file(self._source)
-        known = ", without the model's image processor" if missing else ""
+        lack = ", without the model's image processor" if missing else ""
         read = plain_reader(self._source) if count else image_reader(self._source, needed=False)
 
         def drift(still: Any, rng: Generator) -> Tensor:
@@ -407,8 +312,8 @@ class _Sources:
             return torch.stack([read(pixels) for pixels in moved])
 
         return self._make(
-            f"builtin {'clips' if count else 'images'} (synthetic{known})",
-            lambda rng: picture(height, width, channels, rng),
+            f"builtin {'clips' if count else 'images'} (synthetic{lack})",
+            lambda rng: synthetic.picture(height, width, channels, rng),
             read=drift if count else lambda pixels, _: read(pixels),
         )
 
@@ -416,18 +321,18 @@ class _Sources:
         self,
         name: str,
         make: Callable[[Generator], NDArray[Any]],
-        most: int = MOST_PICTURES,
+        limit: int = MOST_PICTURES,
         read: Callable[[Any, Generator], Tensor] = lambda made, _: torch.from_numpy(made),
     ) -> _SourceData:
         """Make samples, each from a seed of its own, and turn them into inputs."""
-        seeds = ([self._options.seed, index] for index in range(min(self._share, most)))
+        seeds = ([self._options.seed, index] for index in range(min(self._share, limit)))
         draws = map(np.random.default_rng, seeds)
         return _SourceData(name, (), [read(self._hashed(make(rng)), rng) for rng in draws])
 
     def _hashed_texts(self, texts: Iterable[str]) -> list[str]:
-        found = list(texts)
-        hash_of(map(str.encode, found), self.digest)
-        return found
+        listed = list(texts)
+        hash_of(map(str.encode, listed), self.digest)
+        return listed
 
     def _hashed(self, content: NDArray[Any]) -> NDArray[Any]:
         self.digest.update(f"{content.shape} ".encode() + content.tobytes())
@@ -435,7 +340,7 @@ class _Sources:
 
 
 def _by_turns(parts: Iterable[Sequence[Named]], count: int) -> list[Named]:
-    """Takes from several sources in turn; where one ends, the others go on."""
+    """Draw from several sources in turn; where one ends, the others go on."""
     turns = chain.from_iterable(zip_longest(*parts))
     return [item for item in turns if item is not None][:count]
 
@@ -448,15 +353,16 @@ def _examples(
     prompt: Prompt,
 ) -> list[_Example]:
     name = "input_features" if inputs.audio else inputs.grid or "pixel_values"
-    frames = _by_turns(([(one, item.name) for one in item.frames] for item in parts), count)
+    frames = _by_turns(([(frame, item.name) for frame in item.frames] for item in parts), count)
     if encoder is None:
         return [_Example({name: value}, origin) for value, origin in frames]
     texts = _by_turns(([(text, item.name) for text in item.texts] for item in parts), count)
     if inputs.image or inputs.audio:
         # With fewer pictures than texts each picture gets several, so that no text is lost.
-        few = min(len(texts), len(frames))
-        joined = (" ".join(text for text, _ in texts[index::few]) for index in range(few))
-        texts = [(text, origin) for text, (_, origin) in zip(joined, texts, strict=False)]
+        pictured = min(len(texts), len(frames))
+        groups = (texts[index::pictured] for index in range(pictured))
+        captions = (" ".join(text for text, _ in group) for group in groups)
+        texts = [(text, origin) for text, (_, origin) in zip(captions, texts, strict=False)]
     rows = encoder.encode(prompt.before([text for text, _ in texts]))
     for row, (value, _) in zip(rows, frames, strict=False):
         if row:

@@ -64,14 +64,14 @@ def messages_of(cell: Any) -> list[dict[str, Any]]:
         speaker = next((key for key in _SPEAKER if key in message), None)
         if speaker is None:
             turns = [(key, value) for key, value in message.items() if key in _ROLE_OF and value]
-            messages += [{"role": _ROLE_OF[key], "content": str(said)} for key, said in turns]
+            messages += [{"role": _ROLE_OF[key], "content": str(content)} for key, content in turns]
             continue
         role = str(message[speaker])
-        said = next((message[key] for key in _SAID if message.get(key) is not None), None)
-        if isinstance(said, list):  # parts, of which some may be pictures
-            parts = [part.get("text") if isinstance(part, dict) else part for part in said]
-            said = "".join(part for part in parts if isinstance(part, str))
-        written = {"role": _ROLE_OF.get(role.lower(), role), "content": str(said or "")}
+        content = next((message[key] for key in _SAID if message.get(key) is not None), None)
+        if isinstance(content, list):  # parts, of which some may be pictures
+            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            content = "".join(part for part in parts if isinstance(part, str))
+        written = {"role": _ROLE_OF.get(role.lower(), role), "content": str(content or "")}
         calls = message.get("tool_calls")
         messages.append(written | ({"tool_calls": calls} if calls else {}))
     return messages
@@ -87,16 +87,16 @@ def as_plain_text(cell: Any) -> Any:
 def joined_chats(rows: Any) -> Any:
     """Put the beginning of chats, where a column of its own has it, before those that go on."""
     names = rows.column_names
-    more = next((name for name in _MORE if name in names), None)
-    if _FIRST not in names or more is None or not len(rows):
+    rest = next((name for name in _MORE if name in names), None)
+    if _FIRST not in names or rest is None or not len(rows):
         return rows
-    if not is_chat(rows[0][_FIRST]) or not is_chat(rows[0][more]):
+    if not is_chat(rows[0][_FIRST]) or not is_chat(rows[0][rest]):
         return rows
-    whole = [
-        json.dumps([*messages_of(one), *messages_of(two)])
-        for one, two in zip(rows[_FIRST], rows[more], strict=True)
+    chats = [
+        json.dumps([*messages_of(first), *messages_of(others)])
+        for first, others in zip(rows[_FIRST], rows[rest], strict=True)
     ]
-    return rows.add_column("", whole).remove_columns([_FIRST, more]).rename_column("", more)
+    return rows.add_column("", chats).remove_columns([_FIRST, rest]).rename_column("", rest)
 
 
 class ChatWriter:

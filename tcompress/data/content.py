@@ -29,7 +29,7 @@ def kind_of_bytes(path: Path, kind: str, name: str) -> str:
     if start.startswith(_SHEETS):
         text = f"`{name}` is a file of a spreadsheet program, or another archive"
         raise DataError(text, "save the table as CSV in UTF-8, or unpack it")
-    return next((found for mark, found in _MAGIC.items() if start.startswith(mark)), kind)
+    return next((packed for mark, packed in _MAGIC.items() if start.startswith(mark)), kind)
 
 
 def kind_of_text(path: Path, kind: str, name: str) -> str:
@@ -51,7 +51,7 @@ def kind_of_text(path: Path, kind: str, name: str) -> str:
         raise DataError(text, "give it the ending of what it holds, such as `.csv` or `.txt`")
     if kind == "text" and text.startswith(_TAG):
         return "tagged"
-    has_tabs = kind == "text" and _has_tabs(text, whole=len(start) < _START)
+    has_tabs = kind == "text" and _has_tabs(text, cut=len(start) == _START)
     return "tabs" if has_tabs else kind
 
 
@@ -66,10 +66,10 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _has_tabs(text: str, *, whole: bool) -> bool:
+def _has_tabs(text: str, *, cut: bool) -> bool:
     """Tell whether all of several lines have the same number of tabs."""
     lines = [line for line in text.split("\n") if line.strip()]
-    lines = lines if whole else lines[:-1]
+    lines = lines[:-1] if cut else lines
     counts = {line.count("\t") for line in lines}
     return len(lines) > 1 and len(counts) == 1 and counts != {0}
 

@@ -35,7 +35,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Dialect:
-    """What a file of delimited text was taken for."""
+    """Form of a file of delimited text."""
 
     separator: str
     quoted: bool = True  # whether quotes around a cell are no part of it
@@ -53,16 +53,16 @@ class Dialect:
     def words(self) -> str:
         """The separator, and what else is unusual, in words."""
         kind = _SEPARATORS.get(self.separator)
-        said = ["one column" if self.separator == _NONE else f"{kind or self.separator}-separated"]
-        said += [] if self.quoted or self.separator == _NONE else ["without quoting"]
-        said += [] if self.header else ["without header"]
-        said += ["after remarks"] if self.remarks else []
-        said += ["with backslashes before quotes"] if self.escape else []
-        said += ["decimal commas"] if self.decimal == "," else []
-        left = {*self.names} - {*self.columns}
-        said += ["without the numbers of rows"] if self.names and self.names[0] in left else []
-        said += ["without the empty last column"] if left - {*self.names[:1]} else []
-        return ", ".join(said)
+        words = ["one column" if self.separator == _NONE else f"{kind or self.separator}-separated"]
+        words += [] if self.quoted or self.separator == _NONE else ["without quoting"]
+        words += [] if self.header else ["without header"]
+        words += ["after remarks"] if self.remarks else []
+        words += ["with backslashes before quotes"] if self.escape else []
+        words += ["decimal commas"] if self.decimal == "," else []
+        unread = {*self.names} - {*self.columns}
+        words += ["without the numbers of rows"] if self.names and self.names[0] in unread else []
+        words += ["without the empty last column"] if unread - {*self.names[:1]} else []
+        return ", ".join(words)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def _sample(path: Path) -> list[str]:
     """Lines at the beginning, without one that is cut off."""
     with path.open("rb") as file:
         text = file.read(SAMPLE).decode("utf-8-sig", errors="ignore")
-        whole = not file.read(1)
+        complete = not file.read(1)
     lines = [line for line in io.StringIO(text, newline="") if line.strip(" \r\n")]
-    return lines if whole or len(lines) < 2 else lines[:-1]
+    return lines if complete or len(lines) < 2 else lines[:-1]
 
 
 def _parsed(lines: Sequence[str], dialect: Dialect) -> Rows:
@@ -451,14 +451,14 @@ def _is_number(cell: str) -> bool:
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
     """Names as pandas gives them where some are missing, or stand twice."""
-    used: dict[str, int] = {}
+    counts: dict[str, int] = {}
     unique = []
     for at, name in enumerate(names):
         name = name or f"Unnamed: {at}"
-        while name in used:
-            used[name] += 1
-            name = f"{name}.{used[name]}"
-        used[name] = 0
+        while name in counts:
+            counts[name] += 1
+            name = f"{name}.{counts[name]}"
+        counts[name] = 0
         unique.append(name)
     return tuple(unique)
 
@@ -472,11 +472,11 @@ def _decimal(rows: Rows, separator: str) -> str:
     points = commas = False
     for column in zip(*rows, strict=False):
         cells = [cell.strip() for cell in column if cell.strip()]
-        whole = [bool(_WHOLE.fullmatch(cell)) for cell in cells]
+        integers = [bool(_WHOLE.fullmatch(cell)) for cell in cells]
         for sign in (_NUMBER, _DECIMAL_COMMA):
             fits = [bool(sign.fullmatch(cell)) for cell in cells]
-            is_decimal = all(map(max, whole, fits)) and any(
-                fit and not number for fit, number in zip(fits, whole, strict=True)
+            is_decimal = all(map(max, integers, fits)) and any(
+                fit and not number for fit, number in zip(fits, integers, strict=True)
             )
             points |= is_decimal and sign is _NUMBER
             commas |= is_decimal and sign is _DECIMAL_COMMA

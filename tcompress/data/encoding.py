@@ -187,9 +187,9 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool
         reason = missing if line.endswith(":") else line
     else:
         # Most tokenizers can also be built from nothing, and then know no words.
-        own = getattr(tokenizer, "vocab_files_names", {}).values()
-        files = ("tokenizer.json", "tokenizer.model", *own)
-        if not own or any((folder / name).is_file() for name in files):
+        names = getattr(tokenizer, "vocab_files_names", {}).values()
+        files = ("tokenizer.json", "tokenizer.model", *names)
+        if not names or any((folder / name).is_file() for name in files):
             return _lowercasing(tokenizer) if lower else tokenizer
     raise DataError(
         f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",
@@ -239,10 +239,10 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
 
     def read(pixels: Pixels) -> Tensor:
         try:
-            made = processor(
+            outputs = processor(
                 images=[pixels], input_data_format="channels_last", return_tensors="pt"
             )
-            values: Tensor = made["pixel_values"][0]
+            values: Tensor = outputs["pixel_values"][0]
         except Exception as error:
             # Processors check nothing, so a wrong option fails in any line.
             raise DataError(
@@ -261,7 +261,7 @@ def has_processor_file(source: SourceModel) -> bool:
 
 
 def _options(source: SourceModel) -> dict[str, Any]:
-    """What the files of an image processor say, which cannot be opened without Pillow."""
+    """Settings in the files of an image processor, which cannot be opened without Pillow."""
     for name in ("preprocessor_config.json", "processor_config.json"):
         with suppress(OSError, ValueError, AttributeError):
             options = json.loads((source.folder / name).read_text(encoding="utf-8"))
@@ -277,12 +277,12 @@ def plain_reader(source: SourceModel) -> Callable[[Pixels], Tensor]:
     options = _options(source)
     channels, height, width = image_shape(source.config)
     cropped = options.get("do_center_crop") and options.get("crop_size")
-    asked = cropped or options.get("size")
-    if isinstance(asked, int):
-        asked = {"shortest_edge": asked}
-    asked = asked if isinstance(asked, dict) else {}
-    edge = asked.get("shortest_edge")
-    size = int(edge or asked.get("height", height)), int(edge or asked.get("width", width))
+    target = cropped or options.get("size")
+    if isinstance(target, int):
+        target = {"shortest_edge": target}
+    target = target if isinstance(target, dict) else {}
+    edge = target.get("shortest_edge")
+    size = int(edge or target.get("height", height)), int(edge or target.get("width", width))
     factor = options.get("rescale_factor", 1 / 255) if options.get("do_rescale", True) else 1.0
     normalised = options.get("do_normalize", True)
     scales = ("image_mean", 0.5, 0.0), ("image_std", 0.5, 1.0)

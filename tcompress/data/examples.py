@@ -45,7 +45,7 @@ _MOST_COLUMNS = 12  # that a message names
 
 @dataclass(frozen=True)
 class Needs:
-    """What a task reads."""
+    """Kinds of data that a task reads."""
 
     texts: tuple[int, int] = (0, 0)  # fewest and most texts in an example
     image: bool = False  # whether an example has a picture
@@ -90,7 +90,7 @@ class Examples:
         return None if self.volumes is None else (1, *self.volumes.shape[1:])
 
     def __len__(self) -> int:
-        grids = [found for found in (self.volumes, self.windows) if found is not None]
+        grids = [grid for grid in (self.volumes, self.windows) if grid is not None]
         return len(grids[0] if grids else self.images or self.texts[0])
 
 
@@ -103,7 +103,7 @@ def load_examples(
     limit: int | None = None,
     seed: int = 0,
 ) -> Examples:
-    """Reads examples of a task out of a file, folder or hub id, as `data.tables.opened` takes it.
+    """Read examples of a task out of a file, folder or hub id, as `data.tables.opened` takes it.
 
     `columns` are named by role (`ROLES`) where they are not guessed; several texts are joined by
     `+`. At most `limit` examples are drawn by the seed, and kept in the order of the data.
@@ -112,21 +112,21 @@ def load_examples(
         return _from_archive(Path(name), split, needs, limit, seed)
     with opened(name, split) as table:
         if needs.window is not None:
-            made = windows_of(table, split, needs.window)
-            made = made.chosen(_sampled(len(made), limit, seed).tolist())
-            return Examples(table.label, split, made.fingerprint, windows=made, whole=False)
-        given = dict(columns or {})
-        joined = given.pop("label", "") if _is_joined(table, given.get("label", "")) else ""
-        table = with_derived(table, given.values())
+            windows = windows_of(table, split, needs.window)
+            windows = windows.chosen(_sampled(len(windows), limit, seed).tolist())
+            return Examples(table.label, split, windows.fingerprint, windows=windows, whole=False)
+        named = dict(columns or {})
+        combined = named.pop("label", "") if _is_joined(table, named.get("label", "")) else ""
+        table = with_derived(table, named.values())
         if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
             table = with_pairs(table)
-        table = with_numbers(table, needs.target, given)
-        chosen = _chosen(table, needs, given, joined)
+        table = with_numbers(table, needs.target, named)
+        chosen = _chosen(table, needs, named, combined)
         labels = _labels(table, chosen, needs)
         if needs.unlabelled and _is_withheld(table, chosen, labels):  # as test splits often are
             chosen = {role: name for role, name in chosen.items() if role not in ("label", "score")}
             labels = None
-        rows = table.rows.select_columns([name for name in chosen.values() if name != joined])
+        rows = table.rows.select_columns([name for name in chosen.values() if name != combined])
         places = np.arange(len(rows)) if labels is None else _labelled(table, chosen, labels)
         if limit is not None and limit < len(places):
             tell(f"{table.label}: {limit:,} of {len(places):,} rows are drawn")
@@ -135,7 +135,7 @@ def load_examples(
             rows = rows.select(places)
         data = rows.to_dict()
         if labels is not None:
-            data[chosen["label"]] = [labels.ids[place] for place in places.tolist()]
+            data[chosen["label"]] = [labels.ids[row] for row in places.tolist()]
         if needs.texts[0] == 2:
             data = _pairs(table, data, chosen)
         # Classes are those of the whole data, whichever of it is drawn.
@@ -179,13 +179,13 @@ def _labelled(table: Table, chosen: Mapping[str, str], labels: Labels) -> NDArra
 
 
 def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
-    """Reads columns of labels and scores as the numbers that they are, whatever their type."""
+    """Read columns of labels and scores as the numbers that they are, whatever their type."""
     role = {"class": "label", "score": "score", None: None}[target]
     if role is None:
         return table
     kinds, rows = kinds_of(table), table.rows
-    given = columns.get(role)
-    fits = (name == given if given else plain_name(name) in COLUMN_NAMES[role] for name in kinds)
+    named = columns.get(role)
+    fits = (name == named if named else plain_name(name) in COLUMN_NAMES[role] for name in kinds)
     for name in [name for name, fit in zip(kinds, fits, strict=True) if fit]:
         if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
             continue
@@ -199,13 +199,13 @@ def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]
 
 
 def places_of(texts: Sequence[str], among: Sequence[str]) -> NDArray[np.int64]:
-    """Finds texts in a list in which each stands once."""
-    index = {text: place for place, text in enumerate(among)}
+    """Find texts in a list in which each stands once."""
+    index = {text: position for position, text in enumerate(among)}
     return np.array([index[text] for text in texts])
 
 
 def others(right: NDArray[np.int64], count: int, total: int, seed: int) -> NDArray[np.int64]:
-    """Draws, for each right place of so many, different wrong ones.  # (right, count)."""
+    """Draw, for each right place of so many, different wrong ones.  # (right, count)."""
     rng, right = np.random.default_rng(seed), right[:, None]
     drawn = np.stack([rng.choice(total - 1, count, replace=False) for _ in right])
     return drawn + (drawn >= right)  # numbers from the right one on mean the next
@@ -232,32 +232,32 @@ def _from_archive(path: Path, split: str, needs: Needs, limit: int | None, seed:
     )
 
 
-def _chosen(table: Table, needs: Needs, given: dict[str, str], joined: str) -> dict[str, str]:
-    """Choose a column for each role; `joined` are several of labels."""
+def _chosen(table: Table, needs: Needs, named: dict[str, str], combined: str) -> dict[str, str]:
+    """Choose a column for each role; `combined` are several of labels."""
     kinds = kinds_of(table)
-    wanted = _roles(needs)
-    check_columns(table, kinds, given, needs)
-    chosen = {role: column for role, column in given.items() if role in wanted}
-    if joined and not needs.several:
-        text = f"`{joined}` are several columns of labels, of which this task reads one"
+    roles = _roles(needs)
+    check_columns(table, kinds, named, needs)
+    chosen = {role: column for role, column in named.items() if role in roles}
+    if combined and not needs.several:
+        text = f"`{combined}` are several columns of labels, of which this task reads one"
         raise DataError(text, "name one column")
-    if joined:
-        chosen["label"] = joined
-    taken = {*given.values(), *joined.split("+")}
-    for role in (role for role in wanted if role not in chosen):
-        guess = _guess(table, kinds, role, taken | {*chosen.values()}, needs)
+    if combined:
+        chosen["label"] = combined
+    unavailable = {*named.values(), *combined.split("+")}
+    for role in (role for role in roles if role not in chosen):
+        guess = _guess(table, kinds, role, unavailable | {*chosen.values()}, needs)
         if guess is not None:
             chosen[role] = guess
-    missing = [role for role, needed in wanted.items() if needed and role not in chosen]
+    missing = [role for role, needed in roles.items() if needed and role not in chosen]
     if missing:
-        raise _without(missing, table, kinds, {*given.values(), *chosen.values()}, needs)
+        raise _without(missing, table, kinds, {*named.values(), *chosen.values()}, needs)
     return {role: chosen[role] for role in ROLES if role in chosen}
 
 
 def _without(
-    missing: Sequence[str], table: Table, kinds: Mapping[str, str], taken: set[str], needs: Needs
+    missing: Sequence[str], table: Table, kinds: Mapping[str, str], occupied: set[str], needs: Needs
 ) -> DataError:
-    """Says which columns are missing, why those of such a name do not do, and which others may."""
+    """Say which columns are missing, why those of such a name do not do, and which others may."""
     has = ", ".join(f"`{column}` ({kind})" for column, kind in [*kinds.items()][:_MOST_COLUMNS])
     has += f" and {len(kinds) - _MOST_COLUMNS} more" if len(kinds) > _MOST_COLUMNS else ""
     text = f"the task needs a column for {listed(missing)}, but `{table.label}` has {has}"
@@ -269,7 +269,7 @@ def _without(
         reasons = [why for column in named if (why := _unfit(table, kinds, role, column, needs))]
         text += "".join(f"; {why}" for why in reasons)
         mend = "mend it, or " if reasons else mend
-        free = [column for column in kinds if column not in {*taken, *offers.values()}]
+        free = [column for column in kinds if column not in {*occupied, *offers.values()}]
         fits = [column for column in free if _unfit(table, kinds, role, column, needs) == ""]
         fits = _likely(table, fits) if role == "label" else fits
         marks = columns_of_marks({name: kinds[name] for name in fits}, table)
@@ -278,12 +278,12 @@ def _without(
         offers |= {role: fits[0]} if fits else {}
     if missing == ["label"] and [*kinds.values()] == ["image"]:
         text += "; the names of folders are classes where there are several, all at one depth"
-    other = needs.instead if missing in (["label"], ["score"]) else "give other data"
+    advice = needs.instead if missing in (["label"], ["score"]) else "give other data"
     if len(offers) < len(missing):
-        other = "" if other == "give other data" else f", or {other}"
-        return DataError(text, f"{mend}give data with such a column{other}")
+        advice = "" if advice == "give other data" else f", or {advice}"
+        return DataError(text, f"{mend}give data with such a column{advice}")
     names = ",".join(f"{role}={column}" for role, column in offers.items())
-    return DataError(text, f"name it: `--columns {names}`, or {other}")
+    return DataError(text, f"name it: `--columns {names}`, or {advice}")
 
 
 def _unfit(
@@ -345,10 +345,10 @@ def _lists_labels(table: Table, column: str) -> bool:
 
 
 def check_columns(
-    table: Table, kinds: Mapping[str, str], given: Mapping[str, str], needs: Needs | None = None
+    table: Table, kinds: Mapping[str, str], named: Mapping[str, str], needs: Needs | None = None
 ) -> None:
-    """Refuses columns named by role that are not there, or do not fit."""
-    for role, column in given.items():
+    """Refuse columns named by role that are not there, or do not fit."""
+    for role, column in named.items():
         if role not in ROLES:
             text = f"`{role}={column}` names no role of a column; roles are {listed(ROLES)}"
             raise DataError(text, "write, for example, `text=review,label=stars`")
@@ -361,23 +361,23 @@ def check_columns(
 
 def _roles(needs: Needs) -> dict[str, bool]:
     """Roles of use, and whether they are needed."""
-    fewest, most = needs.texts
+    fewest, limit = needs.texts
     roles = {"image": True} if needs.image else {}
     if needs.volume:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = not needs.unlabelled
-    if most:
+    if limit:
         roles["text"] = fewest > 0
-    if most > 1:
+    if limit > 1:
         roles["pair"] = fewest > 1
     return roles
 
 
 def _guess(
-    table: Table, kinds: Mapping[str, str], role: str, taken: set[str], needs: Needs
+    table: Table, kinds: Mapping[str, str], role: str, unavailable: set[str], needs: Needs
 ) -> str | None:
-    free = {column: kind for column, kind in kinds.items() if column not in taken}
+    free = {column: kind for column, kind in kinds.items() if column not in unavailable}
     by_name = {
         plain_name(column): column
         for column, kind in reversed([*free.items()])  # of equal names the first one counts

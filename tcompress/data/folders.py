@@ -61,7 +61,7 @@ def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[
                 *parts, last = name.split("/")
                 if any(map(word.search, parts if of_folder else [last])):
                     splits.setdefault(split, []).append(path)
-        covered = {path for found in splits.values() for path in found}
+        covered = {path for paths in splits.values() for path in paths}
         if splits and not (of_classes and "train" not in splits and len(covered) < len(files)):
             return splits
     return {"train": [*files.values()]} if files else {}
@@ -69,17 +69,17 @@ def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[
 
 def _walked(folder: Path) -> Iterator[Path]:
     """Find all files in order, also in folders that are links; hidden ones are no data."""
-    seen = set[str]()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:  # a link back
+    visited = set[str]()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:  # a link back
             folders.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__")))
         for name in sorted(names):
             if not name.startswith(".") and name not in _IGNORED:
-                yield Path(place, name)
+                yield Path(parent, name)
 
 
 def files_of(folder: Path, split: str, *, of_classes: bool = False) -> list[Path]:
@@ -99,10 +99,10 @@ def read_pictures(folder: Path, split: str) -> Any:
     """
     import datasets
 
-    found = files_of(folder, split, of_classes=True)
+    files = files_of(folder, split, of_classes=True)
     splits = files_by_split(folder, of_classes=True)
-    pictures = [path for path in found if path.suffix.lower() in IMAGES]
-    if others := [path.name for path in found if path.suffix.lower() not in IMAGES]:
+    pictures = [path for path in files if path.suffix.lower() in IMAGES]
+    if others := [path.name for path in files if path.suffix.lower() not in IMAGES]:
         tell(f"{folder.name}: {len(others):,} other files are not read: {listed({*others})}")
     columns: dict[str, list[Any]] = {"image": [_cell(path) for path in pictures]}
     features = {"image": datasets.Image(decode=False)}
@@ -114,9 +114,9 @@ def read_pictures(folder: Path, split: str) -> Any:
 
 def _classes(files: Sequence[Path], endings: Collection[str]) -> list[str]:
     """Names of the folders of files, if these are several at one depth; else none."""
-    own = [path for path in files if path.suffix.lower() in endings]
-    names = sorted({path.parent.name for path in own})
-    return names if len(names) > 1 and len({len(path.parts) for path in own}) == 1 else []
+    chosen = [path for path in files if path.suffix.lower() in endings]
+    names = sorted({path.parent.name for path in chosen})
+    return names if len(names) > 1 and len({len(path.parts) for path in chosen}) == 1 else []
 
 
 def read_documents(folder: Path, split: str) -> Any:
@@ -125,12 +125,12 @@ def read_documents(folder: Path, split: str) -> Any:
 
     splits = files_by_split(folder, of_classes=True)
     classes = _classes([path for files in splits.values() for path in files], (".txt",))
-    found = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
-    if not classes or len(found) < 2 * len(classes):
+    texts = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
+    if not classes or len(texts) < 2 * len(classes):
         return None
     columns: dict[str, list[Any]] = {
-        "text": [path.read_text(encoding="utf-8", errors="replace").strip() for path in found],
-        "label": [classes.index(path.parent.name) for path in found],
+        "text": [path.read_text(encoding="utf-8", errors="replace").strip() for path in texts],
+        "label": [classes.index(path.parent.name) for path in texts],
     }
     features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)}
     return datasets.Dataset.from_dict(columns, datasets.Features(features))
@@ -176,7 +176,7 @@ def _texts(rows: Any) -> dict[str, list[str]]:
         return {}
     first = rows.select_columns(names)[:_MOST_PROBED]
     cells = {name: [cell for cell in first[name] if cell] for name in names}
-    return {name: found for name, found in cells.items() if found}
+    return {name: column for name, column in cells.items() if column}
 
 
 def names_picture(cell: Any) -> bool:

@@ -29,38 +29,38 @@ ARCHIVE = ".npz"
 Volumes = NDArray[np.uint8]  # (volumes, *shape)
 
 
-def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], place: str) -> Volumes:
-    """Puts volumes of a table together: the bytes of each in C order, and its shape."""
+def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], label: str) -> Volumes:
+    """Put volumes of a table together: the bytes of each in C order, and its shape."""
     first = None if not shapes or shapes[0] is None else tuple(shapes[0])
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
             size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
             hint = "give volumes of one byte (uint8) for each element, with their shape"
-            raise DataError(f"row {row} of {place} has {size} for a volume of shape {shape}", hint)
+            raise DataError(f"row {row} of {label} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
             raise DataError(
-                f"row {row} of {place} has a volume of shape {tuple(shape)}, row 0 one of {first}",
+                f"row {row} of {label} has a volume of shape {tuple(shape)}, row 0 one of {first}",
                 hint="give volumes of one shape",
             )
-    whole = np.frombuffer(b"".join(cells), dtype=np.uint8)
-    return whole.reshape(len(cells), *(first or ()))
+    flat = np.frombuffer(b"".join(cells), dtype=np.uint8)
+    return flat.reshape(len(cells), *(first or ()))
 
 
 def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
-    """Reads volumes and labels of one split from an archive as MedMNIST has it."""
+    """Read volumes and labels of one split from an archive as MedMNIST has it."""
     part = {"validation": "val"}.get(split, split)
-    wanted = [f"{part}_images", f"{part}_labels"]
+    arrays = [f"{part}_images", f"{part}_labels"]
     try:
         with np.load(path, allow_pickle=False) as file:
             names = list(file.files)
-            found = [file[name] for name in wanted if name in names]
+            contents = [file[name] for name in arrays if name in names]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
         text = f"`{path}` cannot be read as an archive of arrays ({first_line(error)})"
         raise DataError(text, "give a file that `numpy.savez` wrote") from error
-    if len(found) < len(wanted):
+    if len(contents) < len(arrays):
         hint = "choose one of its splits with `--split`"
-        raise DataError(f"`{path}` has no arrays {listed(wanted)}; it has {listed(names)}", hint)
-    volumes, labels = found
+        raise DataError(f"`{path}` has no arrays {listed(arrays)}; it has {listed(names)}", hint)
+    volumes, labels = contents
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
         raise DataError(
@@ -115,7 +115,7 @@ class Windows:
         return torch.from_numpy(self.values[start : start + self.context])
 
     def future(self, index: int) -> Tensor:
-        """What came after it, a view.  # (horizon, variables)."""
+        """Values after it, a view.  # (horizon, variables)."""
         start = self.starts[index] + self.context
         return torch.from_numpy(self.values[start : start + self.horizon])
 
@@ -137,31 +137,31 @@ class Windows:
 
 
 def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
-    """Cuts one part of a table of series into windows, one for each step of time.
+    """Cut one part of a table of series into windows, one for each step of time.
 
     Rows are in order of time; `window` has the time steps that are seen, and those to forecast.
     """
-    columns, kinds, place = table.rows.to_dict(), kinds_of(table), table.label
-    date, times = _dates(columns, kinds, place)
-    hours, backwards = _hours_in_order(times, place)
+    columns, kinds, label = table.rows.to_dict(), kinds_of(table), table.label
+    date, times = _dates(columns, kinds, label)
+    hours, backwards = _hours_in_order(times, label)
     if backwards:
         columns = {name: cells[::-1] for name, cells in columns.items()}
-        tell(f"{place}: its rows are in falling order of time, and read from the end")
+        tell(f"{label}: its rows are in falling order of time, and read from the end")
     names = tuple(name for name in columns if name not in date)
-    columns |= {name: _as_numbers(columns[name], name, kinds[name], place) for name in names}
+    columns |= {name: _as_numbers(columns[name], name, kinds[name], label) for name in names}
     others = [f"`{name}` ({kinds[name]})" for name in names if columns[name] is None]
     if others or not names:
         raise DataError(
-            f"`{place}` has columns that are no series: {', '.join(others)}"
+            f"`{label}` has columns that are no series: {', '.join(others)}"
             if others
-            else f"`{place}` has no column beside `{DATE}`",
+            else f"`{label}` has no column beside `{DATE}`",
             hint="every column beside `date` must hold numbers: remove the others",
         )
-    values = np.stack([_numbers(columns[name], name, place) for name in names], axis=1)
+    values = np.stack([_numbers(columns[name], name, label) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
     if part not in _PARTS:
         hint = "choose one of them with `--split`"
-        raise DataError(f"`{place}` has no part `{part}`; its parts are {listed(_PARTS)}", hint)
+        raise DataError(f"`{label}` has no part `{part}`; its parts are {listed(_PARTS)}", hint)
     index = _PARTS.index(part)
     first = ends[index - 1] if index else 0
     context, horizon = window
@@ -170,7 +170,7 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     starts = starts[starts >= 0]
     if not len(starts):
         raise DataError(
-            f"the part `{part}` of `{place}` has {ends[index] - first:,} rows, too few for "
+            f"the part `{part}` of `{label}` has {ends[index] - first:,} rows, too few for "
             f"windows of {context} + {horizon}",
             hint="give a longer series, or a model with a shorter horizon",
         )
@@ -178,7 +178,7 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
 
 
 def _dates(
-    columns: Mapping[str, Sequence[Any]], kinds: Mapping[str, str], place: str
+    columns: Mapping[str, Sequence[Any]], kinds: Mapping[str, str], label: str
 ) -> tuple[set[str], NDArray[np.datetime64]]:
     """Find the columns that say when a row was, and these times in seconds."""
     named = [name for name in columns if name == DATE]
@@ -187,7 +187,7 @@ def _dates(
         named = [name for name in columns if name.startswith("Unnamed") and kinds[name] == "text"]
     if not named:
         hint = "give a table with a column `date` and one column for each series"
-        raise DataError(f"`{place}` has no column `{DATE}`; it has {listed(columns)}", hint)
+        raise DataError(f"`{label}` has no column `{DATE}`; it has {listed(columns)}", hint)
     cells, date = columns[named[0]], {named[0]}
     clock = next((name for name in named[1:] if _is_clock(columns[name])), None)
     if clock is not None:
@@ -195,14 +195,14 @@ def _dates(
             [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)],
             {*date, clock},
         )
-    return date, _times(cells, named[0], place)
+    return date, _times(cells, named[0], label)
 
 
 def _is_clock(cells: Sequence[Any]) -> bool:
     return all(re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", str(cell)) for cell in cells)
 
 
-def _times(cells: Sequence[Any], name: str, place: str) -> NDArray[np.datetime64]:
+def _times(cells: Sequence[Any], name: str, label: str) -> NDArray[np.datetime64]:
     """Read times, as ISO 8601 writes them or with the day or the month first."""
     import pandas
 
@@ -216,19 +216,19 @@ def _times(cells: Sequence[Any], name: str, place: str) -> NDArray[np.datetime64
     for day in _DAYS:
         for clock in _CLOCKS:
             try:
-                found = pandas.to_datetime(pandas.Series(cells), format=day + clock)
+                parsed = pandas.to_datetime(pandas.Series(cells), format=day + clock)
             except (ValueError, TypeError):
                 continue
-            read.append(found.to_numpy().astype("datetime64[s]"))
+            read.append(parsed.to_numpy().astype("datetime64[s]"))
     # Of days and months that may be either, those that rise.
     read.sort(key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
     if not read:
-        text = f"column `{name}` of `{place}` holds no dates ({reason})"
+        text = f"column `{name}` of `{label}` holds no dates ({reason})"
         raise DataError(text, "write dates as `2020-01-31 23:50:00`")
     return read[0]
 
 
-def _hours_in_order(times: NDArray[np.datetime64], place: str) -> tuple[float, bool]:
+def _hours_in_order(times: NDArray[np.datetime64], label: str) -> tuple[float, bool]:
     """Hours between two rows, and whether they fall; checks that they do the one or the other."""
     steps = np.diff(times).astype(np.int64)
     backwards = len(steps) > 1 and bool((steps < 0).all())
@@ -236,11 +236,11 @@ def _hours_in_order(times: NDArray[np.datetime64], place: str) -> tuple[float, b
     if (steps < 0).any():
         row = int(np.argmax(steps < 0)) + 1
         hint = "sort the rows by date"
-        raise DataError(f"row {row} of `{place}` is earlier than the row before it", hint)
+        raise DataError(f"row {row} of `{label}` is earlier than the row before it", hint)
     return (float(np.median(steps)) / 3600 if len(steps) else 0.0), backwards
 
 
-def _as_numbers(cells: Sequence[Any], name: str, kind: str, place: str) -> Sequence[Any] | None:
+def _as_numbers(cells: Sequence[Any], name: str, kind: str, label: str) -> Sequence[Any] | None:
     """Read cells as numbers, whatever their type; None if most are something else."""
     if kind.startswith(_NUMBERS) or kind == "bool":
         return cells
@@ -251,16 +251,16 @@ def _as_numbers(cells: Sequence[Any], name: str, kind: str, place: str) -> Seque
         return numbers
     bad = [row for row, cell in enumerate(cells) if number(cell) is None and not is_missing(cell)]
     if bad and 2 * len(bad) < len(cells):
-        text = f"column `{name}` of `{place}` has no number in row {bad[0] + 1} (`{cells[bad[0]]}`)"
+        text = f"column `{name}` of `{label}` has no number in row {bad[0] + 1} (`{cells[bad[0]]}`)"
         raise DataError(text, "fill in what is missing, or remove the column")
     return None
 
 
-def _numbers(cells: Sequence[Any], name: str, place: str) -> NDArray[np.float64]:
+def _numbers(cells: Sequence[Any], name: str, label: str) -> NDArray[np.float64]:
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     if not np.isfinite(values).all():
         count = int((~np.isfinite(values)).sum())
-        text = f"column `{name}` of `{place}` has {count:,} rows without a finite number"
+        text = f"column `{name}` of `{label}` has {count:,} rows without a finite number"
         raise DataError(text, "fill them in, or remove the column")
     return values
 
@@ -275,7 +275,7 @@ def _ends(rows: int, names: Sequence[str], hours: float) -> tuple[int, int, int]
 
 
 def _standardised(values: NDArray[np.float64], train: int) -> NDArray[np.float32]:
-    """Subtracts mean and divides by deviation of the training part; constants become 0."""
+    """Subtract mean and divide by deviation of the training part; constants become 0."""
     spread = values[:train].std(axis=0)
     scaled = (values - values[:train].mean(axis=0)) / np.where(spread > 0, spread, 1)
     return np.ascontiguousarray(scaled, dtype=np.float32)

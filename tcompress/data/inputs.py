@@ -1,4 +1,4 @@
-"""What a model's forward pass takes, and batches of it."""
+"""Inputs of a model's forward pass, and batches of them."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def decoder_start(source: SourceModel) -> int:
     """Give the token that a decoder starts with."""
     from transformers import GenerationConfig
 
-    places = _text_configs(source.config, decoder=True)
+    configs = _text_configs(source.config, decoder=True)
     if (source.folder / "generation_config.json").is_file():
-        places.append(GenerationConfig.from_pretrained(source.folder))
+        configs.append(GenerationConfig.from_pretrained(source.folder))
     for name in ("decoder_start_token_id", "bos_token_id"):
-        for place in places:
-            token = getattr(place, name, None)
+        for config in configs:
+            token = getattr(config, name, None)
             if isinstance(token, int):
                 return token
     raise DataError(
@@ -118,10 +118,10 @@ def image_shape(config: Any) -> tuple[int, int, int]:
     parts = _parts(config, "vision_config", "encoder")
     channels, size = [3, *_numbers(parts, "num_channels")][-1], (224, 224)
     for part in parts:
-        found = getattr(part, "image_size", None)
-        found = (found, found) if isinstance(found, int) else found
-        if isinstance(found, list | tuple) and len(found) == 2:
-            size = (int(found[0]), int(found[1]))
+        stated = getattr(part, "image_size", None)
+        stated = (stated, stated) if isinstance(stated, int) else stated
+        if isinstance(stated, list | tuple) and len(stated) == 2:
+            size = (int(stated[0]), int(stated[1]))
     return (channels, *size)
 
 

@@ -98,9 +98,9 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
         return [document], ""
     rows = document.get("rows")
     if isinstance(rows, list) and _is_table(rows):
-        inside = [row["row"] for row in rows if isinstance(row.get("row"), dict)]
-        if len(inside) == len(rows):  # as the hub shows data
-            return inside, "key `rows`"
+        inner_rows = [row["row"] for row in rows if isinstance(row.get("row"), dict)]
+        if len(inner_rows) == len(rows):  # as the hub shows data
+            return inner_rows, "key `rows`"
     lists = {key: value for key, value in document.items() if _is_table(value)}
     if len(lists) > 1:
         if split in lists:
@@ -122,8 +122,8 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
     if len(inner) == 1 and any(isinstance(value, list | dict) for value in inner[0][1].values()):
         key, value = inner[0]
-        found, where = _rows(value, name, split)
-        return found, f"key `{key}`, {where}" if where else f"key `{key}`"
+        read_rows, where = _rows(value, name, split)
+        return read_rows, f"key `{key}`, {where}" if where else f"key `{key}`"
     return [document], ""
 
 

@@ -52,31 +52,31 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
     names = getattr(feature, "names", None)
     if names:
         return _of_class_labels(cells, names, where)
-    beside = _beside(table, column)
-    if beside is not None:
-        numbers, called = beside
+    pair = _beside(table, column)
+    if pair is not None:
+        numbers, called = pair
         places = {value: index for index, value in enumerate(called)}
         classes = Classes(tuple(called.values()), tuple(called))
         return Labels(classes, [places[value] for value in numbers])
     if any(isinstance(cell, str) and cell for cell in cells):
         return _of_names(cells, where)
-    known = {int(cell) for cell in cells if not is_missing(cell)}
-    if known == {-1}:
+    numbers_in = {int(cell) for cell in cells if not is_missing(cell)}
+    if numbers_in == {-1}:
         return _none(cells)
-    classes = classes_of_numbers(known, where)
+    classes = classes_of_numbers(numbers_in, where)
     places = {value: index for index, value in enumerate(classes.numbers)}
     return Labels(classes, [None if is_missing(cell) else places[int(cell)] for cell in cells])
 
 
 def _of_names(cells: Sequence[Any], where: str) -> Labels:
-    found = sorted({str(cell) for cell in cells if not is_missing(cell)})
-    alike = {name.casefold(): name for name in found}
-    for name in found:
+    names = sorted({str(cell) for cell in cells if not is_missing(cell)})
+    alike = {name.casefold(): name for name in names}
+    for name in names:
         if alike[name.casefold()] != name:
-            other = alike[name.casefold()]
-            tell(f"{where}: `{name}` and `{other}` are two classes, whose names differ in case")
-    ids: dict[Any, int] = {name: index for index, name in enumerate(found)}
-    return Labels(classes_of_names(found), [ids.get(cell) for cell in cells])
+            variant = alike[name.casefold()]
+            tell(f"{where}: `{name}` and `{variant}` are two classes, whose names differ in case")
+    ids: dict[Any, int] = {name: index for index, name in enumerate(names)}
+    return Labels(classes_of_names(names), [ids.get(cell) for cell in cells])
 
 
 def _agreed(cells: Sequence[Any], where: str) -> Labels:
@@ -95,12 +95,12 @@ def _none(cells: Sequence[Any]) -> Labels:
 def _of_class_labels(cells: Sequence[Any], names: Sequence[str], where: str) -> Labels:
     """Read ids of a column that knows their names; -1 stands for no label."""
     ids = [None if cell is None or cell < 0 else int(cell) for cell in cells]
-    missing, used = ids.count(None), {*ids} - {None}
-    if not used:
+    missing, present = ids.count(None), {*ids} - {None}
+    if not present:
         return _none(cells)
     if missing:
         tell(f"{where}: {missing:,} of {len(ids):,} rows have no label: left out")
-    absent = frozenset(range(len(names))) - used
+    absent = frozenset(range(len(names))) - present
     return Labels(Classes(tuple(names), tuple(range(len(names))), absent), ids, partial=True)
 
 
@@ -117,10 +117,10 @@ def _beside(table: Table, column: str) -> tuple[list[int], dict[int, str]] | Non
     ]
     pairs = [(column, name) for name in named] if "int" in kinds[column] else []
     pairs += [(name, column) for name in numbered] if kinds[column] == "text" else []
-    for one, two in pairs:
-        if "int" in kinds[one] and kinds[two] == "text":
-            numbers = table.rows[one][:]
-            called = _names_of_numbers(numbers, table.rows[two][:])
+    for numeric, textual in pairs:
+        if "int" in kinds[numeric] and kinds[textual] == "text":
+            numbers = table.rows[numeric][:]
+            called = _names_of_numbers(numbers, table.rows[textual][:])
             if called is not None:
                 return numbers, dict(sorted(called.items()))
     return None
@@ -128,11 +128,11 @@ def _beside(table: Table, column: str) -> tuple[list[int], dict[int, str]] | Non
 
 def _names_of_numbers(numbers: Sequence[Any], names: Sequence[Any]) -> dict[int, str] | None:
     """Give each number its name, if each has one and no two have the same."""
-    found: dict[int, str] = {}
+    called: dict[int, str] = {}
     for value, name in zip(numbers, names, strict=True):
-        if value is None or value < 0 or is_missing(name) or found.setdefault(value, name) != name:
+        if value is None or value < 0 or is_missing(name) or called.setdefault(value, name) != name:
             return None
-    return found if len({*found.values()}) == len(found) else None
+    return called if len({*called.values()}) == len(called) else None
 
 
 def as_lists(cells: Sequence[Any]) -> list[list[Any] | None] | None:
@@ -179,8 +179,8 @@ def _of_lists(lists: Sequence[list[Any] | None], names: Sequence[str] | None, wh
         classes = replace(classes, several=True)
         keys = classes.numbers
     ids = {key: index for index, key in enumerate(keys)}
-    found = [None if cell is None else tuple(sorted({ids[v] for v in cell})) for cell in lists]
-    return Labels(classes, found)
+    row_ids = [None if row is None else tuple(sorted({ids[v] for v in row})) for row in lists]
+    return Labels(classes, row_ids)
 
 
 def _of_one(labels: Labels) -> Labels:

@@ -46,13 +46,13 @@ def classes_of_names(names: Sequence[str], *, several: bool = False) -> Classes:
     return Classes(tuple(names), tuple(numbers) if has_numbers else (), several=several)
 
 
-def classes_of_numbers(used: set[int], where: str) -> Classes:
+def classes_of_numbers(values: set[int], where: str) -> Classes:
     """Make classes of whole numbers: as they are, from 0 to the largest, or from 1.
 
     Numbers that are not there are classes like others where they are few: a part of the data may
     lack them. `where` names the column.
     """
-    low, high = min(used), max(used)
+    low, high = min(values), max(values)
     if low < 0:
         raise DataError(
             f"{where} has the label {low}; labels count from 0",
@@ -60,14 +60,14 @@ def classes_of_numbers(used: set[int], where: str) -> Classes:
             "names in place of numbers",
         )
     # Stars, and other labels that count from 1: a class that there is not is not to be learnt.
-    start = 1 if used == {*range(1, high + 1)} and high > 1 else 0
+    start = 1 if values == {*range(1, high + 1)} and high > 1 else 0
     every = range(start, high + 1)
-    sparse = 2 * len(used) < len(every)
-    numbers = sorted(used) if sparse else every
-    absent = frozenset(at for at, value in enumerate(numbers) if value not in used)
+    sparse = 2 * len(values) < len(every)
+    numbers = sorted(values) if sparse else every
+    absent = frozenset(at for at, value in enumerate(numbers) if value not in values)
     classes = Classes(tuple(map(str, numbers)), tuple(numbers), absent)
     if sparse:
-        tell(f"{where} has {len(used):,} different numbers up to {high:,}: each is a class")
+        tell(f"{where} has {len(values):,} different numbers up to {high:,}: each is a class")
     elif absent:
         missing = few([classes.names[index] for index in sorted(absent)])
         tell(f"{where} has no row with {missing}, counted as classes like others")
@@ -100,27 +100,27 @@ def matched(labels: Sequence[str], classes: Classes, data: str) -> Match:
     else of the same number. Numbers that count from 1 to the number of labels are moved by one.
     Where there are only other names, the order decides, and that is doubted.
     """
-    used = [classes.names[index] for index in classes.used]
+    names = [classes.names[index] for index in classes.used]
     places = {_called(name): index for index, name in enumerate(labels)}
     is_clear = len(places) == len(labels)
-    called = [_called(name) for name in used]
+    called = [_called(name) for name in names]
     if is_clear and len({*called}) == len(called) and {*called} <= {*places}:
         return _match(classes, [places[name] for name in called], "name")
-    if len(labels) < len(used):
+    if len(labels) < len(names):
         raise DataError(
             f"the model's head has {len(labels)} {'label' if len(labels) == 1 else 'labels'}, but "
-            f"`{data}` has {len(used)} classes ({few(used)})",
+            f"`{data}` has {len(names)} classes ({few(names)})",
             "give a model that was trained on this task, or name another label column",
         )
-    known = {name for name in called if isinstance(name, str) and is_clear and name in places}
+    shared = {name for name in called if isinstance(name, str) and is_clear and name in places}
     if not classes.numbers:
-        if known or len(labels) != len(used):
-            raise _disagree(labels, used, data)
-        return _match(classes, range(len(used)), "index", _doubt_of_order(labels, used))
+        if shared or len(labels) != len(names):
+            raise _disagree(labels, names, data)
+        return _match(classes, range(len(names)), "index", _doubt_of_order(labels, names))
     match = _by_number(labels, classes, data)
     for index, name in zip(classes.used, called, strict=True):
-        if name in known and _called(labels[match.labels[index]]) != name:
-            raise _disagree(labels, used, data, classes.names[index])
+        if name in shared and _called(labels[match.labels[index]]) != name:
+            raise _disagree(labels, names, data, classes.names[index])
     return match
 
 
@@ -130,8 +130,8 @@ def _match(
     by: Literal["name", "index", "number"],
     doubt: str | None = None,
 ) -> Match:
-    found = dict(zip(classes.used, places, strict=True))
-    return Match(tuple(found.get(index, -1) for index in range(len(classes))), by, doubt)
+    label_of = dict(zip(classes.used, places, strict=True))
+    return Match(tuple(label_of.get(index, -1) for index in range(len(classes))), by, doubt)
 
 
 def _by_number(labels: Sequence[str], classes: Classes, data: str) -> Match:
@@ -168,10 +168,10 @@ _END = (
 )
 
 
-def _doubt(labels: Sequence[str], place: int, name: str, how: str) -> str:
+def _doubt(labels: Sequence[str], index: int, name: str, how: str) -> str:
     return (
         f"the model calls its labels {few(labels)}, the data has numbers, {how} ({name} is "
-        f"`{labels[place]}`): {_END}"
+        f"`{labels[index]}`): {_END}"
     )
 
 
@@ -196,17 +196,17 @@ def _disagree(
     return DataError(text + reason, _change(labels))
 
 
-def order_of(labels: Sequence[str], other: Sequence[str]) -> list[int] | None:
+def order_of(labels: Sequence[str], names: Sequence[str]) -> list[int] | None:
     """Find the label of another head for each of a head's, by name or else by number.
 
     None where they have other names, or not as many.
     """
-    places = {_called(name): index for index, name in enumerate(other)}
-    if len(labels) != len(other):
+    places = {_called(name): index for index, name in enumerate(names)}
+    if len(labels) != len(names):
         return None
-    if len(places) == len(other) and {*map(_called, labels)} == {*places}:
+    if len(places) == len(names) and {*map(_called, labels)} == {*places}:
         return [places[_called(name)] for name in labels]
-    return [*range(len(labels))] if are_numbers(labels) or are_numbers(other) else None
+    return [*range(len(labels))] if are_numbers(labels) or are_numbers(names) else None
 
 
 def _called(name: str) -> str | int:

@@ -19,7 +19,7 @@ _WIDEST, _NARROW = 65535.0, 4096  # white of 16 bits; what cameras of 12 bits do
 _BACKGROUNDS = (WHITE, BLACK)
 
 
-def decode(data: bytes, channels: int, place: str) -> Pixels:
+def decode(data: bytes, channels: int, label: str) -> Pixels:
     """Decode a picture of 1 channel or 3 from the bytes of a JPEG, PNG or similar file.
 
     Wider values are scaled to 8 bits, what is transparent shows white, and a camera is held upright
@@ -38,13 +38,13 @@ def decode(data: bytes, channels: int, place: str) -> Pixels:
             # A copy: torch warns of arrays that nobody may write to.
             pixels = np.array(shown.convert("L" if channels == 1 else "RGB"), dtype=np.uint8)
     except DataError as error:
-        text = f"{name}a picture of {place}, {error.message}"
+        text = f"{name}a picture of {label}, {error.message}"
         raise DataError(text, error.hint) from error
     except Exception as error:
         # Pillow's decoders raise errors of many classes on damaged files.
         unknown = isinstance(error, UnidentifiedImageError)
         reason = "of no known format" if unknown else first_line(error)
-        text = f"{name}a picture of {place} cannot be decoded ({reason})"
+        text = f"{name}a picture of {label} cannot be decoded ({reason})"
         raise DataError(text, "remove it, or name the right column") from error
     return pixels.reshape(*pixels.shape[:2], channels)
 

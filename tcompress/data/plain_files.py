@@ -39,7 +39,7 @@ def unpacked(path: Path, cache: Path) -> Path:
     """
     with path.open("rb") as file:
         start = file.read(8)
-    opener = next((found for mark, found in _PACKED.items() if start.startswith(mark)), None)
+    opener = next((unpacker for mark, unpacker in _PACKED.items() if start.startswith(mark)), None)
     if opener is None:
         return path
     copy = cache / f"data{ending(path)}"

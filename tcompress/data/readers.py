@@ -202,8 +202,8 @@ def _built(kind: str, path: Path, cache: Path, **options: Any) -> Any:
 
 def _tell(path: Path, rows: Any, how: str) -> None:
     names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
-    more = len(rows.column_names) - _MOST_NAMES
-    columns = f"columns {names}" + (f" and {more} more" if more > 0 else "")
+    rest = len(rows.column_names) - _MOST_NAMES
+    columns = f"columns {names}" + (f" and {rest} more" if rest > 0 else "")
     tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
 
 
@@ -234,7 +234,7 @@ def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:
             [part.features[name] for name in names if hasattr(part.features[name], "names")]
             for part in parts
         ]
-        if any(own != classes[0] for own in classes):
+        if any(names_of != classes[0] for names_of in classes):
             raise _apart(parts, files)
         features |= {
             name: feature for name, feature in first.features.items() if hasattr(feature, "names")
@@ -247,9 +247,9 @@ def _apart(parts: Sequence[Any], files: Sequence[Path]) -> DataError:
     """Say which column has another type in another file."""
     for name, feature in parts[0].features.items():
         for part, file in zip(parts, files, strict=True):
-            other = part.features[name]
-            kinds = {str(getattr(item, "dtype", item)) for item in (feature, other)} - {"null"}
-            if other != feature and len(kinds) > 1:
+            differing = part.features[name]
+            kinds = {str(getattr(item, "dtype", item)) for item in (feature, differing)} - {"null"}
+            if differing != feature and len(kinds) > 1:
                 return DataError(
                     f"column `{name}` is `{kinds.pop()}` in one of `{files[0].name}` and "
                     f"`{file.name}`, `{kinds.pop()}` in the other",
@@ -258,6 +258,6 @@ def _apart(parts: Sequence[Any], files: Sequence[Path]) -> DataError:
     return DataError(f"`{files[0].name}` and others have columns of other types", "give one")
 
 
-def without_rows(place: str) -> DataError:
+def without_rows(label: str) -> DataError:
     """Say that data is empty."""
-    return DataError(f"`{place}` holds no rows", hint="give other data")
+    return DataError(f"`{label}` holds no rows", hint="give other data")

@@ -1,4 +1,4 @@
-"""How a sentence becomes one embedding: what a sentence-transformers folder says, as one value."""
+"""Embeddings of sentences: what a sentence-transformers folder says of them, as one value."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the vectors of tokens become one; the results of several ways are joined."""
+    """Pooling of the vectors of tokens to one; the results of several ways are joined."""
 
     modes: tuple[str, ...] = ("mean",)
     stated: bool = False  # in the model's folder
@@ -44,25 +44,25 @@ class Pooling:
         return "+".join(self.modes) + ("" if self.stated else " (default)")
 
     def __call__(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """Pools (batch, tokens, d) to vectors."""
+        """Pool (batch, tokens, d) to vectors."""
         return torch.cat([_pooled(mode, hidden, mask) for mode in self.modes], dim=-1)
 
 
 def _pooled(mode: str, hidden: Tensor, mask: Tensor) -> Tensor:
-    inside = mask.bool().unsqueeze(-1)
+    valid = mask.bool().unsqueeze(-1)
     rows = torch.arange(hidden.shape[0], device=hidden.device)
     if mode == "cls":  # the first one that counts: a prompt before it may not
         return hidden[rows, mask.bool().int().argmax(1)]
     if mode == "max":
-        highest = hidden.masked_fill(~inside, -torch.inf).amax(1)
-        return highest.masked_fill(~inside.any(1), 0.0)
+        highest = hidden.masked_fill(~valid, -torch.inf).amax(1)
+        return highest.masked_fill(~valid.any(1), 0.0)
     if mode == "lasttoken":
         return hidden[rows, (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)]
     if mode == "weightedmean":
         weights = mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)
         return (hidden * weights.unsqueeze(-1)).sum(1) / weights.sum(1, keepdim=True).clamp_min(1)
-    total = (hidden * inside).sum(1)
-    count = inside.sum(1).clamp_min(1)
+    total = (hidden * valid).sum(1)
+    count = valid.sum(1).clamp_min(1)
     return total / (count.sqrt() if mode == "mean_sqrt_len_tokens" else count)
 
 
@@ -88,8 +88,8 @@ class Dense:
         changed = self.activation(linear(vectors, self.weight.to(vectors), bias))
         if not self.is_residual:
             return changed
-        own = vectors if self.shortcut is None else linear(vectors, self.shortcut.to(vectors))
-        return changed + own
+        residual = vectors if self.shortcut is None else linear(vectors, self.shortcut.to(vectors))
+        return changed + residual
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,14 +105,14 @@ class LayerNorm:
 
 
 def gives_states(source: SourceModel) -> bool:
-    """Whether a model reads texts and puts out states alone, without the scores of a head."""
+    """True where a model reads texts and puts out states alone, without the scores of a head."""
     kind = source.model_class
     scores = re.search("For[A-Z]", kind.__name__) or kind.can_generate()
     return kind.main_input_name == "input_ids" and not scores
 
 
 def embeds_texts(source: SourceModel) -> bool:
-    """Whether what a model puts out is pooled to embeddings of texts: no states of a decoder."""
+    """True where what a model puts out is pooled to embeddings of texts: no states of a decoder."""
     return gives_states(source) and not inputs_of(source).decoder
 
 
@@ -170,26 +170,26 @@ class SentenceEncoder:
 
     @property
     def words(self) -> dict[str, Any]:
-        """What numbers depend on, for a protocol."""
-        said: dict[str, Any] = {
+        """Facts that numbers depend on, for a protocol."""
+        facts: dict[str, Any] = {
             "scoring": _SIMILARITIES[self.similarity],
             "pooling": self.pooling.words,
         }
         if self.layers:
-            said["layers"] = [
+            facts["layers"] = [
                 getattr(layer, "__name__", type(layer).__name__) for layer in self.layers
             ]
         if self.dimensions is not None:
-            said["dimensions"] = self.dimensions
-        return said
+            facts["dimensions"] = self.dimensions
+        return facts
 
     def reader(self, source: SourceModel, inputs: Inputs, max_length: int | None) -> TextEncoder:
-        """Opens what writes texts as the encoder reads them, with at most so many tokens."""
+        """Open what writes texts as the encoder reads them, with at most so many tokens."""
         how = inputs, max_length
         return TextEncoder.open(source, *how, length=self.length, lower=self.lower)
 
     def embed(self, hidden: Tensor, mask: Tensor, skipped: int | Tensor | None = None) -> Tensor:
-        """Makes embeddings of (batch, tokens, d) without the first `skipped` tokens, of each."""
+        """Make embeddings of (batch, tokens, d) without the first `skipped` tokens, of each."""
         skipped = self.default.tokens if skipped is None else skipped
         if not isinstance(skipped, int) or skipped:
             steps = torch.arange(mask.shape[1], device=mask.device)
@@ -215,20 +215,20 @@ class SentenceEncoder:
         vectors = self.embed(hidden, mask, skipped)
         return unit_length(vectors) if self.similarity == "cosine" else vectors
 
-    def likeness(self, one: Tensor, two: Tensor) -> Tensor:
-        """How alike vectors are, of the last axis; larger is more."""
+    def likeness(self, first: Tensor, second: Tensor) -> Tensor:
+        """Likeness of vectors, of the last axis; larger is more."""
         if self.similarity == "euclidean":
-            return -(one - two).norm(dim=-1)
+            return -(first - second).norm(dim=-1)
         if self.similarity == "manhattan":
-            return -(one - two).abs().sum(-1)
-        return (one * two).sum(-1)
+            return -(first - second).abs().sum(-1)
+        return (first * second).sum(-1)
 
-    def likenesses(self, one: Tensor, two: Tensor) -> Tensor:
-        """How alike all vectors are.  # (n, d), (m, d) -> (n, m)."""
+    def likenesses(self, first: Tensor, second: Tensor) -> Tensor:
+        """Likeness of all pairs of vectors.  # (n, d), (m, d) -> (n, m)."""
         if self.similarity in ("euclidean", "manhattan"):
             power = 2.0 if self.similarity == "euclidean" else 1.0
-            return -torch.cdist(one, two, power, compute_mode="donot_use_mm_for_euclid_dist")
-        return one @ two.T
+            return -torch.cdist(first, second, power, compute_mode="donot_use_mm_for_euclid_dist")
+        return first @ second.T
 
 
 Layers = tuple[Callable[[Tensor], Tensor], ...]
@@ -253,17 +253,17 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     modules = _modules(root)
     pooling = next((folder for kind, folder in modules if kind == "Pooling"), None)
     options = {} if pooling is None else _settings(pooling / "config.json")
-    said = _settings(root / "config_sentence_transformers.json", needed=False)
+    settings = _settings(root / "config_sentence_transformers.json", needed=False)
     files = (source.folder / name for name in _TEXT_SETTINGS)
-    texts = next((found for file in files if (found := _settings(file, needed=False))), {})
+    texts = next((content for file in files if (content := _settings(file, needed=False))), {})
     output = texts.get("module_output_name", _STATES)
     if last and output != _STATES:
         raise DataError(f"`{source.id}` embeds by `{output}`, expected `{_STATES}`", _HINT)
-    similarity = said.get("similarity_fn_name")
+    similarity = settings.get("similarity_fn_name")
     encoder = SentenceEncoder(
         pooling=Pooling(_modes(options, source), stated=pooling is not None),
         similarity=similarity if similarity in _SIMILARITIES else "cosine",
-        dimensions=_count(said, "truncate_dim", root / "config_sentence_transformers.json"),
+        dimensions=_count(settings, "truncate_dim", root / "config_sentence_transformers.json"),
         length=_count(texts, "max_seq_length", source.folder / "sentence_bert_config.json"),
         lower=bool(texts.get("do_lower_case")),
         stated=True,
@@ -273,7 +273,7 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     normalized = bool(layers) and layers[-1] is unit_length and encoder.similarity == "cosine"
     layers = _without_last(layers) if normalized else layers
     encoder = replace(encoder, layers=layers, normalized=normalized)
-    prompts = _prompts(root, said)
+    prompts = _prompts(root, settings)
     if not options.get("include_prompt", True):
         prompts = {name: _counted(prompt, source, encoder) for name, prompt in prompts.items()}
     default, query, document = (prompts[role] for role in ("default", "query", "document"))
@@ -326,9 +326,9 @@ def _modes(options: Mapping[str, Any], source: SourceModel) -> tuple[str, ...]:
     if modes is None:
         modes = [mode for flag, mode in _FLAGS.items() if options.get(flag)]
     modes = [modes] if isinstance(modes, str) else list(modes)
-    known = _FLAGS.values()
-    if unknown := [mode for mode in modes if mode not in known]:
-        text = f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(known)}"
+    allowed = _FLAGS.values()
+    if unknown := [mode for mode in modes if mode not in allowed]:
+        text = f"`{source.id}` is pooled by `{unknown[0]}`; known are {', '.join(allowed)}"
         raise DataError(text, _HINT)
     return tuple(modes) or ("mean",)
 
@@ -337,7 +337,7 @@ _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Dropout")
 
 
 def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool) -> Layers:
-    """Reads the modules after pooling, as far as they are known."""
+    """Read the modules after pooling, as far as they are known."""
     unknown = [kind for kind, _ in modules if kind not in (*_WITHOUT_WEIGHTS, *_READERS)]
     if unknown and last:
         raise DataError(
@@ -414,15 +414,15 @@ def _tensors(folder: Path, *names: str) -> dict[str, Tensor]:
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def _prompts(root: Path, said: Mapping[str, Any]) -> dict[str, Prompt]:
+def _prompts(root: Path, settings: Mapping[str, Any]) -> dict[str, Prompt]:
     """Prompts of texts as such, of queries and of documents."""
-    path, prompts = root / "config_sentence_transformers.json", said.get("prompts") or {}
+    path, prompts = root / "config_sentence_transformers.json", settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(
         isinstance(it, str | None) for it in prompts.values()
     ):
         text = f"`{path}` has `{str(prompts)[:40]}` as `prompts`, expected texts by name"
         raise DataError(text, "repair the file")
-    default = said.get("default_prompt_name")
+    default = settings.get("default_prompt_name")
     # sentence-transformers knows these two names with an empty text where a folder has none.
     texts = {"query": "", "document": "", **prompts}
     if default is not None and default not in texts:

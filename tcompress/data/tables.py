@@ -73,20 +73,21 @@ def opened(name: str, split: str) -> Iterator[Table]:
 def _flat(rows: Any) -> Any:
     """Make columns of the parts of objects, such as `translation.en`; not of chats and pictures."""
     objects = [name for name, feature in rows.features.items() if isinstance(feature, dict)]
-    apart = [name for name in objects if {*rows.features[name]} & {"bytes"}]
-    apart += [name for name in objects if any(map(is_chat, rows[:1][name]))]
+    separate = [name for name in objects if {*rows.features[name]} & {"bytes"}]
+    separate += [name for name in objects if any(map(is_chat, rows[:1][name]))]
     pictures = any(not isinstance(f, dict) and hasattr(f, "decode") for f in rows.features.values())
-    return rows if not objects or apart or pictures else rows.flatten()
+    return rows if not objects or separate or pictures else rows.flatten()
 
 
 def check_data(names: Iterable[str]) -> None:
     """Refuse names of files and folders that are not there, all at once; the hub is not asked."""
-    found = [problem for name in dict.fromkeys(names) if (problem := _problem(name)) is not None]
-    if len(found) == 1:
-        raise found[0]
-    if found:
-        lines = after_colon([problem.message for problem in found])
-        raise DataError(f"{len(found)} names of data lead nowhere:{lines}", hint="check the paths")
+    problems = [problem for name in dict.fromkeys(names) if (problem := _problem(name)) is not None]
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        lines = after_colon([problem.message for problem in problems])
+        text = f"{len(problems)} names of data lead nowhere:{lines}"
+        raise DataError(text, hint="check the paths")
 
 
 def _problem(name: str) -> DataError | None:
@@ -124,29 +125,29 @@ def _full(name: str, cache: str, error: BaseException) -> DataError | None:
     return None
 
 
-def _explanation(place: str, error: Exception) -> DataError:
+def _explanation(label: str, error: Exception) -> DataError:
     from datasets.exceptions import DatasetNotFoundError
 
     cause = error.__cause__ or error  # the library wraps what went wrong
     text = first_line(cause)
     if "corresponds to no data" in text or type(cause).__name__ == "SchemaInferenceError":
-        return without_rows(place)
+        return without_rows(label)
     if "Unknown split" in text or isinstance(error, KeyError):
-        return DataError(f"`{place}` has no such split ({text})", hint="name one of its splits")
+        return DataError(f"`{label}` has no such split ({text})", hint="name one of its splits")
     if "Config name is missing" in text:
         return DataError(
-            f"`{place}` has several configurations ({' '.join(str(error).split())})",
+            f"`{label}` has several configurations ({' '.join(str(error).split())})",
             hint="give one of its files or folders"
-            if Path(place).exists()
-            else f"write the one you mean after a colon: `{place}:CONFIGURATION`",
+            if Path(label).exists()
+            else f"write the one you mean after a colon: `{label}:CONFIGURATION`",
         )
     if isinstance(error, DatasetNotFoundError | ConnectionError):
         return DataError(
-            f"there is no file or folder `{place}`, and the hub gives no such data set ({text})",
+            f"there is no file or folder `{label}`, and the hub gives no such data set ({text})",
             hint="check the name; without network give a local file",
         )
     hint = "check the file; it must be complete, with text in UTF-8"
-    return DataError(f"`{place}` cannot be read as data ({type(cause).__name__}: {text})", hint)
+    return DataError(f"`{label}` cannot be read as data ({type(cause).__name__}: {text})", hint)
 
 
 @contextmanager
@@ -176,11 +177,11 @@ _PROBED_CHATS = 20
 
 
 def columns_of(
-    table: Table, named: Sequence[str], wanted: set[Kind], needed: set[Kind], model: str
+    table: Table, named: Sequence[str], useful_kinds: set[Kind], needed: set[Kind], model: str
 ) -> dict[Kind, tuple[str, ...]]:
     """Choose the columns to draw from, by kind: the ones `named`, else guesses.
 
-    Columns of the kinds `wanted` are of use, one of a kind `needed` must be there; `model` is the
+    Columns of `useful_kinds` are of use, one of a kind `needed` must be there; `model` is the
     name of its class, for errors.
     """
     kinds = kinds_of(table)
@@ -188,27 +189,27 @@ def columns_of(
     uses = {name: alike.get(kind, kind) for name, kind in kinds.items()}
     for name in named:
         check_column(table, kinds, name)
-        if uses[name] not in wanted:
+        if uses[name] not in useful_kinds:
             raise DataError(
                 f"column `{name}` of `{table.label}` holds {kinds[name]}, "
-                f"but `{model}` takes {_words(wanted)}",
+                f"but `{model}` takes {_words(useful_kinds)}",
                 hint=f"name other columns; there are {listed(kinds)}",
             )
     usable = list(named)
     if not named:
         sampler = _sampler(table)
-        useful = {kind: [name for name in uses if uses[name] == kind] for kind in wanted}
+        useful = {kind: [name for name in uses if uses[name] == kind] for kind in useful_kinds}
         usable = [name for name in useful.get("image", ()) if _looks_like_images(sampler[name])]
         chats = [name for name in useful.get("text", ()) if kinds[name] == "chat"]
         usable += chats[:1] or text_columns(table, useful.get("text", []))
     chosen: dict[Kind, tuple[str, ...]] = {
-        kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(wanted)
+        kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(useful_kinds)
     }
     if not any(chosen.get(kind) for kind in needed):
-        found = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
+        columns = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
         raise DataError(
             f"`{model}` takes {_words(needed)}, but no column of `{table.label}` looks like that; "
-            f"it has {found}",
+            f"it has {columns}",
             hint="name the columns to read, or give other data",
         )
     return chosen
@@ -277,19 +278,19 @@ def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
-    seen: set[bytes] = set()
+    hashes: set[bytes] = set()
     for item in (item for item in items if item):
         same = item.strip().encode() if isinstance(item, str) else item
         key = hashlib.sha256(same).digest()
-        if key not in seen:
-            seen.add(key)
+        if key not in hashes:
+            hashes.add(key)
             yield item
-        if len(seen) == count:
+        if len(hashes) == count:
             return
 
 
 def hash_of(contents: Iterable[bytes], digest: Any = None) -> Any:
-    """Hashes contents (SHA-256), one after another, each with its length; may go on with a hash."""
+    """Hash contents (SHA-256), one after another, each with its length; may go on with a hash."""
     digest = digest or hashlib.sha256()
     for item in contents:
         digest.update(f"{len(item)} ".encode() + item)
@@ -303,9 +304,9 @@ class Picture(bytes):
 
     @classmethod
     def of(cls, content: bytes, file: str) -> Picture:
-        made = cls(content)
-        made.file = file
-        return made
+        picture = cls(content)
+        picture.file = file
+        return picture
 
 
 def content(cell: Any, row: int | None = None) -> str | bytes | None:
@@ -335,10 +336,10 @@ def content(cell: Any, row: int | None = None) -> str | bytes | None:
 def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
     """Refuse a column that is not there."""
     if name not in kinds:
-        near = get_close_matches(name, kinds, n=3)
+        close = get_close_matches(name, kinds, n=3)
         raise DataError(
             f"`{table.label}` has no column `{name}`; it has {listed(kinds)}",
-            hint=f"did you mean {listed(near)}" if near else "check the names of the columns",
+            hint=f"did you mean {listed(close)}" if close else "check the names of the columns",
         )
 
 
@@ -378,7 +379,7 @@ def _reads_like_text(cells: list[Any]) -> bool:
 
 
 def with_derived(table: Table, named: Iterable[str]) -> Table:
-    """Adds the columns that a user names and that have to be made of others.
+    """Add the columns that a user names and that have to be made of others.
 
     `question+passage` is the text of both with a space between; a list of texts counts as its
     first one. What cannot be made is then reported as any missing column.
@@ -390,16 +391,16 @@ def with_derived(table: Table, named: Iterable[str]) -> Table:
             continue
         if len(parts) > 1 and name not in rows.column_names:
             columns = [[_text(cell) for cell in rows[part]] for part in parts]
-            made = [" ".join(filter(None, cells)) for cells in zip(*columns, strict=True)]
-            rows = rows.add_column(name, made)
+            texts = [" ".join(filter(None, cells)) for cells in zip(*columns, strict=True)]
+            rows = rows.add_column(name, texts)
         elif _holds_lists(rows, name):
-            made = [_text(cell) for cell in rows[name]]
-            rows = rows.remove_columns([name]).add_column(name, made)
+            texts = [_text(cell) for cell in rows[name]]
+            rows = rows.remove_columns([name]).add_column(name, texts)
     return replace(table, rows=rows)
 
 
 def with_listed_texts(table: Table) -> Table:
-    """Makes rows of the texts in lists, where no column holds texts; of lists of words one text."""
+    """Make rows of the texts in lists, where no column holds texts; of lists of words one text."""
     kinds, rows = kinds_of(table), table.rows
     names = [name for name in rows.column_names if _holds_lists(rows, name)]
     if not names or {*kinds.values()} & {"text", "chat"}:
@@ -417,23 +418,23 @@ def with_listed_texts(table: Table) -> Table:
 
 
 def with_pairs(table: Table) -> Table:
-    """Adds the two texts of each cell as columns, where one column has lists of two."""
+    """Add the two texts of each cell as columns, where one column has lists of two."""
     rows = table.rows
     for name in [name for name in rows.column_names if _holds_lists(rows, name)]:
         cells = rows[name][:]
         if all(cell is not None and len(cell) == 2 for cell in cells):
-            for place in range(2):
-                column = f"sentence{place + 1}"
+            for index in range(2):
+                column = f"sentence{index + 1}"
                 column = column if column not in rows.column_names else f"{name}.{column}"
-                rows = rows.add_column(column, [cell[place] for cell in cells])
+                rows = rows.add_column(column, [cell[index] for cell in cells])
             return replace(table, rows=rows)
     return table
 
 
 def _holds_lists(rows: Any, name: str) -> bool:
-    found = [cell for cell in rows[:50][name] if cell is not None]
-    return bool(found) and all(
-        isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in found
+    cells = [cell for cell in rows[:50][name] if cell is not None]
+    return bool(cells) and all(
+        isinstance(cell, list) and all(isinstance(item, str) for item in cell) for cell in cells
     )
 
 

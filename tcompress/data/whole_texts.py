@@ -33,16 +33,16 @@ class WholeTexts:
         Chats are written by the tokenizer's template.
         """
         model, inputs = source.model_class.__name__, inputs_of(source)
-        wanted: set[Kind] = {"text", "image"} if inputs.image else {"text"}
+        kinds: set[Kind] = {"text", "image"} if inputs.image else {"text"}
         for name in options.source:
             if name == "builtin":
                 texts = builtin_texts()
                 yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
                 continue
             with opened(name, options.split) as table:
-                has, alone = {*table.rows.column_names}, len(options.source) == 1
-                named = [column for column in options.columns if column in has or alone]
-                columns = columns_of(table, named, wanted, {"text"}, model)["text"]
+                has, single = {*table.rows.column_names}, len(options.source) == 1
+                named = [column for column in options.columns if column in has or single]
+                columns = columns_of(table, named, kinds, {"text"}, model)["text"]
                 label = _label(name, table, options)
                 if table.rows.info.builder_name != "text":
                     label += f":{','.join(columns)}"
@@ -52,7 +52,7 @@ class WholeTexts:
 
 def _label(name: str, table: Table, options: Calibration) -> str:
     """Name a source; files of equal name by their folders too."""
-    alike = [Path(one).name for one in options.source].count(Path(name).name) > 1
+    alike = [Path(source).name for source in options.source].count(Path(name).name) > 1
     folder = Path(name).expanduser().resolve().parent.name
     return f"{folder}/{table.label}" if alike else table.label
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcompress.artifact.means import AGREEMENT
+from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tcompress.artifact.means import AGREEMENT
+from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
 from tcompress.data.examples import Needs
 from tcompress.errors import DataError

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tcompress.artifact.averages import Mean, means_of, set_of
 from tcompress.artifact.manifest import Difference, Metric
-from tcompress.artifact.means import Mean, means_of, set_of
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
 

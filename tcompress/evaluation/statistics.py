@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 from scipy.special import log_softmax
 
+from tcompress.artifact.averages import AGREEMENT
 from tcompress.artifact.manifest import Interval
-from tcompress.artifact.means import AGREEMENT
 
 # A resample is told by how often it drew each example. Nearly all numbers are functions of sums
 # over examples, so that one matrix product gives them for many resamples.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import tcompress
+from tcompress.artifact.averages import main_of, set_of
 from tcompress.artifact.checksums import seal
 from tcompress.artifact.manifest import (
     CalibrationFacts,
@@ -26,7 +27,6 @@ from tcompress.artifact.manifest import (
     read_manifest,
     write_manifest,
 )
-from tcompress.artifact.means import main_of, set_of
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.data.sentences import SentenceEncoder

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from tcompress.artifact.tensor_files import load_tensors, save_tensors
+from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
 from tcompress.fitting.block_fitter import BlockResult
@@ -25,10 +25,6 @@ from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
-
-_T = TypeVar("_T")
-
-_DAMAGED = (SafetensorError, OSError, KeyError, ValueError, TypeError)
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
 
@@ -76,7 +72,7 @@ class FitWorkplace(Workplace):
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     kind, _, rest = key.partition("/")
                     found[kind][rest] = file.get_tensor(key)
-        except _DAMAGED:
+        except DAMAGED:
             return None  # not there, or cut off by a kill: fitted again
         layers = {name: FittedLayer({}, own) for name, own in errors.items()}
         for key, tensor in found["layer"].items():
@@ -89,7 +85,7 @@ class FitWorkplace(Workplace):
         try:
             with safe_open(self._path_of(name), "pt") as file:
                 return dict(json.loads(file.metadata()["errors"]))
-        except _DAMAGED:
+        except DAMAGED:
             return None
 
     def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
@@ -104,7 +100,7 @@ class FitWorkplace(Workplace):
 
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
         """Reads them back, onto the device; none where they were not measured."""
-        return _load(self.folder / kind / f"{block}.safetensors", self._device) or {}
+        return read_tensors(self.folder / kind / f"{block}.safetensors", self._device) or {}
 
     def copy_moments(self, folder: Path) -> None:
         """Copies all that was measured, and nothing that was fitted."""
@@ -122,7 +118,7 @@ class FitWorkplace(Workplace):
 
     def factors(self) -> dict[FactorsKey, dict[str, Tensor]] | None:
         """Reads what layers share, if an interrupted run had fitted it."""
-        tensors = _load(self.folder / "factors.safetensors", CPU)
+        tensors = read_tensors(self.folder / "factors.safetensors", CPU)
         if tensors is None:
             return None
         found: dict[FactorsKey, dict[str, Tensor]] = {}
@@ -145,8 +141,8 @@ class FitWorkplace(Workplace):
     def answers(self) -> dict[str, Plan] | None:
         """Reads them, as an interrupted run had made them; none if what led to them is gone."""
         moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        whole = all(_load(path, CPU) is not None for path in moments)
-        return _read(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
+        whole = all(read_tensors(path, CPU) is not None for path in moments)
+        return read_record(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
 
     def keep_depth(self, depth: DepthPlan) -> None:
         write_text(self.folder / "depth.json", depth.model_dump_json())
@@ -154,7 +150,7 @@ class FitWorkplace(Workplace):
 
     def depth(self) -> DepthPlan | None:
         """Reads which blocks stay, as an interrupted run had chosen them."""
-        return _read(self.folder / "depth.json", DepthPlan.model_validate_json)
+        return read_record(self.folder / "depth.json", DepthPlan.model_validate_json)
 
     def keep_distance(self, distance: Distance) -> None:
         """Stores how far a trial is from the dense model."""
@@ -162,7 +158,7 @@ class FitWorkplace(Workplace):
 
     def distance(self) -> Distance | None:
         """Reads it back, if the trial was finished."""
-        return _read(self.folder / "change", lambda text: Distance(*json.loads(text)))
+        return read_record(self.folder / "change", lambda text: Distance(*json.loads(text)))
 
     def trial(self, name: str) -> FitWorkplace:
         """Opens the folder of another conversion that is tried out."""
@@ -189,22 +185,6 @@ class FitWorkplace(Workplace):
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"
-
-
-def _load(path: Path, device: torch.device) -> dict[str, Tensor] | None:
-    """Reads tensors; none where there is no such file, or a damaged one."""
-    try:
-        return load_tensors(path, device)
-    except _DAMAGED:
-        return None
-
-
-def _read(path: Path, meaning: Callable[[str], _T]) -> _T | None:
-    """Reads a small file; none where there is no such file, or a damaged one."""
-    try:
-        return meaning(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 def _narrowed(moment: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Puts structured layers, attention replacements and other forms of modules into a model."""
+"""Structured layers, attention replacements and other forms of modules, put into a model."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from tcompress.attention.replacement import QueryKeyMoments, replacement_named
 from tcompress.errors import ArtifactError, DataError
 from tcompress.models.names import METHOD
 from tcompress.planning.entries import AttentionPlan, FactorsKey, FormPlan, LayerPlan
+from tcompress.roles.heads import head_split
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
@@ -32,14 +32,14 @@ def install_layers(
     factors: MutableMapping[FactorsKey, FactorsModule] | None = None,
     **place: Any,
 ) -> dict[str, StructuredLinear | StructuredExperts]:
-    """Replaces every planned layer by a structured one with empty tensors; returns them by name.
+    """Replace every planned layer by a structured one with empty tensors; return them by name.
 
     Owners of shared inputs come before the layers that share them. `runtime_name` gives the module
     path below `root` of a planned name, or None where a model without some heads has no such
     layer. To `factors` that were made before, what these layers own is added. `place` is dtype and
     device.
     """
-    made: dict[str, StructuredLinear | StructuredExperts] = {}
+    installed: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors
     entries = [*entries]
     for entry in entries:
@@ -56,23 +56,19 @@ def install_layers(
             padding, scale = getattr(dense, "padding_idx", None), LookupScale.of(dense)
             new = StructuredEmbedding(entry.parts, padding_idx=padding, scale=scale, **place)
         else:
-            owner = made.get(entry.input_of) if entry.input_of else None
+            owner = installed.get(entry.input_of) if entry.input_of else None
             new = _linear(entry, dense, owner, factors, place)
             factors.update({(entry.name, name): new.factors[name] for name in entry.own_factors})
-        made[entry.name] = new
+        installed[entry.name] = new
         set_module(root, path, new)
         if isinstance(new, StructuredEmbedding):
             tie_tables(root, path, new)
     narrow_heads(root, [path for entry in entries if (path := runtime_name(entry.name))])
-    return made
-
-
-_HEADS = re.compile(r"-1, *self\.(head_dim|attention_head_size)\b")
-_COUNT = re.compile(r"self\.num_\w*heads\b")
+    return installed
 
 
 def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
-    """Lets attentions whose projections all have fewer or narrower heads compute with these.
+    """Let attentions whose projections all have fewer or narrower heads compute with these.
 
     That needs an attention that tells their number from what it reads, and keeps the scale of its
     scores apart from their width. Any other sees zeros in the place of what is gone. Where nothing
@@ -82,35 +78,26 @@ def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
         attention = root.get_submodule(name)
         layers = [m for m in attention.children() if isinstance(m, StructuredLinear)]
         dense = any(isinstance(m, nn.Linear | Conv1D) for m in attention.children())
-        kept = [part.channels for m in layers if m.reads is None for part in m.parts]
+        channels = [part.channels for m in layers if m.reads is None for part in m.parts]
+        padded = [item for item in channels if item is not None and item.padded]
         fused = any(len(layer.parts) > 1 for layer in layers)
-        if not kept or not all(own is not None and own.padded for own in kept):
+        if not padded or len(padded) < len(channels):
             continue
-        if not any(own.kept for own in kept if own is not None):
+        width = max(item.kept for item in padded)
+        if not width:
             _take_over(attention)
             continue
-        if dense or fused:
+        split = None if dense or fused else head_split(type(attention))  # type: ignore[arg-type]
+        if split is None or not isinstance(getattr(attention, "scaling", None), float):
             continue
-        source = _source_of(type(attention).forward)
-        found = _HEADS.search(source)
-        if found is None or not isinstance(getattr(attention, "scaling", None), float):
+        whole_heads = all(item.size != getattr(attention, split.width) for item in padded)
+        if whole_heads and split.counts:
             continue
-        width = max(own.kept for own in kept if own is not None)
-        whole = all(own.size != getattr(attention, found[1]) for own in kept if own is not None)
-        if whole and _COUNT.search(source):
-            continue
-        if not whole:
-            setattr(attention, found[1], width)
+        if not whole_heads:
+            setattr(attention, split.width, width)
         for layer in layers:
             [part] = layer.parts
-            layer.head_width = part.channels.kept if whole and part.channels else width
-
-
-def _source_of(function: Any) -> str:
-    try:
-        return inspect.getsource(inspect.unwrap(function))
-    except (OSError, TypeError):
-        return ""
+            layer.head_width = part.channels.kept if whole_heads and part.channels else width
 
 
 def _linear(
@@ -120,7 +107,7 @@ def _linear(
     factors: Mapping[FactorsKey, FactorsModule],
     place: Mapping[str, Any],
 ) -> StructuredLinear:
-    shared = {name: (other, name) for name, other in entry.bank_of.items()}
+    shared = {name: (owner_name, name) for name, owner_name in entry.bank_of.items()}
     if not factors.keys() >= set(shared.values()):
         raise ArtifactError(
             f"layer `{entry.name}` shares tensors with layers that this model lacks",
@@ -141,42 +128,42 @@ def _linear(
 
 
 def set_module(root: nn.Module, path: str, module: nn.Module) -> None:
-    """Replaces a submodule, keeping its training mode."""
+    """Replace a submodule, keeping its training mode."""
     parent, _, leaf = path.rpartition(".")
     module.train(root.get_submodule(path).training)
     setattr(root.get_submodule(parent), leaf, module)
 
 
 def tie_tables(model: nn.Module, path: str, owner: StructuredEmbedding) -> None:
-    """Puts a tied table in the place of all modules whose weight is that of an embedding.
+    """Put a tied table in the place of all modules whose weight is that of an embedding.
 
     Afterwards nothing ties them any more: there is no weight of their own.
     """
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     names = [target for target, source in ties.items() if source == f"{path}.weight"]
     for name in names:
-        other = name.removesuffix(".weight")
-        set_module(model, other, TiedTable(owner, model.get_submodule(other)))
+        target_path = name.removesuffix(".weight")
+        set_module(model, target_path, TiedTable(owner, model.get_submodule(target_path)))
         ties.pop(name)
     for inner, module in model.named_modules():
-        own: Any = getattr(module, "_tied_weights_keys", None)
-        if isinstance(own, dict):
+        keys: Any = getattr(module, "_tied_weights_keys", None)
+        if isinstance(keys, dict):
             prefix = f"{inner}." if inner else ""
             module._tied_weights_keys = {  # type: ignore[assignment]
-                target: source for target, source in own.items() if prefix + target not in names
+                target: source for target, source in keys.items() if prefix + target not in names
             }
 
 
 def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> None:
-    """Copies fitted tensors into an installed layer."""
-    own = dict(module.named_parameters())
+    """Copy fitted tensors into an installed layer."""
+    parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            own[entry.stored_name(name)].copy_(tensor)
+            parameters[entry.stored_name(name)].copy_(tensor)
 
 
 def slice_scales(p: int, scaling: str) -> Tensor:
-    """Returns the factor of the frequencies in each slice, float64.  # (p,)."""
+    """Compute the factor of the frequencies in each slice, float64.  # (p,)."""
     k = torch.arange(1, p + 1, dtype=torch.float64)
     if scaling == "linear":
         return k / p
@@ -186,7 +173,7 @@ def slice_scales(p: int, scaling: str) -> Tensor:
 
 
 def slice_positions(tokens: int, width: int, p: int, scaling: str) -> Tensor:
-    """Builds sinusoidal positions with frequencies scaled slice by slice, float64, (tokens, width).
+    """Build sinusoidal positions with frequencies scaled slice by slice, float64, (tokens, width).
 
     Feature j of slice k, both from 1, of token t from 1 is sin or cos (j odd or even) of
     t alpha_k / 10000^(2 floor((j - 1) / 2) / d_s), with d_s = width / p. Slices are runs of
@@ -229,7 +216,7 @@ def install_forms(
     runtime_name: Callable[[str], str | None],
     **place: Any,
 ) -> None:
-    """Gives planned modules their form; tensors keep their names. See `install_layers`."""
+    """Change planned modules to their form; tensors keep their names. See `install_layers`."""
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
@@ -252,7 +239,7 @@ def install_forms(
 
 
 def first_table(entry: FormPlan, random: Tensor) -> Tensor:
-    """Makes the table of positions that a model begins with, float64.  # (rows, width).
+    """Make the table of positions that a model begins with, float64.  # (rows, width).
 
     Sinusoids are scaled to the size of the random first values of the family's own model: words are
     as large as these, and would drown in sinusoids between -1 and 1. Rows that stand for no
@@ -272,7 +259,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # Transformers sets it where block
 
 
 def watch_segments(root: nn.Module) -> None:
-    """Lets replacements know which of two texts a token belongs to.
+    """Tell replacements which of two texts a token belongs to.
 
     Models give their attentions no types of tokens, so they are noted where a model is called.
     """
@@ -292,11 +279,11 @@ def _owners(module: nn.Module) -> list[ReplacementModule]:
 
 def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if SEGMENTS in kwargs or len(args) < 2:
-        found = kwargs.get(SEGMENTS)
+        segments = kwargs.get(SEGMENTS)
     else:
-        found = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get(SEGMENTS)
-    for own in _owners(module):
-        own.segments = found
+        segments = inspect.signature(module.forward).bind(*args, **kwargs).arguments.get(SEGMENTS)
+    for replacement in _owners(module):
+        replacement.segments = segments
     for block in module.modules() if module.training else ():
         usual = getattr(block, _CHECKPOINT, None)
         if usual is not None and not isinstance(usual, _Bound) and _owners(block):
@@ -304,7 +291,7 @@ def _note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
 
 
 class _Bound:
-    """Runs blocks again, for their gradients, with the types of tokens of their own pass.
+    """Another run of blocks, for their gradients, with the types of tokens of their own pass.
 
     Another pass may lie between, such as that of the other half of a contrastive loss. `usual` is
     Transformers' function, which runs a block now and once more later.
@@ -314,11 +301,11 @@ class _Bound:
         self.usual, self.owners = usual, owners
 
     def __call__(self, run: Callable[..., Any], *args: Any) -> Any:
-        own = [owner.segments for owner in self.owners]
+        segments = [owner.segments for owner in self.owners]
 
         def bound(*again: Any) -> Any:
             latest = [owner.segments for owner in self.owners]
-            self._set(own)
+            self._set(segments)
             try:
                 return run(*again)
             finally:
@@ -343,30 +330,30 @@ def mix_tokens(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Mixes tokens by the replacement that an attention owns; there are no weights to return.
+    """Mix tokens by the replacement that an attention owns; there are no weights to return.
 
     Without one nothing is left of its heads: what they would put out is zero.
     """
-    own: ReplacementModule | None = getattr(module, CHILD, None)
-    if own is None:
+    replacement: ReplacementModule | None = getattr(module, CHILD, None)
+    if replacement is None:
         batch, heads, tokens, _ = query.shape
         zero = query[..., :0].sum() + key[..., :0].sum() + value[..., :0].sum()
         return zero.expand(batch, tokens, heads, value.shape[-1]), None
     if kwargs.get("cache") is not None:
         hint = "generate without continuous batching"
-        raise DataError(f"attention `{own.name}` cannot fill a paged cache", hint)
-    causal, queries = own.layout.causal, query.shape[-2]
+        raise DataError(f"attention `{replacement.name}` cannot fill a paged cache", hint)
+    causal, queries = replacement.layout.causal, query.shape[-2]
     # Masks of flash attention mean that the last keys belong to the queries.
-    flash = "flash" in str(getattr(own.host_config, "_attn_implementation", ""))
+    flash = "flash" in str(getattr(replacement.host_config, "_attn_implementation", ""))
     if attention_mask is None and causal and 1 < queries < key.shape[-2] and not flash:
         # A static cache that is still empty: Transformers leaves the mask out, and means that
         # the first keys belong to the queries.
         key, value = key[:, :, :queries], value[:, :, :queries]
-    return own(query, key, value, attention_mask, causal=causal, scaling=scaling), None
+    return replacement(query, key, value, attention_mask, causal=causal, scaling=scaling), None
 
 
 def _take_over(attention: Any) -> Any:
-    """Lets an attention call `mix_tokens`; gives the config that it had.
+    """Make an attention call `mix_tokens`; return the config that it had.
 
     Every attention looks up its function by the name in its config. One that is replaced gets a
     config of its own, which names ours; all others keep what they have, and so does the model,
@@ -384,16 +371,16 @@ def install_attention(
     runtime_name: Callable[[str], str | None],
     **place: Any,
 ) -> dict[str, ReplacementModule]:
-    """Gives planned attentions their replacement, with empty tensors; see `install_layers`."""
-    made: dict[str, ReplacementModule] = {}
+    """Add replacements to planned attentions, with empty tensors; see `install_layers`."""
+    installed: dict[str, ReplacementModule] = {}
     for entry in entries:
         path = runtime_name(entry.name)
         if path is None:
             continue
         attention: Any = root.get_submodule(path)
-        made[entry.name] = own = ReplacementModule(entry.layout, path, **place)
-        own.host_config = _take_over(attention)
-        attention.add_module(CHILD, own.train(attention.training))
+        installed[entry.name] = replacement = ReplacementModule(entry.layout, path, **place)
+        replacement.host_config = _take_over(attention)
+        attention.add_module(CHILD, replacement.train(attention.training))
         new: dict[str, nn.Module] = {
             layer.name: UnusedProjection(layer.out_features, **place) for layer in entry.unused
         }
@@ -404,7 +391,7 @@ def install_attention(
             # It is there, as the attention that it belongs to is.
             set_module(root, runtime_name(name) or name, module)
     watch_segments(root)
-    return made
+    return installed
 
 
 def first_values(
@@ -414,7 +401,7 @@ def first_values(
     pretrained: bool = True,
     moments: QueryKeyMoments | None = None,
 ) -> dict[str, Tensor]:
-    """Makes the tensors of a replacement as a conversion begins with, by checkpoint name."""
+    """Make the tensors of a replacement as a conversion begins with, by checkpoint name."""
     module = ReplacementModule(entry.layout)
     module.fill(seed, pretrained=pretrained, moments=moments)
     named = module.named_parameters()

@@ -1,4 +1,4 @@
-"""How fast models are: passes over a grid of sizes, and generation, beside a dense baseline."""
+"""Speed of models: passes over a grid of sizes, and generation, beside a dense baseline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tcompress.structures.modules.linear import keep_weights
 
 
 class Bench(BaseModel, frozen=True):
-    """What was measured of one model."""
+    """Times of one model."""
 
     model: str  # name, as it was given
     baseline: str
@@ -51,7 +51,7 @@ def bench(
     progress: Progress | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Bench, ...]:
-    """Times models against dense ones: the one that is named, or that of each model's manifest.
+    """Time models against dense ones: the one that is named, or that of each model's manifest.
 
     `in_runtime` opens a model in another runtime than PyTorch, where the settings ask for one.
 
@@ -70,7 +70,7 @@ def bench(
         raise InputError(text, "give `--device cpu`, or leave `--runtime` out")
     # All errors of names come first.
     pairs = [_pair(name, against, settings, trust_remote_code) for name in models]
-    found: list[Bench] = []
+    benches: list[Bench] = []
     dense: TimedModel | None = None
     with threads(settings.threads):
         for model, baseline, inputs in pairs:
@@ -79,15 +79,15 @@ def bench(
                 dense = None  # freed before the next one is loaded
                 dense = TimedModel(*baseline, load_model(baseline[1], dtype=dtype, device=device))
             kinds = (tensor.dtype for tensor in dense.model.parameters())
-            own = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
-            loaded = load_model(model[1], dtype=dtype or own, device=device)
-            kept = keep_weights(loaded) if settings.keep_weights else None
-            timed = TimedModel(*model, loaded, kept)
-            options = (inputs, device, dtype or own, settings, clock, in_runtime or _torch_alone)
+            stored = next((kind for kind in kinds if kind.is_floating_point), torch.float32)
+            loaded = load_model(model[1], dtype=dtype or stored, device=device)
+            kept_bytes = keep_weights(loaded) if settings.keep_weights else None
+            timed = TimedModel(*model, loaded, kept_bytes)
+            options = (inputs, device, dtype or stored, settings, clock, in_runtime or _torch_alone)
             timing = PairedTiming(timed, dense, *options)
-            found.append(_bench(timing, save, progress or Silent()))
+            benches.append(_bench(timing, save, progress or Silent()))
             del timing, timed, loaded  # freed before the next one is loaded
-    return tuple(found)
+    return tuple(benches)
 
 
 def _torch_alone(source: SourceModel, runtime: str) -> Any:
@@ -97,7 +97,7 @@ def _torch_alone(source: SourceModel, runtime: str) -> Any:
 def _pair(
     name: str, against: str | None, settings: BenchOptions, trust: bool
 ) -> tuple[Opened, Opened, RandomInputs]:
-    """Opens a model and its baseline, and compares what they take."""
+    """Open a model and its baseline, and compare what they take."""
     model = open_checked(name, trust=trust)
     if against is None:
         baseline = baseline_of(model, trust)
@@ -117,33 +117,34 @@ def _pair(
 
 def _bench(timing: PairedTiming, save: bool, progress: Progress) -> Bench:
     settings, inputs, model = timing.settings, timing.inputs, timing.model
-    wanted = settings.length or inputs.fitting(LENGTHS, settings.generate or 0)
-    lengths = wanted if inputs.has_length else (timing.own_length(),)
+    chosen = settings.length or inputs.fitting(LENGTHS, settings.generate or 0)
+    lengths = chosen if inputs.has_length else (timing.own_length(),)
     grid = cells(settings.batches, lengths, settings.modes, settings.caches)
     progress.stage(f"timing {model.name}", len(grid), "sizes")
-    found: list[Speed] = []
+    speed: list[Speed] = []
     try:
         for cell in grid:
-            found.append(timing.measure(cell))
-            progress.advance(1, f"batch {cell.batch}, length {cell.length}, {found[-1].how}")
+            speed.append(timing.measure(cell))
+            progress.advance(1, f"batch {cell.batch}, length {cell.length}, {speed[-1].how}")
     finally:
-        keeps = save and bool(found) and local_folder(model.name) is not None
-        saved = keeps and record(model.source.folder, "speed", found, same_pass)
+        keeps = save and bool(speed) and local_folder(model.name) is not None
+        saved = keeps and record(model.source.folder, "speed", speed, same_pass)
     dense, notes = timing.baseline.name, []
-    kind, other = (item.source.model_class.__name__ for item in (model, timing.baseline))
-    if kind != other:
+    kind, dense_kind = (item.source.model_class.__name__ for item in (model, timing.baseline))
+    if kind != dense_kind:
         why = "what their heads cost is part of the times"
-        notes.append(f"`{model.name}` is a {kind}, `{dense}` a {other}: {why}")
+        notes.append(f"`{model.name}` is a {kind}, `{dense}` a {dense_kind}: {why}")
     if model.kept_bytes is not None:
         stored = sum(parameter.nbytes for parameter in model.model.parameters())
         held = f"{model.kept_bytes:,} bytes of memory beside {stored:,} of parameters"
         notes.append(f"kept weights take {held}")
-    times = tuple(found)
-    return Bench(model=model.name, baseline=dense, speed=times, saved=saved, notes=tuple(notes))
+    return Bench(
+        model=model.name, baseline=dense, speed=tuple(speed), saved=saved, notes=tuple(notes)
+    )
 
 
 def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
-    """Opens the model that the manifest names, if it is here and as it was.
+    """Open the model that the manifest names, if it is here and as it was.
 
     A random one is made anew; nothing is downloaded.
     """
@@ -152,22 +153,22 @@ def baseline_of(model: SourceModel, trust: bool = False) -> Opened:
         text = f"nothing says which dense model `{model.id}` is to be compared with"
         raise InputError(text, "name it with `--against`")
     if manifest.source.init == "random":  # what it computes does not matter for its time
-        folder, seed = str(model.folder), manifest.source.seed
-        dense = SourceModel.open(folder, trust_remote_code=trust, converted=True, seed=seed)
+        origin, seed = str(model.folder), manifest.source.seed
+        dense = SourceModel.open(origin, trust_remote_code=trust, converted=True, seed=seed)
         return "dense, at random", dense
-    name, place = manifest.source.id, _folder(manifest)
-    if place is None:
+    name, folder = manifest.source.id, _folder(manifest)
+    if folder is None:
         hint = "name it with `--against`: a folder, or a hub id to download"
         raise InputError(f"`{model.id}` was made from `{name}`, which is not on this machine", hint)
-    source = open_checked(str(place), trust=trust, adapter=manifest.recipe.get("adapter"))
+    source = open_checked(str(folder), trust=trust, adapter=manifest.recipe.get("adapter"))
     if source.store.fingerprint() != manifest.source.fingerprint:
-        text = f"`{place}` no longer holds the weights that `{model.id}` was made from"
-        raise InputError(text, f"to compare all the same, say `--against {place}`")
+        text = f"`{folder}` no longer holds the weights that `{model.id}` was made from"
+        raise InputError(text, f"to compare all the same, say `--against {folder}`")
     return name, source
 
 
 def _folder(manifest: Manifest) -> Path | None:
-    """Finds a local folder, or the snapshot in the hub's cache."""
+    """Find a local folder, or the snapshot in the hub's cache."""
     name, revision = manifest.source.id, manifest.source.revision
     if (folder := local_folder(name)) is not None:
         return folder

@@ -20,7 +20,7 @@ from tcompress.options.steps import CacheName
 
 
 def check_generates(source: SourceModel) -> None:
-    """Refuses a model that generates no text, or keeps what it read in no cache of Transformers."""
+    """Refuse a model that generates no text, or keeps what it read in no cache of Transformers."""
     kind = source.model_class
     why = "" if kind.can_generate() else "does not generate text"
     if not why and not (_cache_names(inputs_of(source)) and kind._supports_default_dynamic_cache()):
@@ -46,7 +46,7 @@ class Generation:
         cache: CacheName = "dynamic",
         step: Callable[..., Any] | None = None,
     ) -> None:
-        """Takes inputs of a forward pass as the prompt; `step` is the model, or it compiled.
+        """Read inputs of a forward pass as the prompt; `step` is the model, or it compiled.
 
         A decoder that has a text to read begins with one token.
         """
@@ -58,7 +58,7 @@ class Generation:
         )
         self._step = model if step is None else step
         self._name = "decoder_input_ids" if kinds.decoder else "input_ids"
-        (self._place,) = _cache_names(kinds)
+        (self._cache_name,) = _cache_names(kinds)
         self._encoded = {name: value for name, value in inputs.items() if name != self._name}
         self._prompt = inputs[self._name][:, : 1 if kinds.decoder and kinds.text else None]
 
@@ -72,32 +72,33 @@ class Generation:
         return Pass(self._decode, lambda: copy.deepcopy(read), self._tokens)
 
     def _prefill(self) -> dict[str, Any]:
-        """Returns inputs of the first step."""
-        given: dict[str, Any] = {self._name: self._prompt, "use_cache": True}
+        """Inputs of the first step."""
+        arguments: dict[str, Any] = {self._name: self._prompt, "use_cache": True}
         lengths = [self._prompt.shape[1] + self._tokens]
         if self._kinds.decoder:
             encoder: Any = self._model
-            given["encoder_outputs"] = encoder.get_encoder()(**self._encoded)
-            lengths.append(given["encoder_outputs"][0].shape[1])
-        given[self._place] = self._cache(lengths)
+            arguments["encoder_outputs"] = encoder.get_encoder()(**self._encoded)
+            lengths.append(arguments["encoder_outputs"][0].shape[1])
+        arguments[self._cache_name] = self._cache(lengths)
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._kinds.names else {}
-        return given | {self._name: _likeliest(self._model(**given, **last))}
+        next_tokens = _likeliest(self._model(**arguments, **last))
+        return arguments | {self._name: next_tokens}
 
-    def _decode(self, given: dict[str, Any]) -> None:
+    def _decode(self, arguments: dict[str, Any]) -> None:
         for _ in range(self._tokens):
-            given[self._name] = _likeliest(self._step(**given))
+            arguments[self._name] = _likeliest(self._step(**arguments))
 
     def _cache(self, lengths: list[int]) -> Any:
-        """Makes a cache for so many tokens; after an encoder also one for what that read."""
+        """Make a cache for so many tokens; after an encoder also one for what that read."""
         config: Any = self._model.config
         text = config.get_text_config(decoder=True)
-        made = [
+        caches = [
             StaticCache(text, n) if self._static else DynamicCache(config=text) for n in lengths
         ]
-        return EncoderDecoderCache(*made) if len(made) == 2 else made[0]
+        return EncoderDecoderCache(*caches) if len(caches) == 2 else caches[0]
 
 
 def _likeliest(output: Any) -> Tensor:
-    """Finds the next tokens.  # -> (batch, 1)."""
+    """Find the next tokens.  # -> (batch, 1)."""
     scores: Tensor = output.logits
     return scores[:, -1:].argmax(-1)

@@ -29,7 +29,7 @@ WARM_UPS = 2
 
 
 def device_name(device: torch.device) -> str:
-    """Names the processor."""
+    """Name the processor."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
@@ -58,7 +58,7 @@ def instructions() -> str:
 
 @contextmanager
 def threads(count: int | None) -> Iterator[int]:
-    """Sets the number of threads while the block runs; gives it."""
+    """Set the number of threads while the block runs, and yield it."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -69,7 +69,7 @@ def threads(count: int | None) -> Iterator[int]:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Compiles a small function, before any time is spent on models; an error says if it fails."""
+    """Compile a small function, before any time is spent on models; an error says if it fails."""
     with _compiling("here", "on a CPU it needs a C++ compiler, on a GPU Triton"):
         torch.compile(lambda x: (x + 1).relu())(torch.zeros(8, device=device))
     torch.compiler.reset()
@@ -77,7 +77,7 @@ def require_compiler(device: torch.device) -> None:
 
 @contextmanager
 def _compiling(where: str, why: str) -> Iterator[None]:
-    """Turns whatever the compiler raises into an `InputError`."""
+    """Turn whatever the compiler raises into an `InputError`."""
     try:
         yield
     except (TCompressError, torch.OutOfMemoryError, MemoryError):
@@ -90,7 +90,7 @@ def _compiling(where: str, why: str) -> Iterator[None]:
 
 @contextmanager
 def _running(what: str) -> Iterator[None]:
-    """Turns whatever a model raises into an `InputError`."""
+    """Turn whatever a model raises into an `InputError`."""
     hint = "give a smaller `--batch` or `--length`, or another `--device`"
     try:
         yield
@@ -132,7 +132,7 @@ InRuntime = Callable[[SourceModel, RuntimeName], nn.Module]
 
 @dataclass(frozen=True, eq=False)
 class PairedTiming:
-    """Times a model and its baseline in turn; in another runtime, the baseline in both."""
+    """A model and its baseline, timed in turn; in another runtime, the baseline in both."""
 
     model: TimedModel
     baseline: TimedModel
@@ -214,19 +214,19 @@ class PairedTiming:
         return TimedModel(timed.name, timed.source, self.in_runtime(timed.source, runtime))
 
     def _warmed(self, timed: TimedModel, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
-        """Returns a pass that was run before: compiled, and with warm caches."""
+        """A pass that was run before: compiled, and with warm caches."""
         with _running(f"`{timed.name}` cannot run {cell}"):
-            made = self._pass(timed.model, timed.model, cell, inputs)
-            made()
+            timed_pass = self._pass(timed.model, timed.model, cell, inputs)
+            timed_pass()
         if cell.mode == "compiled":
             # Steps under a window see their place as a number, which is no constant.
             forward = torch.compile(timed.model, dynamic=None if cell.cache else False)
-            made = self._pass(timed.model, forward, cell, inputs)
+            timed_pass = self._pass(timed.model, forward, cell, inputs)
             with _compiling(f"on `{timed.name}`", "that needs no compiler"):
-                made()
+                timed_pass()
         for _ in range(WARM_UPS - 1):
-            made()
-        return made
+            timed_pass()
+        return timed_pass
 
     def _pass(
         self, model: nn.Module, forward: Callable[..., Any], cell: Cell, inputs: dict[str, Tensor]

@@ -1,4 +1,4 @@
-"""What is timed: passes, in turn, with their spread and the memory that they take."""
+"""Passes of models: timed in turn, with their spread and the memory that they take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Pass:
-    """What is timed, and what must be done before it each time, which is not."""
+    """A computation to time, and what must be done before it each time, which is not timed."""
 
     run: Callable[[Any], object]  # of what `ready` gives
     ready: Callable[[], Any] = lambda: None
@@ -34,16 +34,16 @@ class Pass:
     def seconds(
         self, clock: Clock = time.perf_counter, wait: Callable[[], None] = lambda: None
     ) -> float:
-        """Times one step; `wait` returns when the device has done all its work."""
-        given = self.ready()
+        """Time one step; `wait` returns when the device has done all its work."""
+        prepared = self.ready()
         wait()
         start = clock()
-        self.run(given)
+        self.run(prepared)
         wait()
         return (clock() - start) / self.steps
 
     def peak_bytes(self, device: torch.device) -> int | None:
-        """Runs it once and returns what it needs at its peak, with what was made ready for it.
+        """Run it once; count the bytes it needs at its peak, with what was made ready for it.
 
         On a GPU this is what PyTorch's caching allocator says. On a CPU it is added up from the
         profiler's record of every allocation and release; scratch space that a library takes from
@@ -55,10 +55,10 @@ class Pass:
             return None
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
-        given = self.ready()
+        prepared = self.ready()
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        self.run(given)
+        self.run(prepared)
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
 
@@ -66,11 +66,11 @@ class Pass:
         # Read when the profiler first starts, which otherwise talks on stderr.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            given = self.ready()
+            prepared = self.ready()
             with record_function(_RUN):
-                self.run(given)
+                self.run(prepared)
         assert profiled.profiler is not None
-        events = sorted(profiled.profiler.kineto_results.events(), key=lambda one: one.start_ns())
+        events = sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         start = next(event.start_ns() for event in events if event.name() == _RUN)
         before, after = 0, []
         for event in events:
@@ -91,7 +91,7 @@ def forward_pass(forward: Callable[..., object], kinds: Inputs, inputs: dict[str
 
 
 def spread(times: Sequence[float]) -> float | None:
-    """Returns the distance of the quartiles over the median; None for fewer than four times."""
+    """Return the distance of the quartiles over the median; None for fewer than four times."""
     if len(times) < 4:
         return None
     low, middle, high = quantiles(times, n=4, method="inclusive")
@@ -103,20 +103,20 @@ def turns(
     clock: Clock = time.perf_counter,
     wait: Callable[[], None] = lambda: None,
 ) -> Iterator[list[float]]:
-    """Times passes in turn, in seconds, without end: what slows the machine down slows all.
+    """Time passes in turn, in seconds, without end: what slows the machine down slows all.
 
     Who goes first changes with every turn; `wait` returns when the device has done all its work.
     """
     _settle_memory()
     order = list(range(len(passes)))
     while True:
-        found = {index: passes[index].seconds(clock, wait) for index in order}
+        seconds = {index: passes[index].seconds(clock, wait) for index in order}
         order.reverse()
-        yield [found[index] for index in range(len(passes))]
+        yield [seconds[index] for index in range(len(passes))]
 
 
 def _settle_memory() -> None:
-    """Lets the C library keep what passes free, as it does in a process that lives for long.
+    """Let the C library keep what passes free, as it does in a process that lives for long.
 
     In a new one glibc returns large blocks to the system and takes them again in every pass, which
     costs a dense model more than a small one. It stops for sizes that it has seen freed; the block
@@ -129,7 +129,7 @@ _LARGEST_KEPT = 31 * 2**20
 
 
 def waiting(device: torch.device) -> Callable[[], None]:
-    """Gives what returns when a device has done all its work."""
+    """Choose the function that returns when a device has done all its work."""
     if device.type == "cpu":
         return lambda: None
     if device.type == "mps":  # there is but one

@@ -1,4 +1,4 @@
-"""What is timed: batches, lengths and modes, and random inputs that both models take."""
+"""Sizes of passes: batches, lengths and modes, and random inputs that both models take."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def cells(
     modes: Sequence[str],
     caches: Sequence[CacheName] = (),
 ) -> list[Cell]:
-    """Lists the grid without repetitions, eager passes first: they cost no compilation.
+    """List the grid without repetitions, eager passes first: they cost no compilation.
 
     With caches text is generated too; compiled, as Transformers does it: steps with a static one.
     """
@@ -87,14 +87,15 @@ class RandomInputs:
 
     @classmethod
     def of(cls, model: SourceModel, baseline: SourceModel) -> RandomInputs:
-        """Finds out what two models take, which must be the same."""
+        """Describe what two models take, which must be the same."""
         both = (model, baseline)
-        inputs, other = map(inputs_of, both)
-        shapes, others = _shapes(model, inputs), _shapes(baseline, other)
-        if (inputs.text, inputs.decoder, shapes) != (other.text, other.decoder, others):
+        inputs, baseline_inputs = map(inputs_of, both)
+        shapes, baseline_shapes = _shapes(model, inputs), _shapes(baseline, baseline_inputs)
+        takes = (baseline_inputs.text, baseline_inputs.decoder, baseline_shapes)
+        if (inputs.text, inputs.decoder, shapes) != takes:
             raise InputError(
                 f"`{model.id}` takes {_words(inputs, shapes)}, "
-                f"`{baseline.id}` takes {_words(other, others)}",
+                f"`{baseline.id}` takes {_words(baseline_inputs, baseline_shapes)}",
                 "give a baseline that takes the same inputs",
             )
         last = getattr(model.config, "eos_token_id", None)
@@ -106,23 +107,23 @@ class RandomInputs:
 
     @property
     def has_length(self) -> bool:
-        """Whether sequences may have any length; pictures and sounds have their own."""
+        """True where sequences may have any length; pictures and sounds have their own."""
         return self.inputs.text or self.inputs.decoder
 
     def check(self, lengths: Sequence[int], new: int = 0) -> None:
-        """Refuses lengths that the models have no positions for, with `new` tokens after them."""
+        """Refuse lengths that the models have no positions for, with `new` tokens after them."""
         if self.longest is None or max(lengths) + new <= self.longest:
             return
         room, have = self.longest - new, f"the models have {self.longest} positions"
         if room < 1:
             text = f"{new} tokens after a prompt were asked for, {have}"
             raise InputError(text, "give a smaller `--generate`")
-        more = f" with {new} tokens after it" if new else ""
-        text = f"length {max(lengths)}{more} was asked for, {have}"
+        ending = f" with {new} tokens after it" if new else ""
+        text = f"length {max(lengths)}{ending} was asked for, {have}"
         raise InputError(text, f"give `--length {room}` or less")
 
     def fitting(self, lengths: Sequence[int], new: int = 0) -> tuple[int, ...]:
-        """Keeps those lengths that the models have positions for; the longest possible if none."""
+        """Keep those lengths that the models have positions for; the longest possible if none."""
         self.check([1], new)
         fit = tuple(n for n in lengths if self.longest is None or n + new <= self.longest)
         return fit or (self.longest - new if self.longest else min(lengths),)
@@ -130,25 +131,25 @@ class RandomInputs:
     def batch(
         self, batch: int, length: int, seed: int, device: torch.device, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Draws the inputs of one pass; they depend on the sizes and the seed only."""
+        """Draw the inputs of one pass; they depend on the sizes and the seed only."""
         generator = torch.Generator().manual_seed(seed)
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         if self.inputs.text:
-            made["input_ids"] = self._ids(batch, length, generator)
+            tensors["input_ids"] = self._ids(batch, length, generator)
             if "attention_mask" in self.inputs.names:
-                made["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
+                tensors["attention_mask"] = torch.ones(batch, length, dtype=torch.long)
         if self.inputs.decoder:
-            made["decoder_input_ids"] = self._ids(batch, length, generator)
+            tensors["decoder_input_ids"] = self._ids(batch, length, generator)
         for name, shape in self.shapes.items():
-            made[name] = torch.randn(batch, *shape, generator=generator).to(dtype)
-        return {name: tensor.to(device) for name, tensor in made.items()}
+            tensors[name] = torch.randn(batch, *shape, generator=generator).to(dtype)
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def words(self) -> str:
-        """Describes the inputs, for protocols."""
+        """Describe the inputs, for protocols."""
         return f"random {_words(self.inputs, self.shapes)}"
 
     def _ids(self, batch: int, length: int, generator: torch.Generator) -> Tensor:
-        """Draws token ids.  # (batch, length)."""
+        """Draw token ids.  # (batch, length)."""
         ids = self.tokens[torch.randint(len(self.tokens), (batch, length), generator=generator)]
         if self.last is not None and length > 1:
             ids[:, -1] = self.last  # some classifiers read the state at this token
@@ -156,7 +157,7 @@ class RandomInputs:
 
 
 def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Counts the tokens that the first block of a model gets, whatever they stand for."""
+    """Count the tokens that the first block of a model gets, whatever they stand for."""
     first = model.get_submodule(find_roles(source.meta_model()).blocks[0].name)
     lengths: list[int] = []
 
@@ -189,7 +190,7 @@ def _words(inputs: Inputs, shapes: dict[str, tuple[int, ...]]) -> str:
 
 
 def _ordinary_tokens(sources: Sequence[SourceModel], inputs: Inputs) -> Tensor:
-    """Lists tokens that all models know and that mean nothing special to any."""
+    """List tokens that all models know and that mean nothing special to any."""
     sizes = [vocabulary_size(source, inputs) or _LEAST_VOCABULARY for source in sources]
     configs = [source.config for source in sources]
     configs += [part for c in configs if (part := getattr(c, "text_config", None)) is not None]

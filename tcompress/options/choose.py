@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tcompress.attention import ReplacementSpec
 from tcompress.errors import RecipeError
 from tcompress.fields import Options, Place, method_options
 from tcompress.options.convert_options import BUDGETS, DEPTH, TIMES, WIDTHS, Convert
@@ -13,7 +14,6 @@ from tcompress.options.method_options import (
     METHODS,
     NARROWING,
     REPLACEMENTS,
-    ReplacementSpec,
     lookup_methods,
     method_names,
     replacement_names,

@@ -1,4 +1,4 @@
-"""What choices cost in parameters and bytes, and what a budget asks of all layers."""
+"""Costs of choices in parameters and bytes, and the share of a budget that layers get."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer becomes."""
+    """Method and sizes of one layer."""
 
     method: Spec
     residual_rank: int = 0  # of the low-rank summand beside it; 0 leaves it to the target
@@ -38,13 +38,13 @@ class Choice:
 def plan_terms(
     choice: Choice, site: Site, readers: int, copies: int = 1, *, calibrated: bool = True
 ) -> tuple[Layout, ...]:
-    """Decides the summands of one weight whose input transform so many others read; may refuse."""
+    """Decide the summands of one weight whose input transform so many others read; may refuse."""
     kind = structure_of(choice.method)
     spec = choice.method.settled(calibrated=calibrated)
     residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
-    beside = () if residual is None else (residual,)
+    summands = () if residual is None else (residual,)
     if choice.target is None or spec.fixes_size:
-        return (kind.layout(spec, site), *beside)
+        return (kind.layout(spec, site), *summands)
     dense = site.in_features * site.out_features
     reserved = 0.0
     if residual is not None:  # the same for all that share factors
@@ -60,7 +60,7 @@ def plan_terms(
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
     if spec.fills:
-        return (main, *beside)
+        return (main, *summands)
     cost = term_cost(main, readers, copies)
     if int(budget - cost) < 0:
         where = "alone" if residual is None else f"beside a residual of rank {residual.rank}"
@@ -68,8 +68,8 @@ def plan_terms(
             f"{kind.name} {where} keeps {cost / dense + reserved:.1%}, "
             f"more than the target of {choice.target:.1%}"
         )
-    if beside:
-        return (main, *beside)
+    if summands:
+        return (main, *summands)
     rank = int(budget - cost) // (site.in_features + site.out_features)
     return (main, _low_rank(rank, site)) if rank else (main,)
 
@@ -93,16 +93,16 @@ def _size(shapes: Shapes) -> int:
 
 
 def _shared_cost(layout: Layout) -> float:
-    """What a summand answers for of its shared factors, in parameters."""
+    """Parameters of shared factors that a summand answers for."""
     shared = shared_of(layout)
     return 0.0 if shared is None else _size(shared.shapes) * shared.share
 
 
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one summand, with its share of transforms and factors that others use too."""
-    own = _size(structure(layout.structure).tensors(layout)) + _shared_cost(layout)
+    stored = _size(structure(layout.structure).tensors(layout)) + _shared_cost(layout)
     after, before = (_size(transform_shapes(layout, side)) for side in ("out", "in"))
-    return own + after / writers + before / readers
+    return stored + after / writers + before / readers
 
 
 def path_of(source: SourceModel, entry: LayerPlan) -> str:
@@ -116,9 +116,9 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
 
 
 def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
-    """Lists the model's parameters in whose place structures are stored."""
+    """List the model's parameters in whose place structures are stored."""
     weights = {path_of(source, entry): entry for entry in layers}
-    biased = (name for name, own in weights.items() if own.bias and own.kind != "experts")
+    biased = (name for name, entry in weights.items() if entry.bias and entry.kind != "experts")
     return [*weights, *(f"{name.rpartition('.')[0]}.bias" for name in biased)]
 
 
@@ -128,8 +128,8 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     for entry in plan.embeddings:
         for name in tied_to(source, source.keymap.runtime_name(entry.name) or entry.name):
             replaced.update(source.keymap.sources(f"{name}.weight").keys)
-    for other in plan.attention:  # queries that an attention does not need
-        for layer in other.unused:
+    for attention in plan.attention:  # queries that an attention does not need
+        for layer in attention.unused:
             path = source.keymap.runtime_name(layer.name) or layer.name
             leaves = ("weight", "bias") if layer.bias else ("weight",)
             replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
@@ -138,14 +138,14 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 
 
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
-    """Counts the bytes of all tensors, but for headers, of a model without dropped blocks."""
+    """Count the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
     widths = Widths.of(source, plan.storage, plan.entries)
 
     def size(key: str, shape: Sequence[int], like: str) -> int:
-        kept = _cast(store.dtype(like), dtype)
-        rounding = widths.rounding(key, shape, kept)
-        return prod(shape) * kept.itemsize if rounding is None else rounding.nbytes(shape)
+        stored = _cast(store.dtype(like), dtype)
+        rounding = widths.rounding(key, shape, stored)
+        return prod(shape) * stored.itemsize if rounding is None else rounding.nbytes(shape)
 
     total = sum(size(key, store.shape(key), key) for key in copied_keys(source, plan))
     for name, path in keymap.apart(rewritten_names(source, plan.entries)).items():
@@ -156,10 +156,10 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
         for name, shape in entry.tensor_shapes.items():
             total += size(f"{entry.name}.{entry.stored_name(name)}", shape, like)
         total -= entry.biases_saved * weight_bytes(source, entry, dtype)
-    for other in plan.attention:
-        path = keymap.runtime_name(other.like) or other.like
+    for attention in plan.attention:
+        path = keymap.runtime_name(attention.like) or attention.like
         like = keymap.sources(f"{path}.weight").keys[0]
-        total += sum(size(name, shape, like) for name, shape in other.tensor_shapes.items())
+        total += sum(size(name, shape, like) for name, shape in attention.tensor_shapes.items())
     return total
 
 
@@ -176,11 +176,11 @@ def parameter_bytes(source: SourceModel, entry: LayerPlan, plan: Plan, dtype: st
     return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)
 
 
-def _cast(own: torch.dtype, asked: str | None) -> torch.dtype:
-    if asked is None or not own.is_floating_point:
-        return own
-    found: torch.dtype = getattr(torch, asked)
-    return found
+def _cast(stored: torch.dtype, dtype: str | None) -> torch.dtype:
+    if dtype is None or not stored.is_floating_point:
+        return stored
+    target: torch.dtype = getattr(torch, dtype)
+    return target
 
 
 STAND_IN = 0.5
@@ -194,7 +194,7 @@ _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 
 
 def size_of(plan: Plan, source: SourceModel, recipe: Convert) -> int:
-    """Measures a plan in its budget's unit; rewritten weights count for a fraction, else all."""
+    """Measure a plan in its budget's unit; rewritten weights count for a fraction, else all."""
     budget = recipe.budget
     if budget is None or budget.is_fraction or not budget.is_size:
         return plan.structured_rewritten
@@ -208,7 +208,7 @@ PlanOf = Callable[[float | None], Plan]
 
 
 def plan_within(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
-    """Plans the same kept fraction for all layers: the largest that a budget allows."""
+    """Plan the same kept fraction for all layers: the largest that a budget allows."""
     budget = recipe.budget
     if budget is None:
         return plan_of(None)
@@ -227,7 +227,7 @@ def plan_within(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
 
 
 def _smallest(fraction: float, plan_of: PlanOf) -> str | None:
-    """Says from which target on layers are rewritten, if a larger one than this helps at all."""
+    """Say from which target on layers are rewritten, if a larger one than this helps at all."""
 
     @cache
     def rewritten(share: float) -> int:
@@ -237,29 +237,29 @@ def _smallest(fraction: float, plan_of: PlanOf) -> str | None:
             return 0
 
     shares = [share for share in _SHARES if share > fraction]
-    most = rewritten(shares[-1]) if shares else 0
-    if not most:
+    reachable = rewritten(shares[-1]) if shares else 0
+    if not reachable:
         return None
     first, last = (
         shares[bisect_left(shares, True, key=lambda share: rewritten(share) >= count)]
-        for count in (1, most)
+        for count in (1, reachable)
     )
-    more = f" that rewrites a layer, and {last:g} rewrites {most}" if last > first else ""
-    return f"{first:g} is the smallest target{more}"
+    rest = f" that rewrites a layer, and {last:g} rewrites {reachable}" if last > first else ""
+    return f"{first:g} is the smallest target{rest}"
 
 
 def _largest(
     recipe: Convert, budget: Budget, source: SourceModel, plan_of: PlanOf
 ) -> tuple[float, Plan]:
-    """Finds the fraction that comes close to an amount, in three plans where nothing refuses."""
+    """Find the fraction that comes close to an amount, in three plans where nothing refuses."""
     # A first plan tells which layers are rewritten, and so what the rest of the model takes. Sizes
     # are rounded down, so that a second keeps within the budget; a third spends what that left.
     empty = Plan(layers=(), parameters=sum(p.numel() for p in source.keymap.model.parameters()))
-    whole, limit = size_of(empty, source, recipe), int(budget.limit)
-    if whole <= limit:
-        left = " with the tokens that stay" if source.vocabulary else ""
-        text = f"`{budget}` asks for nothing: the dense model{left} has {whole:,} {budget.unit}"
-        raise PlanError(text, "give a smaller number")
+    dense_size, limit = size_of(empty, source, recipe), int(budget.limit)
+    if dense_size <= limit:
+        which = " with the tokens that stay" if source.vocabulary else ""
+        has = f"the dense model{which} has {dense_size:,} {budget.unit}"
+        raise PlanError(f"`{budget}` asks for nothing: {has}", "give a smaller number")
     fits: dict[float, Plan] = {}
     fraction = STAND_IN
     for _ in range(3):
@@ -273,13 +273,13 @@ def _largest(
             (entry, parameter_bytes(source, entry, plan, recipe.dtype) if counts_bytes else 1.0)
             for entry in plan.layers
         ]
-        own = sum(entry.parameters * unit for entry, unit in pairs)
+        structured = sum(entry.parameters * unit for entry, unit in pairs)
         dense = sum(entry.dense_parameters * unit for entry, unit in pairs)
         if over <= 0:
             fits[fraction] = plan
-        if -_UNSPENT * limit <= over <= 0 or own <= over:
+        if -_UNSPENT * limit <= over <= 0 or structured <= over:
             break
-        fraction = (own - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
+        fraction = (structured - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
     if fits:
         best = max(fits)
         return best, fits[best]
@@ -311,7 +311,7 @@ def _smallest_tables(source: SourceModel) -> tuple[LayerPlan, ...]:
 def out_of_reach(
     budget: Budget, source: SourceModel, recipe: Convert, smallest: Plan, size: int | None = None
 ) -> PlanError:
-    """Says that a budget is too small, how small it may be, and what else would make it smaller.
+    """Say that a budget is too small, how small it may be, and what else would make it smaller.
 
     Args:
         budget: What was asked for.
@@ -337,25 +337,25 @@ def out_of_reach(
 
 
 def _megabytes(bytes_: int) -> str:
-    """Writes bytes so that what is read off is enough: rounded up, to a hundredth."""
+    """Write bytes so that what is read off is enough: rounded up, to a hundredth."""
     return f"{-(-bytes_ // 10**4) / 100:.2f} MB"
 
 
 def _smaller_ways(
     source: SourceModel, recipe: Convert, plan: Plan, size: int
 ) -> Iterator[tuple[str, int]]:
-    """Lists other options, and what a plan of such sizes would take with each of them."""
+    """List other options, and what a plan of such sizes would take with each of them."""
     before = disk_bytes(source, plan, recipe.dtype)
-    own = plan.storage or Storage()
+    current = plan.storage or Storage()
 
     def measured(options: str, dtype: str | None = recipe.dtype, **changes: Any) -> Any:
-        other = plan.model_copy(update=changes)
-        bytes_ = size - before + disk_bytes(source, other, dtype)
+        changed = plan.model_copy(update=changes)
+        bytes_ = size - before + disk_bytes(source, changed, dtype)
         return [(f"`{options}`", bytes_)] if bytes_ < size else []
 
     for bits in (8, 4):
         rounding = Rounding.usual(bits, recipe.group_size)
-        storage = own.model_copy(update={"embeddings": rounding})
+        storage = current.model_copy(update={"embeddings": rounding})
         yield from measured(f"--embedding-bits {bits}", storage=storage)
         both = Storage(weights=rounding, embeddings=rounding)
         table = f" --embedding-bits {bits}" if recipe.embedding_bits else ""
@@ -365,8 +365,8 @@ def _smaller_ways(
         with suppress(PlanError):
             tables = plan_embeddings(options, source, roles_of(source))
             text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
-            if recipe.chooses_table and own.embeddings is not None:
-                text = f"--embedding-bits {own.embeddings.bits} {text}"
+            if recipe.chooses_table and current.embeddings is not None:
+                text = f"--embedding-bits {current.embeddings.bits} {text}"
             yield from measured(text, embeddings=tables)
     if recipe.dtype is None:
         yield from measured("--dtype bfloat16", "bfloat16")

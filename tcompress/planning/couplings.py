@@ -38,8 +38,8 @@ class Coupling:
     @property
     def layers(self) -> tuple[Layer, ...]:
         """All layers that it changes, each once."""
-        own = [layer for layer, _ in self.writers]
-        return tuple(dict.fromkeys([*own, *([self.reader] if self.reader else [])]))
+        readers = [self.reader] if self.reader else []
+        return tuple(dict.fromkeys([*(layer for layer, _ in self.writers), *readers]))
 
     @property
     def step(self) -> int:
@@ -56,32 +56,32 @@ class Coupling:
         goes = self.kind == "neurons" and self.writers[0][0].kind != "experts"
         return [*range(0 if goes else self.step, self.size, self.step), self.size]
 
-    def written(self, part: Part, kept: int) -> Channels:
-        """What a writer's part keeps."""
-        return self._channels(part.size, kept)
+    def written(self, part: Part, size: int) -> Channels:
+        """Channels of a writer's part where so many stay."""
+        return self._channels(part.size, size)
 
-    def read(self, kept: int) -> Channels:
-        """What the reader keeps."""
+    def read(self, size: int) -> Channels:
+        """Channels of the reader where so many stay."""
         assert self.reader is not None
-        return self._channels(self.reader.in_features, kept)
+        return self._channels(self.reader.in_features, size)
 
-    def _channels(self, width: int, kept: int) -> Channels:
+    def _channels(self, width: int, size: int) -> Channels:
         padded = self.kind != "neurons"
         if self.kind == "heads":
-            return Channels(groups=1, size=width, kept=kept * width // self.size, padded=padded)
-        return Channels(groups=width // self.size, size=self.size, kept=kept, padded=padded)
+            return Channels(groups=1, size=width, kept=size * width // self.size, padded=padded)
+        return Channels(groups=width // self.size, size=self.size, kept=size, padded=padded)
 
-    def near(self, asked: float) -> int:
+    def near(self, target: float) -> int:
         """The size that is closest to one, or to a fraction, that was asked for."""
-        wanted = asked * self.size if asked < 1 else asked
-        return min(self.size, max(self.step, round(wanted / self.step) * self.step))
+        size = target * self.size if target < 1 else target
+        return min(self.size, max(self.step, round(size / self.step) * self.step))
 
 
 def couplings(block: Block) -> Iterator[Coupling]:
-    """Lists what layers of a block have in common, as far as it may be made smaller."""
+    """List what layers of a block have in common, as far as it may be made smaller."""
     parts = [(layer, part) for layer in block.layers for part in layer.parts]
     for kind, names, reader_role in _KINDS:
-        reader = next((own for own in block.layers if own.role == reader_role), None)
+        reader = next((layer for layer in block.layers if layer.role == reader_role), None)
         writers = tuple(
             (layer, part)
             for layer, part in parts
@@ -90,29 +90,32 @@ def couplings(block: Block) -> Iterator[Coupling]:
         )
         if not writers or (reader_role and reader is None):
             continue
-        if kind == "scores" and (len(writers) != 2 or not all(own.bilinear for own, _ in writers)):
+        bilinear = len(writers) == 2 and all(layer.bilinear for layer, _ in writers)
+        if kind == "scores" and not bilinear:
             continue
         sizes = {part.size if kind == "neurons" else layer.head for layer, part in writers}
         size = sizes.pop() if len(sizes) == 1 else None
         widths = [part.size for _, part in writers] + ([reader.in_features] if reader else [])
-        whole = size and size > 1 and all(width % size == 0 for width in widths)
-        if size and whole and (kind != "neurons" or len({*widths}) == 1):
+        divides = size and size > 1 and all(width % size == 0 for width in widths)
+        if size and divides and (kind != "neurons" or len({*widths}) == 1):
             yield Coupling(kind, writers, reader, size)
 
 
-def whole_heads(found: Attention) -> Coupling | None:
+def whole_heads(attention: Attention) -> Coupling | None:
     """All that heads of an attention compute, if something may stand in for it.
 
     Heads that are no parts of a projection, or are not alike, go all together.
     """
-    layers = [found.layers[role] for role in ("q", "k", "v", "qkv") if role in found.layers]
+    projections = attention.layers
+    layers = [projections[role] for role in ("q", "k", "v", "qkv") if role in projections]
     writers = tuple((layer, part) for layer in layers for part in layer.parts)
-    reader, width = found.layers.get("o"), found.head_dim
-    if found.reason is not None or reader is None:
+    reader, width = attention.layers.get("o"), attention.head_dim
+    if attention.reason is not None or reader is None:
         return None
     widths = [part.size for _, part in writers] + [reader.in_features]
-    if any(own % width for own in widths):
+    if any(features % width for features in widths):
         return None
-    apart = found.alike and {part.name for _, part in writers} == {"q", "k", "v"}
-    heads = found.key_heads if apart and all(own % found.key_heads == 0 for own in widths) else 1
+    separate = attention.alike and {part.name for _, part in writers} == {"q", "k", "v"}
+    count = attention.key_heads
+    heads = count if separate and not any(features % count for features in widths) else 1
     return Coupling("heads", writers, reader, heads)

@@ -1,4 +1,4 @@
-"""Which blocks of a model stay: what a recipe asks for, in terms of the model's stacks."""
+"""The blocks of a model that stay: what a recipe asks for, in terms of the model's stacks."""
 
 from __future__ import annotations
 
@@ -19,70 +19,73 @@ Stacks = tuple[StackPlan, ...]
 
 
 def stacks_of(roles: Roles) -> Stacks:
-    """Lists the stacks of a model by the part of their path that tells them apart, as `decoder`."""
+    """List the stacks of a model by the part of their path that tells them apart, as `decoder`."""
     counts = Counter(block.name.rpartition(".")[0] for block in roles.blocks)
-    found, others = [], [other.split(".") for other in counts]
+    stacks, paths = [], [path.split(".") for path in counts]
     for path, count in counts.items():
-        apart = (
+        telling = (
             step
             for index, step in enumerate(path.split("."))
-            if any(other[index : index + 1] != [step] for other in others)
+            if any(steps[index : index + 1] != [step] for steps in paths)
         )
-        kept = tuple(range(count))
-        found.append(StackPlan(name=next(apart, path), path=path, blocks=count, kept=kept))
-    return tuple(found)
+        name, indices = next(telling, path), tuple(range(count))
+        stacks.append(StackPlan(name=name, path=path, blocks=count, kept=indices))
+    return tuple(stacks)
 
 
 def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
-    """Plans which blocks stay; those that data will choose are stood in for by equal distances."""
-    whole = stacks_of(roles_of(source))
-    if not whole:
+    """Plan which blocks stay; those that data will choose are stood in for by equal distances."""
+    stacks = stacks_of(roles_of(source))
+    if not stacks:
         raise PlanError("no blocks were found in this model, so none can be dropped")
-    each = _listed(whole)
+    each = _listed(stacks)
     if recipe.append_layers is not None:
-        if len(whole) > 1:
+        if len(stacks) > 1:
             text = f"`append_layers` puts blocks on top of one stack, and this model has {each}"
             raise PlanError(text, "leave `append_layers` out")
-        kept = (*whole[0].kept, *[whole[0].kept[-1]] * recipe.append_layers)
-        copied = whole[0].model_copy(update={"kept": kept})
+        [stack] = stacks
+        blocks = (*stack.kept, *[stack.kept[-1]] * recipe.append_layers)
+        copied = stack.model_copy(update={"kept": blocks})
         return DepthPlan(stacks=(copied,), chosen="asked")
     if recipe.chooses_depth:
-        if len(whole) > 1:
+        if len(stacks) > 1:
             raise PlanError(
                 f"`drop_layers: auto` weighs one stack of blocks, and this model has {each}",
-                f"say how many blocks go, such as `--drop-layers {whole[-1].name}:2`",
+                f"say how many blocks go, such as `--drop-layers {stacks[-1].name}:2`",
             )
-        _check_droppable(whole[0], source)
-        return DepthPlan(stacks=whole, chosen="later")
-    stacks = _as_asked(recipe, whole, source)
+        _check_droppable(stacks[0], source)
+        return DepthPlan(stacks=stacks, chosen="later")
+    stacks = _requested(recipe, stacks, source)
     spread_out = "spread" if recipe.calibration.is_none else "later"
     return DepthPlan(stacks=stacks, chosen=spread_out if recipe.keep_layers is None else "asked")
 
 
-def _as_asked(recipe: Convert, whole: Stacks, source: SourceModel) -> Stacks:
-    """What stays of every stack, where blocks or a number of them are named."""
+def _requested(recipe: Convert, stacks: Stacks, source: SourceModel) -> Stacks:
+    """Blocks that stay of every stack, where blocks or a number of them are named."""
     keeps = recipe.keep_layers is not None
-    asked: Any = recipe.keep_layers if keeps else recipe.drop_layers
-    if not isinstance(asked, Mapping):
-        if len(whole) > 1:
+    requests: Any = recipe.keep_layers if keeps else recipe.drop_layers
+    if not isinstance(requests, Mapping):
+        if len(stacks) > 1:
             option = "--keep-layers" if keeps else "--drop-layers"
-            numbers = asked if isinstance(asked, int) else ",".join(map(str, asked))
-            hint = f"say which one is meant, such as `{option} {whole[-1].name}:{numbers}`"
-            raise PlanError(f"this model has {len(whole)} stacks of blocks: {_listed(whole)}", hint)
-        asked = {whole[0].name: asked}
-    known = {stack.name: stack for stack in whole}
+            single = isinstance(requests, int)
+            numbers = requests if single else ",".join(map(str, requests))
+            hint = f"say which one is meant, such as `{option} {stacks[-1].name}:{numbers}`"
+            text = f"this model has {len(stacks)} stacks of blocks: {_listed(stacks)}"
+            raise PlanError(text, hint)
+        requests = {stacks[0].name: requests}
+    by_name = {stack.name: stack for stack in stacks}
     problems = [
-        f"there is no stack `{name}`; stacks are {listed(list(known))}"
-        for name in asked
-        if name not in known
+        f"there is no stack `{name}`; stacks are {listed(list(by_name))}"
+        for name in requests
+        if name not in by_name
     ]
-    for name, wanted in asked.items():
-        if name in known:
-            problems += _problems(wanted, known[name])
+    for name, request in requests.items():
+        if name in by_name:
+            problems += _problems(request, by_name[name])
     if problems:
         hint = "`tcompress inspect` lists the blocks, which count from 0"
         raise PlanError("; ".join(problems), hint)
-    return tuple(_chosen(asked.get(stack.name), stack, source) for stack in whole)
+    return tuple(_chosen(requests.get(stack.name), stack, source) for stack in stacks)
 
 
 def _listed(stacks: Stacks) -> str:
@@ -90,60 +93,60 @@ def _listed(stacks: Stacks) -> str:
 
 
 def _check_droppable(stack: StackPlan, source: SourceModel) -> None:
-    """Makes sure that any number of blocks may have to go."""
+    """Make sure that any number of blocks may have to go."""
     fixed = set(fixed_blocks(source, stack.path))
     free = [index for index in stack.kept if index not in fixed]
     if stack.blocks < 2 or not free:
         raise PlanError("this model has no blocks that could be dropped: leave `drop_layers` out")
-    some = tuple(index for index in stack.kept if index != free[0])
-    cut_blocks(source, {stack.path: some})  # refuses models that lose more than blocks
+    shorter = tuple(index for index in stack.kept if index != free[0])
+    cut_blocks(source, {stack.path: shorter})  # refuses models that lose more than blocks
 
 
-def _problems(wanted: Any, stack: StackPlan) -> list[str]:
-    """What is wrong with a number of blocks to drop, or with a list of those to keep."""
+def _problems(request: Any, stack: StackPlan) -> list[str]:
+    """Errors of a number of blocks to drop, or of a list of those to keep."""
     blocks = stack.blocks
-    if isinstance(wanted, int):
-        if 1 <= wanted < blocks:
+    if isinstance(request, int):
+        if 1 <= request < blocks:
             return []
         allowed = f"allowed are 1 to {blocks - 1}"
-        return [f"{wanted} blocks of `{stack.name}` are to be dropped, {allowed}"]
+        return [f"{request} blocks of `{stack.name}` are to be dropped, {allowed}"]
     where = f"of the {blocks} blocks of `{stack.name}`"
-    if not wanted:
+    if not request:
         return [f"`keep_layers` keeps none {where}"]
     problems = []
-    outside = sorted({index for index in wanted if not 0 <= index < blocks})
-    if outside:
-        lost = ", ".join(map(str, outside))
+    missing = sorted({index for index in request if not 0 <= index < blocks})
+    if missing:
+        lost = ", ".join(map(str, missing))
         problems.append(f"there is no block {lost}: `{stack.name}` has 0 to {blocks - 1}")
-    if list(wanted) != sorted(set(wanted)):
-        text = ", ".join(map(str, wanted))
+    if list(request) != sorted(set(request)):
+        text = ", ".join(map(str, request))
         expected = "expected are different blocks in ascending order"
         problems.append(f"`keep_layers` is {text}, {expected}")
-    if not problems and len(wanted) == blocks:
+    if not problems and len(request) == blocks:
         problems.append(f"`keep_layers` keeps all {where}")
     return problems
 
 
-def _chosen(asked: Any, stack: StackPlan, source: SourceModel) -> StackPlan:
-    """A stack with what stays of it: all of it, the blocks asked for, or so many fewer."""
-    if asked is None:
+def _chosen(request: Any, stack: StackPlan, source: SourceModel) -> StackPlan:
+    """A stack with the blocks that stay: all of them, those asked for, or so many fewer."""
+    if request is None:
         return stack
-    if isinstance(asked, int):
-        count = stack.blocks - asked
+    if isinstance(request, int):
+        count = stack.blocks - request
         first = bool(fixed_blocks(source, stack.path))
-        asked = (0,) if first and count == 1 else spread(stack.blocks, count, first=first)
-    return stack.model_copy(update={"kept": tuple(asked)})
+        request = (0,) if first and count == 1 else spread(stack.blocks, count, first=first)
+    return stack.model_copy(update={"kept": tuple(request)})
 
 
 def spread(blocks: int, count: int, *, first: bool = True) -> tuple[int, ...]:
-    """Chooses blocks at equal distances, the last one among them, and the `first` where asked."""
+    """Choose blocks at equal distances, the last one among them, and the `first` where asked."""
     if not first or count == 1:
         return tuple((index + 1) * blocks // count - 1 for index in range(count))
     return tuple(index * (blocks - 1) // (count - 1) for index in range(count))
 
 
 def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
-    """What is asked of the blocks that stay; where data chose them, a fraction is one of all."""
+    """Adapt a recipe to the blocks that stay; where data chose them, a fraction is one of all."""
     inner, budget = recipe.within_blocks, recipe.budget
     if recipe.append_layers and recipe.attention and recipe.attention_layers is None:
         new = tuple(range(depth.blocks, depth.kept))
@@ -163,13 +166,13 @@ def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
 
 
 def cut_to(source: SourceModel, depth: DepthPlan) -> SourceModel:
-    """Describes the model with the blocks that are planned."""
+    """Describe the model with the blocks that are planned."""
     stacks = (stack for stack in depth.stacks if len(stack.kept) != stack.blocks)
     return cut_blocks(source, {stack.path: stack.kept for stack in stacks})
 
 
 def with_depth(plan: Plan, depth: DepthPlan, source: SourceModel) -> Plan:
-    """Completes the plan of a model that lost blocks, in which what was left is the dense one."""
+    """Complete the plan of a model that lost blocks, in which what was left is the dense one."""
     model = source.keymap.model
     blocks = [model.get_submodule(block.name) for block in roles_of(source).blocks]
     total = sum(item.numel() for item in model.parameters()) + source.rows_gone

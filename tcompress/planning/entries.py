@@ -38,7 +38,7 @@ class FormPlan(Frozen):
 
 
 class StackPlan(Frozen):
-    """What stays of one stack of blocks."""
+    """Blocks that stay of one stack."""
 
     name: str  # such as `decoder`
     path: str  # module path
@@ -47,7 +47,7 @@ class StackPlan(Frozen):
 
 
 class BlockLoss(Frozen):
-    """What dropping one block costs."""
+    """Loss of dropping one block."""
 
     path: str  # module path in the dense model
     loss: float  # change of the output over the calibration data, in the unit of losses
@@ -55,7 +55,7 @@ class BlockLoss(Frozen):
 
 
 class DepthPlan(Frozen):
-    """Which blocks stay."""
+    """Blocks of a model that stay."""
 
     stacks: tuple[StackPlan, ...]  # all of the model, in its order
     chosen: Literal["asked", "measured", "spread", "later"]
@@ -75,7 +75,7 @@ class DepthPlan(Frozen):
 
     @property
     def deeper(self) -> bool:
-        """Whether copies of blocks are put on top: what is dense then has them too."""
+        """True where copies of blocks are put on top: what is dense then has them too."""
         return self.kept > self.blocks
 
     @property
@@ -89,11 +89,11 @@ class DepthPlan(Frozen):
     @property
     def target_blocks(self) -> tuple[int, ...]:
         """For each block the dense one whose output it gives; the last gives that of the last."""
-        found, start = [], 0
+        targets, start = [], 0
         for stack in self.stacks:
-            found += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]
+            targets += [start + index for index in (*stack.kept[:-1], stack.blocks - 1)]
             start += stack.blocks
-        return tuple(found)
+        return tuple(targets)
 
 
 FactorsKey = tuple[str, str]
@@ -101,7 +101,7 @@ FactorsKey = tuple[str, str]
 
 
 class Form(NamedTuple):
-    """What a layer becomes: layouts of its output splits, and what is left of its input."""
+    """Form of a layer: layouts of its output splits, and what is left of its input."""
 
     parts: tuple[PartLayout, ...]
     reads: Channels | None = None
@@ -137,22 +137,22 @@ class LayerPlan(Frozen):
 
     @property
     def is_narrow(self) -> bool:
-        """Whether channels that it reads or writes are gone."""
+        """True where channels that it reads or writes are gone."""
         return bool(self.reads) or any(part.channels for part in self.parts)
 
     @property
     def is_flipped(self) -> bool:
-        """Whether the dense weight is stored as ([experts,] in, out)."""
+        """True where the dense weight is stored as ([experts,] in, out)."""
         return self.kind == "conv1d" or self.transposed
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """Gives the matrix that a dense weight is.  # ([experts,] out, in)."""
+        """The matrix that a dense weight is.  # ([experts,] out, in)."""
         if self.axes:
             return weight.flatten(1)
         return weight.mT if self.is_flipped else weight
 
     def as_stored(self, matrix: Tensor) -> Tensor:
-        """Gives the dense weight as the base model stores it, of its matrix."""
+        """The dense weight of a matrix, as the base model stores it."""
         if self.axes:
             return matrix[(..., *(None,) * self.axes)]
         return matrix.mT if self.is_flipped else matrix
@@ -191,13 +191,13 @@ class LayerPlan(Frozen):
     def tensor_shapes(self) -> Shapes:
         """Names, relative to the layer, and shapes of all tensors that are stored for it."""
         shapes = dict(own_shapes(self.parts, self.experts))
-        inside = {
+        by_module = {
             module: transform.shapes
             for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
         }
         for bank, layout in self.own_factors.items():
-            inside[factors_module(bank)] = shared_shapes(layout)
-        for module, tensors in inside.items():
+            by_module[factors_module(bank)] = shared_shapes(layout)
+        for module, tensors in by_module.items():
             shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
         return shapes
 
@@ -214,8 +214,8 @@ class LayerPlan(Frozen):
     @property
     def own_factors(self) -> dict[str, Layout]:
         """A layout for all factors that are stored with this layer and shared, by their name."""
-        used = factor_layouts(self.parts)
-        return {bank: layout for bank, layout in used.items() if bank not in self.bank_of}
+        layouts = factor_layouts(self.parts)
+        return {bank: layout for bank, layout in layouts.items() if bank not in self.bank_of}
 
     @property
     def parameters(self) -> int:
@@ -307,7 +307,7 @@ class Dense(Frozen):
 
 
 class Coverage(Frozen):
-    """What becomes of the parameters of the whole dense model; the parts add up to the total."""
+    """Parameters of the whole dense model by what becomes of them; they add up to the total."""
 
     total: int  # tied ones count once
     rewritten: int = 0  # weights that get a structure, as they are in the dense model
@@ -325,7 +325,7 @@ class Coverage(Frozen):
 
 
 class BudgetPlan(Frozen):
-    """What a conversion may keep, and how it was spent; errors are relative to leaving all out."""
+    """The budget of a conversion, and how it was spent; errors are relative to leaving all out."""
 
     kind: str  # name of the option
     limit: float  # a fraction, a number of parameters or bytes, or an error
@@ -345,7 +345,7 @@ class BudgetPlan(Frozen):
 
     @property
     def asked(self) -> Budget:
-        """What was asked for."""
+        """The budget as a recipe has it."""
         return Budget(self.kind, self.limit)
 
 
@@ -360,7 +360,7 @@ class Storage(Frozen):
 
 
 class Plan(Frozen):
-    """What a conversion will do."""
+    """All that a conversion will do."""
 
     layers: tuple[LayerPlan, ...]  # of the blocks, to be rewritten, in order of execution
     attention: tuple[AttentionPlan, ...] = ()  # to be replaced
@@ -409,13 +409,13 @@ class Plan(Frozen):
 
     @property
     def reads_data(self) -> bool:
-        """Whether calibration data matters, where there is any."""
+        """True where calibration data matters, where there is any."""
         chooses = self.depth is not None and self.depth.chosen == "later"
         return bool(self.entries) or self.reads_queries or chooses
 
     @property
     def reads_queries(self) -> bool:
-        """Whether an attention begins with what the base model's queries and keys are like."""
+        """True where an attention begins with what the base model's queries and keys are like."""
         return any(
             replacement_named(entry.layout.mechanism).centres_keys(entry.layout) is not None
             for entry in self.attention
@@ -447,25 +447,25 @@ class Plan(Frozen):
 
     @property
     def changes_model(self) -> bool:
-        """Whether the result needs tcompress to load."""
+        """True where the result needs tcompress to load."""
         rebuilt = self.plain is None and bool(self.entries or self.attention)
         return rebuilt or self.storage is not None
 
     @property
     def compresses(self) -> bool:
-        """Whether anything is done: a plain model has fewer blocks or tokens, or is narrower."""
+        """True where anything is done: a plain model has fewer blocks or tokens, or is narrower."""
         done = self.entries or self.attention or self.depth or self.storage or self.vocabulary
         return bool(done)
 
     @property
     def only_rounded(self) -> bool:
-        """Whether fewer bits are all that is done."""
+        """True where fewer bits are all that is done."""
         done = self.entries or self.attention or self.depth or self.plain or self.vocabulary
         return self.storage is not None and not done
 
     @property
     def cuts_vocabulary_only(self) -> bool:
-        """Whether tokens are left out, and all that is left is as it was."""
+        """True where tokens are left out, and all that stays is as it was."""
         changes = self.entries or self.attention or self.forms or self.depth or self.plain
         return self.vocabulary is not None and not changes and self.storage is None
 

@@ -20,11 +20,11 @@ from tcompress.planning.sites import roles_of
 from tcompress.structures.modules.linear import Channels
 
 PlanOf = Callable[[Convert], Plan]
-"""Plans what a recipe says that gives the width."""
+"""Plan of a recipe that gives the width."""
 
 
 def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
-    """Plans the largest width that a budget allows; one of time is looked at when converting."""
+    """Plan the largest width that a budget allows; one of time is looked at when converting."""
     budget, widths = recipe.budget, possible_widths(source)
     if not widths and (budget or recipe.head_size is None):
         raise _refusal(source, [NO_NEURONS])
@@ -38,21 +38,21 @@ def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
 
 
 def possible_widths(source: SourceModel) -> range:
-    """Lists numbers of neurons that the widest feed-forward may keep; it stops at all of them."""
-    found = {
+    """List numbers of neurons that the widest feed-forward may keep; it stops at all of them."""
+    steps = {
         coupling.size: coupling.step
         for block in roles_of(source).blocks
         for coupling in couplings(block)
         if coupling.kind == "neurons"
     }
-    widest = max(found, default=1)
-    return range(found.get(widest, 1), widest, found.get(widest, 1))
+    widest = max(steps, default=1)
+    return range(steps.get(widest, 1), widest, steps.get(widest, 1))
 
 
 def width_of(plan: Plan) -> int:
-    """Tells how many neurons the widest feed-forward keeps."""
-    channels = (own for entry in plan.layers for own in _channels(entry) if not own.padded)
-    return max((own.size, own.kept) for own in channels)[1]
+    """Count the neurons that the widest feed-forward keeps."""
+    neurons = (item for entry in plan.layers for item in _channels(entry) if not item.padded)
+    return max((item.size, item.kept) for item in neurons)[1]
 
 
 def with_width(recipe: Convert, fraction: float) -> Convert:
@@ -77,10 +77,10 @@ def _largest(recipe: Convert, source: SourceModel, plan_of: PlanOf, widths: rang
     index = bisect_left(widths, True, key=exceeds)
     if index:
         return widths[index - 1] / widths.stop
-    least = planned(widths[0])
-    size = f"{size_of(least, source, recipe):,} {budget.unit}"
+    smallest = planned(widths[0])
+    size = f"{size_of(smallest, source, recipe):,} {budget.unit}"
     if budget.is_fraction:
-        size = f"{least.kept:.3g} of the rewritten layers"
+        size = f"{smallest.kept:.3g} of the rewritten layers"
     raise PlanError(
         f"`{budget}` is out of reach of a plain model: the smallest possible is {size}",
         "what its config has no width for stays as large as it is; allow more, drop blocks too, or "
@@ -92,32 +92,34 @@ NO_NEURONS = "no feed-forward of it is known to have neurons that could go"
 
 
 def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
-    """Completes a plan by the keys of `config.json` that say it; fails naming all that none can."""
+    """Complete a plan by the keys of `config.json` that say it; fails naming all that none can."""
     if not stands_alone(source.settings):
         raise _refusal(source, ["its class comes with tcompress"])
     shapes: dict[bool, dict[str, Shape]] = {False: {}, True: {}}  # of neurons, of heads
     sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
     for entry in plan.layers:
-        for own in _channels(entry):
-            sizes[own.padded].add((own.size, own.kept))
-            shapes[own.padded] |= {
+        for channels in _channels(entry):
+            sizes[channels.padded].add((channels.size, channels.kept))
+            shapes[channels.padded] |= {
                 name: shape
                 for name, shape in shapes_of(entry, source).items()
                 if shape != source.keymap.model.get_parameter(name).shape
             }
     problems = []
-    asked = {False: recipe.head_size is None or recipe.keep_neurons is not None}
-    asked[True] = recipe.head_size is not None
+    requested = {
+        False: recipe.head_size is None or recipe.keep_neurons is not None,
+        True: recipe.head_size is not None,
+    }
     keys: dict[str, int] = {}
     same = "all its feed-forwards would keep their width" if possible_widths(source) else NO_NEURONS
     for heads, words in ((False, same), (True, "no attention of it can have smaller heads")):
         if not shapes[heads]:
-            problems += [words] if asked[heads] else []
+            problems += [words] if requested[heads] else []
             continue
-        found, wrong = find_keys(source, sorted(sizes[heads]), shapes[heads])
-        keys |= found
-        before = ", ".join(f"{size} to {kept}" for size, kept in sorted(sizes[heads]))
-        what = f"{'heads' if heads else 'feed-forwards'} from {before}"
+        new_keys, wrong = find_keys(source, sorted(sizes[heads]), shapes[heads])
+        keys |= new_keys
+        changes = ", ".join(f"{before} to {after}" for before, after in sorted(sizes[heads]))
+        what = f"{'heads' if heads else 'feed-forwards'} from {changes}"
         problems += [f"{what}: {text}" for text in wrong]
     if problems:
         raise _refusal(source, problems)
@@ -136,7 +138,7 @@ def _channels(entry: LayerPlan) -> Iterator[Channels]:
 
 
 def shapes_of(entry: LayerPlan, source: SourceModel) -> dict[str, Shape]:
-    """Gives the shapes of a layer's weight and bias in a plain model, by name in the model."""
+    """Shapes of a layer's weight and bias in a plain model, by name in the model."""
     path = path_of(source, entry)
     lead = (entry.experts,) if entry.experts else ()
     matrix = torch.empty(*lead, entry.outputs_left, entry.inputs_left, device="meta")

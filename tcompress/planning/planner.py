@@ -37,8 +37,8 @@ from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
 
-Place = tuple[str, str]
-"""Weight name in the checkpoint, and name of the output split."""
+Split = tuple[str, str]
+"""An output split: weight name in the checkpoint, and name of the split."""
 
 
 @dataclass
@@ -46,29 +46,29 @@ class SharingGroups:
     """Weights by the factors that they share, which are sized for all that use them."""
 
     left_out: set[str] = field(default_factory=set)  # weights that turned out to stay dense
-    _keys: dict[Place, Hashable] = field(default_factory=dict)
+    _keys: dict[Split, Hashable] = field(default_factory=dict)
     _weights: set[str] = field(default_factory=set)
     _members: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
 
-    def add(self, place: Place, site: Site, key: Hashable, weight: str) -> None:
-        """Notes what a split of a weight, called `weight` in the model, would share."""
+    def add(self, split: Split, site: Site, key: Hashable, weight: str) -> None:
+        """Note what a split of a weight, called `weight` in the model, would share."""
         if weight not in self.left_out:
-            self._keys[place] = key
+            self._keys[split] = key
             self._weights.add(weight)
             self._members[key].append(site)
 
-    def site(self, place: Place, site: Site) -> Site:
-        """Returns a site with all of its sharing group."""
-        key = self._keys.get(place)
+    def site(self, split: Split, site: Site) -> Site:
+        """Return a site with all of its sharing group."""
+        key = self._keys.get(split)
         return site if key is None else replace(site, sharing_sites=tuple(self._members[key]))
 
     def without(self, refused: Iterable[str]) -> SharingGroups | None:
-        """Returns empty groups that leave out what was refused; None if all members were taken."""
+        """Return empty groups that leave out what was refused; None if all members were taken."""
         lost = self._weights & set(refused)
         return SharingGroups(self.left_out | lost) if lost else None
 
     def owned(self, layers: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
-        """Lets the first layer of a group own what it shares, and the others refer to it."""
+        """Make the first layer of a group own what it shares, and the others refer to it."""
         owners: dict[Hashable, str] = {}
         for entry in layers:
             borrowed: dict[str, str] = {}
@@ -77,8 +77,8 @@ class SharingGroups:
                     if (shared := shared_of(layout)) is not None:
                         key = self._keys[entry.key, part.name]
                         borrowed[shared.name] = owners.setdefault(key, entry.name)
-            others = {name: owner for name, owner in borrowed.items() if owner != entry.name}
-            yield entry.model_copy(update={"bank_of": others}) if others else entry
+            referred = {name: owner for name, owner in borrowed.items() if owner != entry.name}
+            yield entry.model_copy(update={"bank_of": referred}) if referred else entry
 
 
 KEPT = "kept dense by the recipe"
@@ -92,26 +92,26 @@ class _Planner:
     roles: Roles
     unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
+    skipped: list[Left] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
     groups: SharingGroups = field(default_factory=SharingGroups)
-    writes: dict[Place, Channels] = field(default_factory=dict)  # by name in the model
+    writes: dict[Split, Channels] = field(default_factory=dict)  # by name in the model
     reads: dict[str, Channels] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Plans all layers; again without those that then did not take what they would share."""
+        """Plan all layers; again without those that then did not take what they would share."""
         for block in self.roles.blocks:
             for coupling in couplings(block):
                 self._narrow(coupling)
         groups: SharingGroups | None = self.groups
         while groups is not None:
-            self.groups, self.layers, self.left = groups, [], []
+            self.groups, self.layers, self.skipped = groups, [], []
             self._ask_what_is_shared()
             for block in self.roles.blocks:
                 for group in block.groups:
                     self._plan_group(block, group)
-            groups = self.groups.without(item.name for item in self.left)
+            groups = self.groups.without(item.name for item in self.skipped)
         self.layers = list(self.groups.owned(self.layers))
 
     def _ask_what_is_shared(self) -> None:
@@ -134,12 +134,12 @@ class _Planner:
                 site = site_of(block, layer, part)
                 key = kind.sharing_group(choice.method, site)
                 if key is not None:
-                    place = (f"{name}.{layer.parameter}", part.name)
-                    own = (choice.method, choice.residual_rank, choice.target, key)
-                    self.groups.add(place, site, own, layer.weight_name)
+                    split = (f"{name}.{layer.parameter}", part.name)
+                    sharing = (choice.method, choice.residual_rank, choice.target, key)
+                    self.groups.add(split, site, sharing, layer.weight_name)
 
     def _narrow(self, coupling: Coupling) -> None:
-        """Makes channels fewer, where the recipe asks for it and all layers around may change."""
+        """Make channels fewer, where the recipe asks for it and all layers around may change."""
         try:
             choices = [self._choice_of(layer)[1] for layer in coupling.layers]
         except Refusal:
@@ -147,20 +147,20 @@ class _Planner:
         if any(layer.weight_name in self.unused for layer in coupling.layers):
             return
         recipe = self.recipe
-        asked = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
+        target = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
         fractions = [c.target for c in choices if c.method.narrows and c.target]
-        if asked is None and not recipe.fixes_width and fractions:
-            asked = min(fractions)
-        kept = coupling.size if asked is None else coupling.near(asked)
-        if kept == coupling.size:
+        if target is None and not recipe.fixes_width and fractions:
+            target = min(fractions)
+        size = coupling.size if target is None else coupling.near(target)
+        if size == coupling.size:
             return
         for layer, part in coupling.writers:
-            self.writes[layer.weight_name, part.name] = coupling.written(part, kept)
+            self.writes[layer.weight_name, part.name] = coupling.written(part, size)
         if coupling.reader is not None:
-            self.reads[coupling.reader.weight_name] = coupling.read(kept)
+            self.reads[coupling.reader.weight_name] = coupling.read(size)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
-        """Plans the layers that read one input."""
+        """Plan the layers that read one input."""
         # What an input transform costs each depends on how many share it, which is known only when
         # they are planned: so a second look is taken.
         group = [layer for layer in group if layer.weight_name not in self.unused]
@@ -168,7 +168,7 @@ class _Planner:
         sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
         for _ in group:
             planned: dict[str, LayerPlan] = {}
-            left: list[Left] = []
+            skipped: list[Left] = []
             for layer in group:
                 size = layer.in_features * layer.out_features * (layer.experts or 1)
                 name = layer.weight_name
@@ -176,7 +176,7 @@ class _Planner:
                     planned[name] = self._entry(block, layer, sharing[name])
                 except Refusal as refusal:
                     facts = {"name": name, "block": block.name, "reason": str(refusal)}
-                    left.append(Left(role=layer.role, parameters=size, **facts))
+                    skipped.append(Left(role=layer.role, parameters=size, **facts))
                     self.hints.update([refusal.hint] if refusal.hint else ())
             shared = tuple(_share_inputs(list(planned.values())))
             readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
@@ -186,7 +186,7 @@ class _Planner:
                 break
             sharing |= actual
         self.layers.extend(shared)
-        self.left.extend(left)
+        self.skipped.extend(skipped)
 
     def _choice_of(self, layer: Layer) -> tuple[str, Choice]:
         """Name of a layer in the checkpoint, and what it becomes."""
@@ -205,8 +205,8 @@ class _Planner:
             if matches(rule.match, names):
                 base = choice or _usual(recipe)
                 rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
-                own = Choice(rule.method or base.method, rank, rule.target or base.target)
-                choice = None if rule.keep else own
+                ruled = Choice(rule.method or base.method, rank, rule.target or base.target)
+                choice = None if rule.keep else ruled
         if choice is None:
             raise Refusal(KEPT)
         return name, choice
@@ -221,13 +221,13 @@ class _Planner:
         for part in layer.parts:
             written = self.writes.get((layer.weight_name, part.name))
             site = self.groups.site((stored, part.name), site_of(block, layer, part))
-            own = replace(
+            narrow = replace(
                 site,
                 in_features=reads.left if reads else site.in_features,
                 out_features=written.left if written else site.out_features,
             )
             terms = plan_terms(
-                _of_dense(choice, site, own), own, readers, copies, calibrated=calibrated
+                _of_dense(choice, site, narrow), narrow, readers, copies, calibrated=calibrated
             )
             parts.append(PartLayout(name=site.role, terms=terms, channels=written))
         entry = LayerPlan(
@@ -255,25 +255,25 @@ class _Planner:
 
 
 def is_refitted(entry: LayerPlan) -> bool:
-    """Whether an entry is a plain matrix, which may make up for what layers before it lost."""
+    """True where an entry is a plain matrix, which may make up for what layers before it lost."""
     return all(term.is_plain for part in entry.parts for term in part.terms)
 
 
-def _of_dense(choice: Choice, dense: Site, own: Site) -> Choice:
+def _of_dense(choice: Choice, dense: Site, narrow: Site) -> Choice:
     """Fractions of the dense weight as fractions of what width has left of it."""
-    left = own.in_features * own.out_features / (dense.in_features * dense.out_features)
-    if choice.target is None or left == 1 or choice.method.narrows:
+    share = narrow.in_features * narrow.out_features / (dense.in_features * dense.out_features)
+    if choice.target is None or share == 1 or choice.method.narrows:
         return choice
-    return replace(choice, target=min(choice.target / left, 1.0))
+    return replace(choice, target=min(choice.target / share, 1.0))
 
 
 def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
-    """Tells whether the recipe has words of its own for a layer, so that no budget sizes it."""
+    """True where the recipe has rules of its own for a layer, so that no budget sizes it."""
     return any(matches(rule.match, matched_names(source, layer)) for rule in recipe.layers)
 
 
 def site_of(block: Block, layer: Layer, part: Part) -> Site:
-    """Describes where a part of a layer sits."""
+    """Describe where a part of a layer sits."""
     return Site(
         layer.in_features, part.size, layer.side, role=part.name, block=block.name, head=layer.head
     )
@@ -288,22 +288,22 @@ def _usual(recipe: Convert) -> Choice:
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
-    """Lets layers that read one input, through equal transforms, share the first one's."""
-    owners: dict[object, list[LayerPlan]] = {}
+    """Share the first layer's transform among those that read one input through equal ones."""
+    sharing: dict[object, list[LayerPlan]] = {}
     for index, entry in enumerate(planned):
         keys = [transform_of(term, "in") for term in entry.parts[0].terms]
         while keys and keys[-1] is None:  # a low-rank term at the end has no transform
             keys.pop()
         # Transforms are found by their summand, so all that is left has to agree.
-        own = tuple(keys) if keys and entry.kind != "experts" else index
-        owners.setdefault(own, []).append(entry)
-    for first, *others in owners.values():
-        yield first.model_copy(update={"readers": 1 + len(others)})
-        yield from (entry.model_copy(update={"input_of": first.name}) for entry in others)
+        key = tuple(keys) if keys and entry.kind != "experts" else index
+        sharing.setdefault(key, []).append(entry)
+    for first, *rest in sharing.values():
+        yield first.model_copy(update={"readers": 1 + len(rest)})
+        yield from (entry.model_copy(update={"input_of": first.name}) for entry in rest)
 
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
-    """Plans a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
+    """Plan a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
     depth = plan_depth(recipe, source) if recipe.changes_depth else None
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
@@ -317,7 +317,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
         return with_depth(make_plan(inner, cut, label), depth, source)
     storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
-        plan = plan_plain(recipe, source, lambda own: _plan(own, source, label))
+        plan = plan_plain(recipe, source, lambda narrow: _plan(narrow, source, label))
     else:
         plan = plan_within(
             recipe, source, lambda target: _plan(recipe.with_target(target), source, label, storage)
@@ -328,12 +328,12 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
 
 
 def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
-    """Lists the layers of a plan, those together that read one input."""
+    """List the layers of a plan, those together that read one input."""
     planned = {path_of(source, entry): entry for entry in plan.layers}
     groups = [group for block in roles_of(source).blocks for group in block.groups]
-    inside = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
-    found = [[entry for entry in group if entry is not None] for group in inside]
-    return [*filter(None, found), *([entry] for entry in planned.values())]
+    in_blocks = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
+    rewritten = [[entry for entry in group if entry is not None] for group in in_blocks]
+    return [*filter(None, rewritten), *([entry] for entry in planned.values())]
 
 
 def resized(
@@ -342,44 +342,44 @@ def resized(
     chosen: Mapping[str, Form | None],
     source: SourceModel,
 ) -> Plan:
-    """Gives layers other forms, by weight name; None leaves one dense, others stay as planned."""
+    """Change forms of layers, by weight name; None leaves one dense, others stay as planned."""
     layers: list[LayerPlan] = []
-    left = [*plan.left]
+    skipped = [*plan.left]
     for group in groups:
-        own, dense = regrouped(group, chosen)
-        layers += own
+        rewritten, dense = regrouped(group, chosen)
+        layers += rewritten
         for entry in dense:
             block = source.keymap.runtime_name(entry.block) or entry.block
             facts = {"name": path_of(source, entry), "block": block, "role": entry.role}
-            left.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
-    return plan.model_copy(update={"layers": tuple(layers), "left": tuple(left)})
+            skipped.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
+    return plan.model_copy(update={"layers": tuple(layers), "left": tuple(skipped)})
 
 
 def regrouped(
     group: Sequence[LayerPlan], chosen: Mapping[str, Form | None]
 ) -> tuple[list[LayerPlan], list[LayerPlan]]:
-    """Gives layers of one input what was chosen: those rewritten, and those that stay dense."""
+    """Divide layers of one input, with chosen forms: the rewritten, and those that stay dense."""
     if all(entry.key not in chosen for entry in group):
         return [*group], []
-    own, left = [], []
+    rewritten, dense = [], []
     for entry in group:
         form = chosen.get(entry.key, Form(entry.parts, entry.reads))
         if form is None:
-            left.append(entry)
+            dense.append(entry)
         else:
-            alone = {"input_of": None, "readers": 1}
-            own.append(entry.model_copy(update={**form._asdict(), **alone}))
+            changes = {**form._asdict(), "input_of": None, "readers": 1}
+            rewritten.append(entry.model_copy(update=changes))
     while True:
-        shared = list(_share_inputs(own))
+        shared = list(_share_inputs(rewritten))
         readers = {item.name: item.readers for item in shared}
         sharing = {item.key: readers[item.input_of or item.name] for item in shared}
         small: list[LayerPlan] = []
-        for item in own:
+        for item in rewritten:
             share = kept_share(item, sharing[item.key])
-            (small if share < 1 or is_refitted(item) else left).append(item)
-        if len(small) == len(own):
-            return shared, left
-        own = small
+            (small if share < 1 or is_refitted(item) else dense).append(item)
+        if len(small) == len(rewritten):
+            return shared, dense
+        rewritten = small
 
 
 def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | None = None) -> Plan:
@@ -398,20 +398,20 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
             facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
             refused.append(Left(**facts, parameters=_matrices(model, item.name)))
     blocks = {block.name for block in roles.blocks}
-    inside = (item for name in blocks for item in model.get_submodule(name).parameters())
+    in_blocks = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(
         layers=tuple(planner.layers),
         attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
         forms=plan_forms(recipe, source, roles),
         storage=storage,
-        left=(*attention.left, *planner.left, *refused),
+        left=(*attention.left, *planner.skipped, *refused),
         source=source.id,
         family=roles.family,
         method=label,
         vocabulary=source.vocabulary,
         parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
-        block_parameters=sum(parameter.numel() for parameter in inside),
+        block_parameters=sum(parameter.numel() for parameter in in_blocks),
         warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
     )
 
@@ -419,13 +419,13 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
 def _matrices(model: nn.Module, name: str) -> int:
     """Parameters of the weights, without biases, that a module or a parameter of it holds."""
     path, _, leaf = name.rpartition(".")
-    own = getattr(model.get_submodule(path), leaf)
-    held = own.named_parameters(recurse=False) if isinstance(own, nn.Module) else [(leaf, own)]
-    return sum(item.numel() for key, item in held if item.ndim > 1 and not key.endswith("bias"))
+    item = getattr(model.get_submodule(path), leaf)
+    held = item.named_parameters(recurse=False) if isinstance(item, nn.Module) else [(leaf, item)]
+    return sum(p.numel() for key, p in held if p.ndim > 1 and not key.endswith("bias"))
 
 
 def _notes(planner: _Planner) -> Iterator[str]:
-    """Says what is shared, where ranks are too large, and which experts data does not reach."""
+    """Say what is shared, where ranks are too large, and which experts data does not reach."""
     layers = planner.layers
     groups = sum(len(entry.own_factors) for entry in layers)
     if groups:
@@ -454,21 +454,22 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
         reasons = "; ".join(sorted({item.reason for item in planner.roles.refused})[:5])
         why = reasons or "it has no linear layers inside repeated blocks"
         return PlanError(f"no layer of this `{planner.roles.family}` model is supported: {why}")
-    if all(item.reason == KEPT for item in planner.left):
+    if all(item.reason == KEPT for item in planner.skipped):
         hint = "remove patterns from `keep`, or rules with `keep: true`"
-        return PlanError(f"the recipe keeps all {len(planner.left)} layers dense", hint)
-    seen: dict[str, list[str]] = {}
-    for item in planner.left:
-        seen.setdefault(item.reason, []).append(item.name)
+        return PlanError(f"the recipe keeps all {len(planner.skipped)} layers dense", hint)
+    by_reason: dict[str, list[str]] = {}
+    for item in planner.skipped:
+        by_reason.setdefault(item.reason, []).append(item.name)
     lines = "\n".join(
-        f"  - {reason}: {len(names)} layers, such as `{names[0]}`" for reason, names in seen.items()
+        f"  - {reason}: {len(names)} layers, such as `{names[0]}`"
+        for reason, names in by_reason.items()
     )
     hint = "; ".join(sorted(planner.hints)) or "choose another p or rank"
-    return PlanError(f"none of {len(planner.left)} layers can be rewritten:\n{lines}", hint)
+    return PlanError(f"none of {len(planner.skipped)} layers can be rewritten:\n{lines}", hint)
 
 
 def covered(plan: Plan, source: SourceModel) -> Plan:
-    """Counts what becomes of all parameters, each once; tied ones are one."""
+    """Count what becomes of all parameters, each once; tied ones are one."""
     model = source.keymap.model
     names: dict[Tensor, list[str]] = {}  # by their identity
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -480,54 +481,56 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
-    every = [name for own in names.values() for name in own]
-    known = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
-    steps = [name.split(".") for name in known]
-    above = {".".join(own[:depth]) for own in steps for depth in range(1, len(own))}
+    every = [name for aliases in names.values() for name in aliases]
+    placed = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
+    paths = [name.split(".") for name in placed]
+    above = {".".join(steps[:depth]) for steps in paths for depth in range(1, len(steps))}
     counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
     dense: dict[tuple[str, str], int] = {}
-    for tensor, own in names.items():
+    for tensor, aliases in names.items():
         size = tensor.numel()
-        if rewritten.intersection(own):
+        if rewritten.intersection(aliases):
             counts["rewritten"] += size
-        elif any(name.rpartition(".")[0] in unused for name in own):
+        elif any(name.rpartition(".")[0] in unused for name in aliases):
             counts["replaced"] += size
-        elif any(name in tables or is_table(name) for name in own):
+        elif any(name in tables or is_table(name) for name in aliases):
             counts["embeddings"] += size
-        elif tensor.ndim < 2 or own[0].endswith("bias"):
+        elif tensor.ndim < 2 or aliases[0].endswith("bias"):
             counts["norms"] += size
         else:
-            why = (reasons.get(name) or reasons.get(name.rpartition(".")[0]) for name in own)
+            why = (reasons.get(name) or reasons.get(name.rpartition(".")[0]) for name in aliases)
             role, reason = next((item for item in why if item), ("", ""))
-            label = role or _label(own[0], above)
+            label = role or _label(aliases[0], above)
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
-    left = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
+    stays = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
     counts["vocabulary"] = source.rows_gone
     total = sum(tensor.numel() for tensor in names) + source.rows_gone
-    return plan.model_copy(update={"coverage": Coverage(total=total, left=left, **counts)})
+    return plan.model_copy(update={"coverage": Coverage(total=total, left=stays, **counts)})
 
 
 def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
-    """Warns where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
-    own = plan.coverage
-    assert own is not None
-    layers = min(own.rewritten, plan.dense_rewritten)
-    tables = own.embeddings + own.vocabulary + own.rewritten - layers
-    outside = own.total - own.dropped - tables
-    forced = [item for item in own.left if item.reason not in chosen]
-    reached = layers + own.replaced + sum(i.parameters for i in own.left if i.reason in chosen)
-    if 2 * reached < outside and forced:
-        most = forced[0]
+    """Warn where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
+    coverage = plan.coverage
+    assert coverage is not None
+    layers = min(coverage.rewritten, plan.dense_rewritten)
+    tables = coverage.embeddings + coverage.vocabulary + coverage.rewritten - layers
+    rest = coverage.total - coverage.dropped - tables
+    forced = [item for item in coverage.left if item.reason not in chosen]
+    left_by_choice = sum(item.parameters for item in coverage.left if item.reason in chosen)
+    reached = layers + coverage.replaced + left_by_choice
+    if 2 * reached < rest and forced:
+        largest = forced[0]
+        size = f"{largest.parameters:,} parameters"
         yield (
-            f"only {reached / outside:.0%} of the parameters outside embeddings can be rewritten; "
-            f"the largest part that stays dense is `{most.name}` ({most.parameters:,} parameters)"
-            + (f": {most.reason}" if most.reason else ", outside the blocks")
+            f"only {reached / rest:.0%} of the parameters outside embeddings can be rewritten; "
+            f"the largest part that stays dense is `{largest.name}` ({size})"
+            + (f": {largest.reason}" if largest.reason else ", outside the blocks")
         )
 
 
 def is_table(name: str) -> bool:
-    """Whether a parameter that is no module's weight is a table, such as one of positions."""
+    """True where a parameter that is no module's weight is a table, such as one of positions."""
     leaf = name.rpartition(".")[2]
     return any(word in leaf for word in ("embed", "position", "token"))
 
@@ -540,7 +543,7 @@ _VAGUE = ("dense", "linear", "proj")  # names of modules that say nothing withou
 
 
 def _label(name: str, above: Collection[str]) -> str:
-    """What people call a parameter: its module in a block, else the largest module around it."""
+    """Usual name of a parameter: its module in a block, else the largest module around it."""
     steps = name.rpartition(".")[0].split(".") if name.endswith(".weight") else name.split(".")
     if not _numbered(name):
         for depth in range(1, len(steps)):

@@ -1,4 +1,4 @@
-"""Which layers, attentions and tables a recipe means, and what becomes of those outside layers."""
+"""The layers, attentions and tables that a recipe is about, and plans of all but the layers."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ from tcompress.structures.modules.linear import PartLayout
 
 
 def structure_of(spec: Spec) -> Structure[Any, Any]:
-    """Returns the structure that a method's options belong to."""
+    """Find the structure that a method's options belong to."""
     return next(item for item in structures() if isinstance(spec, item.spec))
 
 
 def offered_by(
     spec: AutoSpec, target: float, *, timed: bool = False
 ) -> dict[str, tuple[Spec, ...]]:
-    """Lists what `auto` chooses among near a kept fraction: options by name, preferred first.
+    """List what `auto` chooses among near a kept fraction: options by name, preferred first.
 
     Where time counts, structures that no pass is faster with are not on offer by themselves.
     """
-    return {name: own.offered(target) for name, own in _specs(_offer(spec, timed)).items()}
+    return {name: options.offered(target) for name, options in _specs(_offer(spec, timed)).items()}
 
 
 def alone_of(spec: AutoSpec, target: float, *, timed: bool = False) -> dict[str, tuple[Spec, ...]]:
-    """Lists methods to try alone beside `auto`: those on offer."""
-    return {name: own.alone(target) for name, own in _specs(_offer(spec, timed)).items()}
+    """List methods to try alone beside `auto`: those on offer."""
+    return {name: options.alone(target) for name, options in _specs(_offer(spec, timed)).items()}
 
 
 def _offer(spec: AutoSpec, timed: bool) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ _ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()
 
 
 def roles_of(source: SourceModel) -> Roles:
-    """Returns the roles of a model's layers, found once for each model."""
+    """Find the roles of a model's layers, once for each model."""
     if source not in _ROLES:
         _ROLES[source] = find_roles(source.keymap.model)
     return _ROLES[source]
@@ -78,7 +78,7 @@ _MOST_WAYS = 2e7  # four times `.*`, for example
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Tells whether a name, `*` wildcards, `re:...` or an end of a name selects a layer's names."""
+    """Match a layer's names with a name, `*` wildcards, `re:...` or an end of a name."""
     if pattern.startswith("re:"):
         expression = _compiled(pattern)
         return any(expression.search(name) for name in names)
@@ -102,12 +102,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _ways(parts: Iterable[Any]) -> float:
-    """Bounds in how many ways an expression can match a name: backtracking tries all of them."""
+    """Bound the number of ways to match a name: backtracking tries all of them."""
     total, unbounded = 1.0, 0
-    for kind, found in parts:
+    for kind, content in parts:
         name = str(kind)
         if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            low, high, inner = found
+            low, high, inner = content
             high = min(int(high), _LONGEST)
             span = high - min(int(low), high) + 1.0
             if high == _LONGEST:  # repeats one after another share the characters of a name
@@ -115,22 +115,22 @@ def _ways(parts: Iterable[Any]) -> float:
                 span = (_LONGEST + unbounded) / unbounded
             total *= span * min(_ways(inner), 10.0) ** high
         elif name == "BRANCH":
-            total *= sum(map(_ways, found[1]))
+            total *= sum(map(_ways, content[1]))
         elif name == "SUBPATTERN":
-            total *= _ways(found[3])
+            total *= _ways(content[3])
         elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _ways(found[1])
+            total *= _ways(content[1])
         elif name == "ATOMIC_GROUP":
-            total *= _ways(found)
+            total *= _ways(content)
         elif name == "GROUPREF_EXISTS":
-            total *= _ways(found[1]) + _ways(found[2] or ())
+            total *= _ways(content[1]) + _ways(content[2] or ())
         if total > _MOST_WAYS:
             return math.inf
     return total
 
 
 def matched_names(source: SourceModel, layer: Layer) -> tuple[str, ...]:
-    """Lists what patterns may call a layer; blocks are numbered as in the whole model."""
+    """List what patterns may call a layer; blocks are numbered as in the whole model."""
     names = [layer.name, layer.weight_name]
     with suppress(SourceError):  # a layer without a name in the checkpoint
         stored = source.keymap.checkpoint_prefix(layer.name)
@@ -139,38 +139,38 @@ def matched_names(source: SourceModel, layer: Layer) -> tuple[str, ...]:
 
 
 def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> bool:
-    """Tells whether a layer stays as it is: it is kept, or others alone are asked for."""
+    """True where a layer stays as it is: it is kept, or others alone are asked for."""
     if any(matches(pattern, names) for pattern in keep):
         return True
     return bool(only) and not any(matches(pattern, names) for pattern in only)
 
 
 def check_patterns(recipe: Convert, source: SourceModel) -> None:
-    """Makes sure that every pattern of a recipe selects a layer that can be rewritten."""
+    """Make sure that every pattern of a recipe selects a layer that can be rewritten."""
     roles = roles_of(source)
     layers = roles.layers
-    known = {name for layer in layers for name in matched_names(source, layer)}
-    known |= {name for layer in roles.outside for name in matched_names(source, layer)[:-1]}
+    names = {name for layer in layers for name in matched_names(source, layer)}
+    names |= {name for layer in roles.outside for name in matched_names(source, layer)[:-1]}
     patterns = [*recipe.keep, *recipe.only, *(rule.match for rule in recipe.layers)]
-    lost = [pattern for pattern in patterns if not matches(pattern, known)]
+    lost = [pattern for pattern in patterns if not matches(pattern, names)]
     if lost and layers:  # without any, the plan says why
         listed = ", ".join(f"`{pattern}`" for pattern in lost)
-        known_roles = ", ".join(f"`{role}`" for role in dict.fromkeys(i.role for i in layers))
-        close = f"{lost[0]}.*"  # what is inside a module, or the closest known name
-        if not matches(close, known):
+        all_roles = ", ".join(f"`{role}`" for role in dict.fromkeys(i.role for i in layers))
+        close = f"{lost[0]}.*"  # what is inside a module, or the closest name
+        if not matches(close, names):
             # Patterns mostly name the end of a path, such as `output.dense`.
-            ends = {".".join(name.split(".")[-size:]) for name in known for size in (1, 2, 3)}
+            ends = {".".join(name.split(".")[-size:]) for name in names for size in (1, 2, 3)}
             close = next(iter(difflib.get_close_matches(lost[0], sorted(ends), 1, 0.5)), "")
         hint = f"`tcompress inspect {shlex.quote(source.id)} --layers` lists the names"
         hint = f"did you mean `{close}`?" if close else hint
-        raise PlanError(f"no layer matches {listed}; roles are {known_roles}", hint)
+        raise PlanError(f"no layer matches {listed}; roles are {all_roles}", hint)
 
 
 def named_outside(recipe: Convert, source: SourceModel, roles: Roles) -> list[Layer]:
-    """Lists layers outside of blocks that a pattern names which selects nothing inside them."""
-    inside = {name for layer in roles.layers for name in matched_names(source, layer)}
-    given = (*recipe.only, *(rule.match for rule in recipe.layers))
-    patterns = [pattern for pattern in given if not matches(pattern, inside)]
+    """List layers outside of blocks that a pattern names which selects nothing inside them."""
+    in_blocks = {name for layer in roles.layers for name in matched_names(source, layer)}
+    all_patterns = (*recipe.only, *(rule.match for rule in recipe.layers))
+    patterns = [pattern for pattern in all_patterns if not matches(pattern, in_blocks)]
     return [
         layer
         for layer in roles.outside
@@ -196,7 +196,7 @@ _FUSED = (
 
 @dataclass(frozen=True)
 class AttentionPlans:
-    """What becomes of the attentions of a model."""
+    """Plans of the attentions of a model."""
 
     entries: tuple[AttentionPlan, ...] = ()  # those that are replaced, in the order of the blocks
     left: tuple[Left, ...] = ()  # those that stay, with the reason
@@ -205,23 +205,23 @@ class AttentionPlans:
 
 
 def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> AttentionPlans:
-    """Plans which attentions are replaced."""
+    """Plan which attentions are replaced."""
     if recipe.attention is None:
         return AttentionPlans()
-    found = attentions_of(source.keymap.model, roles)
+    attentions = attentions_of(source.keymap.model, roles)
     # Blocks are numbered as in the whole model.
-    numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in found]
-    asked = numbers if recipe.attention_layers is None else recipe.attention_layers
-    lost = [str(number) for number in asked if number not in numbers]
+    numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in attentions]
+    chosen = numbers if recipe.attention_layers is None else recipe.attention_layers
+    lost = [str(number) for number in chosen if number not in numbers]
     # Some of those asked for may be among the blocks that were dropped, but not all.
-    if lost and not (source.renumbered and len(lost) < len(asked)):
+    if lost and not (source.renumbered and len(lost) < len(chosen)):
         hint = f"blocks are numbered from 0 to {max(numbers)}" if numbers else None
         raise PlanError(f"there is no attention in block {', '.join(lost)}", hint)
     entries: list[AttentionPlan] = []
-    left: list[Left] = []
+    skipped: list[Left] = []
     unused: set[str] = set()
-    for item, number in zip(found, numbers, strict=True):
-        if number not in asked:
+    for item, number in zip(attentions, numbers, strict=True):
+        if number not in chosen:
             continue
         try:
             entries.append(_attention(recipe, source, item))
@@ -229,22 +229,24 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
-            left.append(Left(role="attention", parameters=0, **facts))
+            skipped.append(Left(role="attention", parameters=0, **facts))
     if not entries:
         name = recipe.attention.name
-        if not left:
+        if not skipped:
             raise PlanError(
                 f"no attention of this `{roles.family}` model is known, so that `{name}` cannot "
                 "take its place"
             )
-        reasons = {item.reason: [n.name for n in left if n.reason == item.reason] for item in left}
-        lines = [f"  - {why}: {', '.join(f'`{n}`' for n in own)}" for why, own in reasons.items()]
+        paths: dict[str, list[str]] = {}
+        for layer in skipped:
+            paths.setdefault(layer.reason, []).append(f"`{layer.name}`")
+        lines = [f"  - {reason}: {', '.join(listed)}" for reason, listed in paths.items()]
         raise PlanError(
-            f"`{name}` suits none of {len(left)} attentions:\n" + "\n".join(lines),
+            f"`{name}` suits none of {len(skipped)} attentions:\n" + "\n".join(lines),
             "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
         )
     kind = replacement_of(recipe.attention)
-    lengths = [item.tokens or item.longest for item in found]
+    lengths = [item.tokens or item.longest for item in attentions]
     longest = None if None in lengths else max(length for length in lengths if length)
     notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
     if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
@@ -252,12 +254,12 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     if kind.unused and not unused:
         notes.append(_FUSED)
     return AttentionPlans(
-        tuple(entries), tuple(left), frozenset(unused), tuple(filter(None, notes))
+        tuple(entries), tuple(skipped), frozenset(unused), tuple(filter(None, notes))
     )
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
-    """Stores a dense layer under another name where nothing else would stop plain Transformers."""
+    """Store a dense layer under another name where nothing else would stop plain Transformers."""
     needed = not (rewritten or any(entry.unused for entry in entries))
     return tuple(
         entry if needed and index == 0 else entry.model_copy(update={"guard": None})
@@ -301,7 +303,7 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
 def plan_embeddings(
     options: Embeddings | None, source: SourceModel, roles: Roles
 ) -> tuple[LayerPlan, ...]:
-    """Plans the tables; one that several modules share is planned once."""
+    """Plan the tables; one that several modules share is planned once."""
     if options is None:
         return ()
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
@@ -341,8 +343,8 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
     budget = None if options.target is None else int(options.target * dense)
     layout: Layout = kind.layout(options.method, site, budget)
     if not (isinstance(kind, LooksUp) and kind.looks_up(layout)):
-        known = ", ".join(f"`{name}`" for name in lookup_methods())
-        raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {known}")
+        allowed = ", ".join(f"`{name}`" for name in lookup_methods())
+        raise Refusal(f"`{options.method.name}` cannot look words up; allowed are {allowed}")
     parts = (PartLayout(name="embedding", terms=(layout,)),)
     entry = LayerPlan(
         name=name, block="embeddings", role="embedding", kind="embedding", bias=False, parts=parts
@@ -353,11 +355,11 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 
 
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
-    """Plans what `positions` and `norm` ask for."""
+    """Plan what `positions` and `norm` ask for."""
     p, this = int(getattr(recipe.method, "p", 1)), f"this `{roles.family}` model"
     positions = list(_positions(recipe, source, roles, p)) if recipe.positions != "host" else []
     norms = list(_norms(recipe, source, roles, p)) if recipe.norm != "host" else []
-    found, problems = [*positions, *norms], []
+    entries, problems = [*positions, *norms], []
     if recipe.positions != "host" and not positions:
         what = f"a table of positions for tokens of text, and {this} has none"
         problems.append(f"`positions: {recipe.positions}` is about {what}")
@@ -366,18 +368,18 @@ def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[Form
         problems.append(f"`norm: {recipe.norm}` is about {what}")
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
-        for entry in found
+        for entry in entries
         if entry.shape[-1] % p
     ]
     if problems:
         raise PlanError("; ".join(problems), "leave `positions` or `norm` at `host`")
-    return tuple(found)
+    return tuple(entries)
 
 
 def _positions(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
-    inside = tuple(f"{block.name}." for block in roles.blocks)
+    block_paths = tuple(f"{block.name}." for block in roles.blocks)
     for path, table, offset in position_tables(source.keymap.model):
-        if path.startswith(inside):
+        if path.startswith(block_paths):
             continue
         try:
             name = source.keymap.checkpoint_prefix(path)

@@ -87,9 +87,9 @@ class Widths:
             frozenset(key for name in names for key in keymap.sources(name).keys),
             tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding"),
             frozenset(
-                f"{own.name}.{own.stored_name(name)}"
-                for own in entries
-                for name in own.transform_names
+                f"{entry.name}.{entry.stored_name(name)}"
+                for entry in entries
+                for name in entry.transform_names
             ),
             frozenset(key for name in buffers for key in keymap.sources(name).keys),
         )

@@ -10,8 +10,8 @@ from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
+from tcompress.artifact.averages import AGREEMENT
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
-from tcompress.artifact.means import AGREEMENT
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.shipped import RUNTIME, Shipped, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline

@@ -13,7 +13,7 @@ import yaml
 from markupsafe import Markup, escape
 
 import tcompress
-from tcompress.artifact.means import Mean
+from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, unwritable, write_text
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import LIGHT, style_sheet, training_charts

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tcompress.artifact.averages import Mean
 from tcompress.artifact.manifest import Interval, Metric, Speed
-from tcompress.artifact.means import Mean
 from tcompress.files import check_drawings, check_latex, check_sheet, unwritable, write_text
 from tcompress.options.commands import Tables
 from tcompress.reporting import formatting as fmt

@@ -7,8 +7,8 @@ from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
 
+from tcompress.artifact.averages import AGREEMENT, Mean, set_of
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
-from tcompress.artifact.means import AGREEMENT, Mean, set_of
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage

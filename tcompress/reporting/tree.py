@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tcompress.artifact.averages import means_of
 from tcompress.artifact.manifest import (
     Alternative,
     CalibrationFacts,
@@ -17,7 +18,6 @@ from tcompress.artifact.manifest import (
     Speed,
     TrainingFacts,
 )
-from tcompress.artifact.means import means_of
 from tcompress.models.names import ALIASES
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow

@@ -1,7 +1,8 @@
 """Which module of a Hugging Face transformer plays which role in which block.
 
-`families` is the table of families, `find` reads a model by it, and `stored` the names and shapes
-of stored tensors, which costs no import of torch. Open `families.py` first.
+`families` is the table of families, `find` reads a model by it, `heads` says how an attention cuts
+features into heads, and `stored` the names and shapes of stored tensors, which costs no import of
+torch. Open `families.py` first.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _names(code: CodeType, name: str) -> bool:
 
 
 def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
-    tree = _parsed(method)
+    tree = parsed(method)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
     for node in ast.walk(tree):
@@ -109,7 +109,7 @@ def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
             yield from (_Use(steps, name, conditions) for steps in origins)
 
 
-def _parsed(function: Any) -> ast.AST:
+def parsed(function: Any) -> ast.AST:
     """Parse a function; nothing is found in one without source, such as in a console."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
@@ -359,7 +359,7 @@ def _ways(module: nn.Module) -> Mapping[str, bool]:
 
 @cache
 def _read(kind: type[nn.Module]) -> Mapping[str, bool]:
-    tree = _parsed(kind.forward)
+    tree = parsed(kind.forward)
     known = _assigned(tree)
     found: dict[str, bool] = {}
     for node in ast.walk(tree):

@@ -11,13 +11,6 @@ import torch
 
 from tcompress.errors import PlanError
 from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import (
-    USUAL_PASS,
-    LayerTimes,
-    ModelClock,
-    Workload,
-    interpolated,
-)
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
@@ -27,6 +20,13 @@ from tcompress.search.predictions import Predictions
 from tcompress.search.resources import Resource
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
 from tcompress.search.width import forms_of
+from tcompress.timing_model.clocks import (
+    USUAL_PASS,
+    LayerTimes,
+    ModelClock,
+    Workload,
+    interpolated,
+)
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 

@@ -16,6 +16,7 @@ from tcompress.data import calibration, tables
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder, image_reader, pieces_of
 from tcompress.data.examples import Examples, Needs, check_columns, load_examples
+from tcompress.data.generated_text import written_texts
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
     IGNORED,
@@ -30,7 +31,6 @@ from tcompress.data.inputs import (
 from tcompress.data.labels import Classes, are_numbers, is_independent, label_names, matched
 from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
-from tcompress.data.written import written_texts
 from tcompress.errors import DataError, listed
 from tcompress.hf.opening import has_head, load_model
 from tcompress.models import SourceModel

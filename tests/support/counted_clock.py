@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 from torch import nn
 
-from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import roles_of
+from tcompress.timing_model.clocks import LayerTimes, ModelClock
 
 REST = 20_000  # numbers that every model multiplies by, whatever becomes of its layers
 

@@ -18,9 +18,9 @@ from tcompress.api import bench, evaluate
 from tcompress.conversion.converter import convert
 from tcompress.exports.dense import export_dense
 from tcompress.hf.opening import pick_device
-from tcompress.latency.predicted import LayerTimes, ModelClock
 from tcompress.planning.entries import Plan
 from tcompress.progress import Silent
+from tcompress.timing_model.clocks import LayerTimes, ModelClock
 from tcompress.training import mixing
 from tcompress.training.finetuning import Finetuned
 from tcompress.training.loop import Loop
@@ -117,7 +117,7 @@ def converted_in_time(folder: Path) -> list[float]:
         patch.object(ModelClock, "speedups", counted),
         patch.object(ModelClock, "_median", lambda *_: 0.06),
         patch("tcompress.conversion.converter.bench"),
-        patch("tcompress.latency.predicted.MOST_SECONDS", 0.0),
+        patch("tcompress.timing_model.clocks.MOST_SECONDS", 0.0),
     ):
         made = [make("bert", folder / own, aware=True, device=own, **changes) for own in DEVICES]
     return [own.plan.budget.speedup for own in made if own.plan.budget is not None]

@@ -9,11 +9,14 @@ from torch import Tensor
 from tcompress.attention import (
     BaseAttention,
     ReplacementSpec,
-    Visible,
     replacement_of,
 )
+from tcompress.attention.graph import GraphSpec
+from tcompress.attention.kronecker import KroneckerSpec
+from tcompress.attention.masks import Visible
+from tcompress.attention.multilinear import MultilinearSpec
 from tcompress.attention.replacement import ReplacementLayout
-from tcompress.options.method_options import GraphSpec, KroneckerSpec, MultilinearSpec, TamSpec
+from tcompress.attention.tam import TamSpec
 from tests.support.numerics import randn
 
 HEADS, WIDTH = 2, 4

@@ -1,9 +1,14 @@
-"""Time as a cost: what layers of a form take, and what a model of such layers takes as a whole."""
+"""Clocks of a model: what layers of a form take, and what a model of such layers takes as a whole.
+
+A layer of a form is timed by itself, at the rows that a pass of the model gives it; forms in
+between two sizes are interpolated. What is no layer (activations, attention, norms, embeddings) is
+what the model takes beyond its layers. The sum misses what layers do to each other, in caches above
+all: so a model of the planned forms is built, with any weights, and timed as well.
+"""
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +18,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tcompress.artifact.disk_cache import fingerprint
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
-from tcompress.latency.drawn import DrawnWeights
 from tcompress.latency.generation import Generation
-from tcompress.latency.known import KnownTimes
 from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
@@ -27,11 +31,8 @@ from tcompress.models.narrower import with_keys
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tcompress.structures.width import WidthLayout
-
-# A layer of a form is timed by itself, at the rows that a pass of the model gives it; forms in
-# between two sizes are interpolated. What is no layer (activations, attention, norms, embeddings)
-# is what a whole model takes beyond its layers. The sum misses what layers do to each other, in
-# caches above all: so a model of the planned forms is built, with any weights, and timed as well.
+from tcompress.timing_model.random_weights import RandomWeights
+from tcompress.timing_model.timing_cache import TimingCache
 
 USUAL_PASS = "32x128"
 """The pass that time counts of, where none is named."""
@@ -56,13 +57,13 @@ class Workload:
 
     @classmethod
     def read(cls, text: str) -> Workload:
-        """Reads `32x128`, or `decode`; raises `ValueError`."""
+        """Read `32x128`, or `decode`; raises `ValueError`."""
         if text == DECODE:
             return cls(1, PAST, decodes=True)
-        found = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
-        if found is None:
+        match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
+        if match is None:
             raise ValueError(f"`{text}` is no batch and length such as `32x128`, nor `{DECODE}`")
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return DECODE if self.decodes else f"{self.batch}x{self.length}"
@@ -70,89 +71,93 @@ class Workload:
 
 @dataclass
 class ModelClock:
-    """Times a dense model, and models of the same shape whose layers have other forms."""
+    """Clock of a dense model, and of models of the same shape whose layers have other forms."""
 
     source: SourceModel
     work: Workload
     device: torch.device
     dtype: torch.dtype = torch.float32
     named: bool = True
-    """Whether the pass was named; if not, texts are as long as the model allows."""
+    """True where a user named the pass; if not, texts are as long as the model allows."""
 
     def __post_init__(self) -> None:
-        self._weights = DrawnWeights(self.device, self.dtype)
+        self._weights = RandomWeights(self.device, self.dtype)
         self._dense = self._weights.model(self.source, self.source.config)
         self._wait = waiting(self.device)
-        self._inputs = self._batch()
+        random_inputs = RandomInputs.of(self.source, self.source)
+        self._kinds = random_inputs.inputs
+        self.work = self._fitting(random_inputs)
+        size = self.work.batch, self.work.length
+        self._inputs = random_inputs.batch(*size, 0, self.device, self.dtype)
         self.rows = self.work.batch
         """Rows that a layer reads in a pass."""
         if not self.work.decodes:
             self.rows *= sequence_length(self.source, self._dense, self._inputs)
         config = self.source.config.to_json_string(use_diff=False)
-        kind, what = self.source.model_class.__name__, (str(self.work), self.dtype)
-        self.known = KnownTimes.of(self.device, kind, config, *what)
-        if _DENSE not in self.known.values:
-            self.known.values[_DENSE] = self._median(self._dense)
-        self.seconds = self.known.values[_DENSE]
+        model = (self.source.model_class.__name__, config)
+        self._cache = TimingCache.of(self.device, *model, str(self.work), self.dtype)
+        if _DENSE not in self._cache.values:
+            self._cache.values[_DENSE] = self._median(self._dense)
+        self.seconds = self._cache.values[_DENSE]
         """Of one pass of the dense model."""
 
-    def _batch(self) -> dict[str, Tensor]:
-        inputs = RandomInputs.of(self.source, self.source)
-        self._kinds, kind = inputs.inputs, self.source.model_class
-        if self.work.decodes and (self._kinds.decoder or not kind.can_generate()):
+    def _fitting(self, random_inputs: RandomInputs) -> Workload:
+        """The pass at a length that the model has positions for."""
+        work, kind = self.work, self.source.model_class
+        if work.decodes and (self._kinds.decoder or not kind.can_generate()):
             raise InputError(
                 f"`--at {DECODE}` is for models that generate text and have no encoder, not a "
                 f"`{kind.__name__}`",
                 "give a batch and a length, such as `--at 32x128`",
             )
-        if self.named and inputs.has_length and not self.work.decodes:
-            inputs.check([self.work.length])
-        new = STEPS if self.work.decodes else 0
-        self.work = replace(self.work, length=inputs.fitting([self.work.length], new)[0])
-        return inputs.batch(self.work.batch, self.work.length, 0, self.device, self.dtype)
+        if self.named and random_inputs.has_length and not work.decodes:
+            random_inputs.check([work.length])
+        new_tokens = STEPS if work.decodes else 0
+        return replace(work, length=random_inputs.fitting([work.length], new_tokens)[0])
 
     def speedups(self, *plans: Plan) -> list[float]:
-        """How many times as fast models of these forms are, weights aside; all timed in turn."""
+        """Speed of models of these forms over that of the dense one; all are timed in turn."""
         keys = [_key_of(plan) for plan in plans]
-        new = {k: p for k, p in zip(keys, plans, strict=True) if k not in self.known.values}
+        new = {k: p for k, p in zip(keys, plans, strict=True) if k not in self._cache.values}
         models = [*map(self._small, new.values())]
         with torch.inference_mode():
             ratios = self._ratios([*map(self._pass, models)]) if models else []
-        self.known.values.update(zip(new, ratios, strict=True))
-        self.known.keep()
-        return [self.known.values[key] for key in keys]
+        self._cache.values.update(zip(new, ratios, strict=True))
+        self._cache.keep()
+        return [self._cache.values[key] for key in keys]
 
     def layer_times(self, width: int) -> LayerTimes:
-        """Makes times of layers, which count in units of a layer of this width beside the model."""
-        known = self.known.values
-        times = LayerTimes(self.rows, width, self.device, self.dtype, known)
-        if times.unit_key not in known:
+        """Make times of layers, which count in units of a layer of this width beside the model."""
+        measured = self._cache.values
+        times = LayerTimes(self.rows, width, self.device, self.dtype, measured)
+        if times.unit_key not in measured:
             [ratio] = self._ratios([times.unit_pass])
-            known[times.unit_key] = self.seconds / ratio
+            measured[times.unit_key] = self.seconds / ratio
         return times
 
-    def _ratios(self, others: Sequence[Pass]) -> list[float]:
+    def _ratios(self, passes: Sequence[Pass]) -> list[float]:
         """The dense model's time over that of passes, all timed in turn."""
-        found: list[list[float]] = [[] for _ in others]
+        ratios: list[list[float]] = [[] for _ in passes]
         with torch.inference_mode():
-            for run in others:
+            for run in passes:
                 run()
             start = time.perf_counter()
-            for dense, *own in turns([self._pass(self._dense), *others], wait=self._wait):
-                for known, seconds in zip(found, own, strict=True):
-                    known.append(dense / seconds)
-                if all(map(_settled, found)) or _late(start, len(found[0])):
+            timed = turns([self._pass(self._dense), *passes], wait=self._wait)
+            for dense, *seconds_of_passes in timed:
+                for ratios_of_pass, seconds in zip(ratios, seconds_of_passes, strict=True):
+                    ratios_of_pass.append(dense / seconds)
+                if all(map(_settled, ratios)) or _late(start, len(ratios[0])):
                     break
-        return [median(known) for known in found]
+        return [*map(median, ratios)]
 
     def _small(self, plan: Plan) -> nn.Module:
         if plan.plain is not None:
             return self._weights.model(self.source, with_keys(self.source, plan.plain).config)
-        same = {id(own): own for own in self._dense.parameters()}  # what is not replaced
-        small, name = copy.deepcopy(self._dense, same), self.source.keymap.runtime_name
-        made = install_layers(small, plan.layers, name, dtype=self.dtype, device=self.device)
-        for module in made.values():
-            self._weights.fill(module)
+        shared = {id(item): item for item in self._dense.parameters()}  # what is not replaced
+        small, name = copy.deepcopy(self._dense, shared), self.source.keymap.runtime_name
+        layers = install_layers(small, plan.layers, name, dtype=self.dtype, device=self.device)
+        for layer in layers.values():
+            self._weights.fill(layer)
         return small
 
     def _median(self, model: nn.Module) -> float:
@@ -166,11 +171,11 @@ class ModelClock:
                     f"the model cannot run at {self.work} ({first_line(error)})",
                     "give another `--at`",
                 ) from error
-            alone = turns([run], wait=self._wait)
-            start, found = time.perf_counter(), list[float]()
-            while not (len(found) >= REPEATS or _late(start, len(found))):
-                found += next(alone)
-            return median(found)
+            timed = turns([run], wait=self._wait)
+            start, times = time.perf_counter(), list[float]()
+            while not (len(times) >= REPEATS or _late(start, len(times))):
+                times += next(timed)
+            return median(times)
 
     def _pass(self, model: nn.Module) -> Pass:
         if self.work.decodes:
@@ -179,9 +184,9 @@ class ModelClock:
 
 
 def _key_of(plan: Plan) -> str:
-    """Names what a model of a plan's forms takes its time for."""
+    """Name what a model of a plan's forms takes its time for."""
     layers = [(e.key, [(p.terms, p.channels) for p in e.parts], e.reads) for e in plan.layers]
-    return hashlib.sha256(repr((layers, plan.plain)).encode()).hexdigest()
+    return fingerprint(layers, plan.plain)
 
 
 def _late(start: float, repeats: int) -> bool:
@@ -189,14 +194,14 @@ def _late(start: float, repeats: int) -> bool:
 
 
 def _settled(ratios: Sequence[float]) -> bool:
-    """Whether the median of these is known well enough, by how far the middle half is apart."""
+    """Tell from how far the middle half is apart if the median of these can be believed."""
     if len(ratios) < REPEATS:
         return False
     return (spread(ratios) or 0.0) / len(ratios) ** 0.5 < _SURE
 
 
 def fill_at_random(module: nn.Module) -> None:
-    """Gives a module weights of no meaning: small numbers, as fast to multiply as any."""
+    """Fill a module with weights of no meaning: small numbers, as fast to multiply as any."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.uniform_(-0.02, 0.02)
@@ -214,72 +219,73 @@ class LayerTimes:
     width: int  # of the unit
     device: torch.device
     dtype: torch.dtype = torch.float32
-    known: dict[str, float] = field(default_factory=dict)
+    measured: dict[str, float] = field(default_factory=dict)  # seconds by what was timed
     share: float = 1.0
     """Of these times, what layers take within a model."""
 
     def __post_init__(self) -> None:
         self.unit_key = f"unit of {self.width}"
-        self.unit_pass = self._pass(nn.Linear(self.width, self.width, **self._place))
+        self.unit_pass = self._pass(nn.Linear(self.width, self.width, **self._factory_options))
         """One pass of the unit."""
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def _factory_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "device": self.device}
 
     def of(self, form: Form, bias: bool = True) -> float:
-        """Times one layer of a form."""
+        """Time one layer of a form."""
         key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
-        if key not in self.known:
-            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **self._place)
+        if key not in self.measured:
+            options = self._factory_options
+            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **options)
             fill_at_random(layer)
-            self.known[key] = self._measure(layer.eval())
-        return self.share * self.known[key]
+            self.measured[key] = self._measure(layer.eval())
+        return self.share * self.measured[key]
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
-        """Times a plain matrix that is no larger than a layer, between sizes that were timed."""
+        """Time a plain matrix that is no larger than a layer, between sizes that were timed."""
         corners = [
-            _around(size, whole)
-            for size, whole in ((inputs, like.in_features), (outputs, like.out_features))
+            _around(size, largest)
+            for size, largest in ((inputs, like.in_features), (outputs, like.out_features))
         ]
-        total = 0.0
-        for (one, share), (two, part) in product(*corners):
-            total += share * part * self._corner(one, two, like.bias)
-        return total
+        return sum(
+            input_share * output_share * self._corner(input_size, output_size, like.bias)
+            for (input_size, input_share), (output_size, output_share) in product(*corners)
+        )
 
     def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
         if not inputs or not outputs:  # which PyTorch's own layer warns of
             term = WidthLayout(in_features=inputs, out_features=outputs)
             return self.of(Form((PartLayout(name="", terms=(term,)),)), bias)
         key = repr((inputs, outputs, bias))
-        if key not in self.known:
+        if key not in self.measured:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
-            self.known[key] = self._measure(layer)
-        return self.share * self.known[key]
+            self.measured[key] = self._measure(layer)
+        return self.share * self.measured[key]
 
     def _measure(self, layer: nn.Module) -> float:
         run, wait = self._pass(layer), waiting(self.device)
         with torch.inference_mode():
-            found = islice(turns([run, self.unit_pass], wait=wait), 3)
-            times, units = map(list, zip(*found, strict=True))
+            timed = islice(turns([run, self.unit_pass], wait=wait), 3)
+            times, units = map(list, zip(*timed, strict=True))
             count = min(200, round(_LEAST / max(*times, 1e-9)))
             if count > 3:
                 times = [run.seconds(wait=wait) for _ in range(count)]
                 units += [self.unit_pass.seconds(wait=wait) for _ in range(3)]
-        return self.known[self.unit_key] * median(times) / median(units)
+        return self.measured[self.unit_key] * median(times) / median(units)
 
     def _pass(self, layer: nn.Module) -> Pass:
         inputs: Any = layer.in_features
-        x = torch.randn(self.rows, inputs, **self._place)
+        x = torch.randn(self.rows, inputs, **self._factory_options)
         return Pass(lambda _: layer(x))
 
 
-def _around(size: int, whole: int) -> list[tuple[int, float]]:
-    """Sizes to time beside a size, with their shares; eighths of the whole, and small ones."""
-    step = max(1, whole // 8)
+def _around(size: int, largest: int) -> list[tuple[int, float]]:
+    """Sizes to time beside a size, with their shares; eighths of the largest, and small ones."""
+    step = max(1, largest // 8)
     low = size // step * step
     high = low + step
-    if low == size or high > whole:
+    if low == size or high > largest:
         return [(size, 1.0)]
     if not low:
         small = max(1, step // 4)
@@ -291,12 +297,12 @@ def _around(size: int, whole: int) -> list[tuple[int, float]]:
 def interpolated(
     sizes: Sequence[float], measure: Callable[[int], float], points: int
 ) -> list[float]:
-    """Measures some of ascending sizes, first and last too, and gives those between by them."""
+    """Measure some of ascending sizes, first and last too, and give those between by them."""
     import numpy as np
 
     if len(sizes) <= points:
         return [measure(index) for index in range(len(sizes))]
-    wanted = np.linspace(sizes[0], sizes[-1], points)
-    chosen = sorted({int(np.abs(np.asarray(sizes) - want).argmin()) for want in wanted})
+    even = np.linspace(sizes[0], sizes[-1], points)
+    chosen = sorted({int(np.abs(np.asarray(sizes) - size).argmin()) for size in even})
     times = [measure(index) for index in chosen]
     return [float(t) for t in np.interp(sizes, [sizes[index] for index in chosen], times)]

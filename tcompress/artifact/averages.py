@@ -1,4 +1,4 @@
-"""What numbers on several sets come to: their mean, which misleads less than one set does."""
+"""Averages over several sets: the mean of a number, which misleads less than one set does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mean(Metric):
 
     @classmethod
     def of(cls, parts: Sequence[Metric]) -> Mean:
-        """Takes the mean of numbers of one name; facts that differ are listed by set."""
+        """Average numbers of one name; facts that differ are listed by set."""
         against = [part.difference for part in parts if part.difference is not None]
         baselines, ratios = {item.baseline for item in against}, [part.ratio for part in parts]
         difference = None
@@ -43,7 +43,7 @@ class Mean(Metric):
                 interval=_mean_interval([(item.value, item.interval) for item in against]),
             )
         facts = {key: [part.protocol.get(key) for part in parts] for key in parts[0].protocol}
-        known = [ratio for ratio in ratios if ratio is not None]
+        defined = [ratio for ratio in ratios if ratio is not None]
         return cls(
             name=parts[0].name,
             value=fmean(part.value for part in parts),
@@ -52,19 +52,19 @@ class Mean(Metric):
             difference=difference,
             protocol={k: v if any(x != v[0] for x in v) else v[0] for k, v in facts.items()},
             sets=len(parts),
-            mean_ratio=fmean(known) if difference and len(known) == len(parts) else None,
+            mean_ratio=fmean(defined) if difference and len(defined) == len(parts) else None,
         )
 
 
 def _mean_interval(parts: Sequence[tuple[float, Interval | None]]) -> Interval | None:
-    """Combines intervals of independent numbers to that of their mean (Zou and Donner, 2008)."""
-    known = [(value, interval) for value, interval in parts if interval is not None]
-    if len(known) < len(parts):
+    """Combine intervals of independent numbers to that of their mean (Zou and Donner, 2008)."""
+    pairs = [(value, interval) for value, interval in parts if interval is not None]
+    if len(pairs) < len(parts):
         return None
-    middle = fmean(value for value, _ in known)
-    below = hypot(*(value - interval.low for value, interval in known)) / len(known)
-    above = hypot(*(interval.high - value for value, interval in known)) / len(known)
-    return Interval(low=middle - below, high=middle + above, level=known[0][1].level)
+    middle = fmean(value for value, _ in pairs)
+    below = hypot(*(value - interval.low for value, interval in pairs)) / len(pairs)
+    above = hypot(*(interval.high - value for value, interval in pairs)) / len(pairs)
+    return Interval(low=middle - below, high=middle + above, level=pairs[0][1].level)
 
 
 def set_of(metric: Metric) -> tuple[object, ...]:
@@ -78,12 +78,12 @@ def means_of(metrics: Iterable[Metric]) -> list[Mean]:
     for metric in metrics:
         sets = tasks.setdefault(metric.protocol.get("task"), {})
         sets.setdefault(set_of(metric), {})[metric.name] = metric
-    found = []
+    means = []
     for first, *others in (list(sets.values()) for sets in tasks.values()):
-        shared = [name for name in first if all(name in other for other in others)]
-        means = [name for name in shared if others and name in (shared[0], AGREEMENT)]
-        found += [Mean.of([part[name] for part in (first, *others)]) for name in means]
-    return found
+        shared = [name for name in first if all(name in metrics_of for metrics_of in others)]
+        names = [name for name in shared if others and name in (shared[0], AGREEMENT)]
+        means += [Mean.of([part[name] for part in (first, *others)]) for name in names]
+    return means
 
 
 def main_of(metrics: Sequence[Metric], *, several: bool) -> Metric | None:

@@ -20,14 +20,14 @@ def written_texts(
     seed: int = 0,
     advance: Callable[[int], object] = lambda written: None,
 ) -> list[str]:
-    """Samples texts of so many tokens at most, each token by the model's own probabilities.
+    """Sample texts of so many tokens at most, each token by the model's own probabilities.
 
     They begin as the model's texts do, or, where it has no first token, with any token. `advance`
     hears of texts that are written.
     """
     config = model.config.get_text_config()
-    first, most = config.bos_token_id, getattr(config, "max_position_embeddings", tokens)
-    room: dict[str, Any] = {"max_new_tokens": max(1, min(tokens, most) - 1), "max_length": None}
+    first, longest = config.bos_token_id, getattr(config, "max_position_embeddings", tokens)
+    room: dict[str, Any] = {"max_new_tokens": max(1, min(tokens, longest) - 1), "max_length": None}
     each = tokens * config.num_hidden_layers * 2 * config.hidden_size * model.dtype.itemsize
     batch = max(1, min(_BATCH, _MEMORY // each))
     texts: list[str] = []

@@ -21,50 +21,50 @@ _ALIGNED = 64  # numbers
 
 
 @dataclass
-class DrawnWeights:
-    """Gives models small numbers as weights, as fast to multiply as any, in bounded memory."""
+class RandomWeights:
+    """Small numbers as weights of models, as fast to multiply as any, in bounded memory."""
 
     device: torch.device
     dtype: torch.dtype
     ring_bytes: int = RING_BYTES
-    _place: int = field(default=0, init=False)
-    _drawn: int = field(default=0, init=False)
+    _position: int = field(default=0, init=False)
+    _filled: int = field(default=0, init=False)
     """Numbers of the ring that have a value; memory that has none is not taken yet."""
 
     def __post_init__(self) -> None:
         self._ring = self._empty(self.ring_bytes // self.dtype.itemsize)
 
     def model(self, source: SourceModel, config: Any) -> nn.Module:
-        """Builds a model of the source's class."""
+        """Build a model of the source's class."""
         with init_empty_weights(include_buffers=False):
             model = source.model_class._from_config(deepcopy(config))
-        model.tie_weights()  # each got an empty one of its own
+        model.tie_weights()  # each name of a tied tensor got an empty one
         self.fill(model)
-        placed: nn.Module = model.to(device=self.device, dtype=self.dtype)
-        return placed.eval()
+        on_device: nn.Module = model.to(device=self.device, dtype=self.dtype)
+        return on_device.eval()
 
     def fill(self, module: nn.Module) -> None:
-        """Replaces all parameters; what was one parameter stays one."""
-        known = dict[int, nn.Parameter]()
+        """Replace all parameters; what was one parameter stays one."""
+        new = dict[int, nn.Parameter]()
         for owner in module.modules():
             for name, old in owner._parameters.items():
                 if old is not None:
-                    if id(old) not in known:
-                        known[id(old)] = nn.Parameter(self._values(old.shape), requires_grad=False)
-                    owner._parameters[name] = known[id(old)]
+                    if id(old) not in new:
+                        new[id(old)] = nn.Parameter(self._values(old.shape), requires_grad=False)
+                    owner._parameters[name] = new[id(old)]
 
     def _values(self, shape: torch.Size) -> Tensor:
         count = shape.numel()
         if len(shape) < 2 or count > len(self._ring):  # scales of norms, which let nothing vanish
             return self._empty(count).fill_(1.0 if len(shape) < 2 else 0.01).view(shape)
-        if self._place + count > len(self._ring):
-            self._place = 0
-        end = self._place + count
-        if end > self._drawn:
-            self._ring[self._drawn : end].uniform_(-0.02, 0.02)
-            self._drawn = end
-        values = self._ring[self._place : end].view(shape)
-        self._place = -(-end // _ALIGNED) * _ALIGNED
+        if self._position + count > len(self._ring):
+            self._position = 0
+        end = self._position + count
+        if end > self._filled:
+            self._ring[self._filled : end].uniform_(-0.02, 0.02)
+            self._filled = end
+        values = self._ring[self._position : end].view(shape)
+        self._position = -(-end // _ALIGNED) * _ALIGNED
         return values
 
     def _empty(self, count: int) -> Tensor:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import cached_assets_path
 
+from tcompress.artifact.disk_cache import fingerprint, read_record
 from tcompress.files import write_text
 
 LASTING = 24 * 3600
@@ -21,7 +20,7 @@ LASTING = 24 * 3600
 
 
 @dataclass
-class KnownTimes:
+class TimingCache:
     """Numbers by what was timed, in a file; one that cannot be read or written is none."""
 
     path: Path | None = None
@@ -29,38 +28,38 @@ class KnownTimes:
     values: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, device: torch.device, *facts: object) -> KnownTimes:
-        """Reads what was measured with as many threads on this machine, and with these facts."""
-        known = [torch.__version__, _processor(), str(device), torch.get_num_threads()]
+    def of(cls, device: torch.device, *facts: object) -> TimingCache:
+        """Read what was measured with as many threads on this machine, and with these facts."""
+        machine = [torch.__version__, _processor(), str(device), torch.get_num_threads()]
         if device.type == "cuda":
-            known.append(torch.cuda.get_device_name(device))
-        digest = hashlib.sha256(repr([*known, *facts]).encode()).hexdigest()[:24]
+            machine.append(torch.cuda.get_device_name(device))
         try:
-            path = cached_assets_path("tcompress", "times") / f"{digest}.json"
+            folder = cached_assets_path("tcompress", "times")
         except (OSError, ValueError):  # of users without a home there is nowhere to keep anything
             return cls()
-        found: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            found = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            since = float(found["since"])
-            values = {str(key): float(value) for key, value in found["values"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            return cls(path)
+        path = folder / f"{fingerprint(*machine, *facts)}.json"
+        since, values = read_record(path, _parsed) or (0.0, {})
         return cls(path, since, values) if 0 <= time.time() - since < LASTING else cls(path)
 
     def keep(self) -> None:
-        """Writes all that is known by now."""
+        """Write all times that were measured so far."""
         if self.path is not None:
             with suppress(OSError):
                 write_text(self.path, json.dumps({"since": self.since, "values": self.values}))
 
 
+def _parsed(text: str) -> tuple[float, dict[str, float]]:
+    """Seconds since the epoch when measuring began, and times by what was timed."""
+    content = json.loads(text)
+    values = {str(key): float(value) for key, value in content["values"].items()}
+    return float(content["since"]), values
+
+
 def _processor() -> str:
-    """Name of the processor, as far as the system tells."""
+    """Name the processor, as far as the system tells."""
     lines: list[str] = []
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    own = next(names, platform.processor() or platform.machine())
-    return f"{own}, {torch.backends.cpu.get_cpu_capability()}"
+    name = next(names, platform.processor() or platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

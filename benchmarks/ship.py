@@ -4,7 +4,8 @@
         --train stsb/train.parquet sick/train.parquet sst2_sentence/train.parquet
 
 MODEL is a sentence encoder. Each form (dense, svd and width at 25 %, slices with p = 4) is
-converted, stored in 8 and in 4 bits, healed for a few steps as float and as 4 bits, and exported.
+converted, stored in 8 and in 4 bits, healed for a few steps as float and as 4 bits; those of
+`--exported` (dense and width; each of the others takes some minutes more) are run as ONNX files.
 Numbers are Spearman of `--task sts`, the mean of the sets, and their share of the float form's.
 `--goals` asks `tcompress compress` for sizes and speeds, and shows its tables. Half an hour of two
 cores, and what goals are given; what OUT/results.json has is not done again.
@@ -49,6 +50,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of healing")
     parser.add_argument("--threads", type=int, default=2, help="of what is timed")
     parser.add_argument("--forms", nargs="*", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--exported", nargs="*", choices=FORMS, default=["dense", "width"])
     parser.add_argument("--goals", nargs="*", choices=GOALS, default=[], help="of `compress`")
     args = parser.parse_args()
     record, results = recorded(args.out)
@@ -69,6 +71,8 @@ def main() -> None:
             healed = [f"{form}-healed", f"{form}-4-healed"]
             row(f"{form}: healed", lambda form=form: heal(args, form))
             row(f"{form}: bits after healing", lambda models=healed: scores(args, models))
+        if form not in args.exported:
+            continue
         shipped = f"{form}-healed" if form != "dense" else form
         row(f"{shipped}: runtimes", lambda one=shipped: scores(args, [one], RUNTIMES))
         row(f"{shipped}: speed", lambda one=shipped: speed(args, one))

@@ -22,9 +22,11 @@ from tcompress.planning.sites import offered_by
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.search import budgets
-from tcompress.search.knapsack import Allocation, Option
-from tcompress.search.predict import LayerCandidates, WeightFits, blocks_to_fit
-from tcompress.search.search import BudgetProblem
+from tcompress.search.budgets import BudgetProblem
+from tcompress.search.knapsack import Allocation
+from tcompress.search.predict import WeightFits, blocks_to_fit
+from tcompress.search.predictions import Predictions
+from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick
@@ -71,7 +73,8 @@ class _PaperProblem(BudgetProblem):
         return set()
 
     def _limits(self) -> tuple[int, int]:
-        limit = int(self._budget.limit * sum(item.dense for item in self.layers))
+        layers = self.predictions.layers
+        limit = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
         return limit, limit
 
 
@@ -89,19 +92,36 @@ ladders = st.lists(st.tuples(st.integers(1, 99), st.integers(0, 400)), max_size=
 layers = st.lists(st.tuples(ladders, ladders), min_size=1, max_size=4)
 
 
+def _sized(
+    key: str, role: str, left_out: float = 100.0, **offers: Sequence[tuple[int, float]]
+) -> Site:
+    candidates = [
+        Candidate(name, ((key, None),), loss, {PARAMETERS: cost})
+        for name, options in offers.items()
+        for cost, loss in options
+    ]
+    return Site((key,), role, {PARAMETERS: 100}, tuple(candidates), left_out)
+
+
 def _solved(found: Sequence[Any], limit: float, **changes: Any) -> Any:
-    layers = []
-    for index, pair in enumerate(found):
-        offers = {
-            name: [Option(cost, loss / 8, name) for cost, loss in options]
-            for name, options in zip("ab", pair, strict=True)
-        }
-        layers.append(LayerCandidates(f"w{index}", "q", 100, 50.0, offers=offers))
+    sites = [
+        _sized(
+            f"w{index}",
+            "q",
+            50.0,
+            **{
+                name: [(cost, loss / 8) for cost, loss in options]
+                for name, options in zip("ab", pair, strict=True)
+            },
+        )
+        for index, pair in enumerate(found)
+    ]
     recipe = Convert.model_validate({**AUTO, "target": limit, **changes})
     facts = BudgetPlan(kind="target", limit=limit, chosen="later", fraction=limit)
     plan = Plan(layers=(), budget=facts)
     source: Any = SimpleNamespace()
-    return _PaperProblem(recipe, source, plan, [], layers).best(["a", "b"], ["a", "b"])
+    predictions = Predictions(layers=tuple(sites))
+    return _PaperProblem(recipe, source, plan, [], predictions).best(["a", "b"], ["a", "b"])
 
 
 @quick
@@ -138,7 +158,9 @@ class _SharingProblem(_PaperProblem):
     """Layers of more than 54 no longer share what is counted once: they cost 10 more each."""
 
     def _plan(self, found: Allocation, *_: Any) -> Any:
-        return _Paper(cost=found.cost + 10 * sum(option.cost > 54 for option in found.choices))
+        return _Paper(
+            cost=found.cost + 10 * sum(choice.costs[PARAMETERS] > 54 for choice in found.choices)
+        )
 
 
 def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +172,6 @@ def test_what_is_given_back_is_spent_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ---------------------------------------------------------------- trials
-def _sized(key: str, role: str, **offers: Sequence[tuple[int, float]]) -> LayerCandidates:
-    made = {
-        name: [Option(cost, loss, name) for cost, loss in options]
-        for name, options in offers.items()
-    }
-    return LayerCandidates(key, role, 100, 100.0, offers=made)
-
-
 def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
     trials = WeightFits(0.25)
     trials._ratios["b", "q"] += [0.5, 0.125]
@@ -166,13 +180,15 @@ def test_ratios_are_means_by_role_and_of_all_roles_elsewhere() -> None:
     assert trials.ratio("b", "v") == pytest.approx(0.25)
     assert trials.ratio("a", "q") == 1.0
     item = _sized("w", "q", b=[(20, 8.0), (40, 4.0)])
-    assert [option.loss for option in trials.corrected(item, "b")] == pytest.approx([2.0, 1.0])
+    losses = [candidate.loss for candidate in trials.corrected(item).candidates]
+    assert losses == pytest.approx([2.0, 1.0])
 
 
 def test_the_size_closest_to_the_budget_is_tried() -> None:
     item = _sized("w", "q", b=[(10, 9.0), (22, 5.0), (60, 1.0)])
-    option = item.closest("b", 0.25)
-    assert option.cost == 22
+    candidate = item.closest("b", 0.25)
+    assert candidate is not None
+    assert candidate.costs[PARAMETERS] == 22
     assert item.closest("a", 0.25) is None
 
 

@@ -18,7 +18,8 @@ from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import search
-from tcompress.search.search import CLEAR, STOP, alone_on, simplest, try_out
+from tcompress.search.predictions import alone_on
+from tcompress.search.trials import CLEAR, STOP, simplest, try_out
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn

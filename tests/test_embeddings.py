@@ -21,7 +21,7 @@ import tcompress
 from tcompress.artifact.reader import Artifact
 from tcompress.blockwise import sensitivity
 from tcompress.cli.convert import default_output
-from tcompress.conversion import converter as running
+from tcompress.conversion import model_fits
 from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError, SourceError
 from tcompress.exports.dense import export_dense
@@ -309,10 +309,10 @@ def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: 
     options: dict[str, Any] = {"data": calibration("bert")}
 
     with monkeypatch.context() as patched:
-        patched.setattr(running._Job, "_fit_blocks", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(model_fits.BlockFitter, "run", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
-    monkeypatch.setattr(running, "fit_embeddings", None)  # nothing is fitted again
+    monkeypatch.setattr(model_fits, "fit_embeddings", None)  # nothing is fitted again
     done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
     assert done.resumed
     assert EMBEDDINGS not in {entry.block for entry in done.manifest.plan.layers}

@@ -1,10 +1,11 @@
 """The allocator, against exhaustive search, and estimates before a conversion."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise, product
 from math import fsum, inf, nan
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -14,43 +15,59 @@ from tcompress.conversion.estimate import Estimate, estimate
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel, WeightStore
 from tcompress.planning.planner import make_plan
-from tcompress.search.knapsack import (
-    DENSE,
-    Allocation,
-    BudgetSite,
-    Option,
-    allocate,
-    allocate_for_loss,
-    uniform,
-)
+from tcompress.search import knapsack
+from tcompress.search.knapsack import Allocation
+from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.numerics import quick
 from tests.support.tiers import tiered
 
-
-def _site(
-    name: str, *options: tuple[int, float], dense: int = 100, stay: bool = True
-) -> BudgetSite:
-    return BudgetSite(
-        name, [Option(cost, loss, i) for i, (cost, loss) in enumerate(options)], dense, stay
-    )
+allocate, allocate_for_loss, uniform = (
+    partial(solve, resource=PARAMETERS)
+    for solve in (knapsack.allocate, knapsack.allocate_for_loss, knapsack.uniform)
+)
+DENSE = "dense"
 
 
-def _all_options(site: BudgetSite) -> list[Option]:
-    return [*site.options, *([Option(site.dense, 0.0, DENSE)] if site.may_stay else [])]
+class _Point(NamedTuple):
+    """What a candidate, or a combination of them, costs and loses."""
+
+    cost: int
+    loss: float
 
 
-def _everything(sites: list[BudgetSite]) -> list[Option]:
+def _site(name: str, *options: tuple[int, float], dense: int = 100, stay: bool = True) -> Site:
+    candidates = [
+        Candidate(str(i), ((name, None),), loss, {PARAMETERS: cost})
+        for i, (cost, loss) in enumerate(options)
+    ]
+    return Site((name,), "", {PARAMETERS: dense}, tuple(candidates), may_stay=stay)
+
+
+def _chosen(found: Allocation) -> list[int | str]:
+    """Places of the candidates that were chosen."""
+    return [int(choice.method) if choice.method else DENSE for choice in found.choices]
+
+
+def _costs(found: Allocation) -> list[int]:
+    return [choice.costs[PARAMETERS] for choice in found.choices]
+
+
+def _points(site: Site) -> list[_Point]:
+    return [_Point(item.costs[PARAMETERS], item.loss) for item in site.every]
+
+
+def _everything(sites: list[Site]) -> list[_Point]:
     """Total cost and loss of every combination."""
     return [
-        Option(sum(option.cost for option in chosen), fsum(option.loss for option in chosen))
-        for chosen in product(*map(_all_options, sites))
+        _Point(sum(point.cost for point in chosen), fsum(point.loss for point in chosen))
+        for chosen in product(*map(_points, sites))
     ]
 
 
-def _hull(site: BudgetSite) -> list[Option]:
+def _hull(site: Site) -> list[_Point]:
     """Options that no mixture of two others, at the same mean cost, beats."""
-    options = sorted(_all_options(site), key=lambda option: (option.cost, option.loss))
+    options = sorted(_points(site))
     best = [o for i, o in enumerate(options) if all(o.loss < p.loss for p in options[:i])]
     kept = []
     for middle in best:
@@ -66,11 +83,11 @@ def _hull(site: BudgetSite) -> list[Option]:
     return kept
 
 
-def _check(found: Allocation, sites: list[BudgetSite]) -> None:
+def _check(found: Allocation, sites: list[Site]) -> None:
     assert len(found.choices) == len(sites)
     for choice, site in zip(found.choices, sites, strict=True):
-        assert choice in _all_options(site)
-    assert found.cost == sum(choice.cost for choice in found.choices)
+        assert choice in site.every
+    assert found.cost == sum(_costs(found))
     assert found.loss == fsum(choice.loss for choice in found.choices)
 
 
@@ -98,7 +115,7 @@ def test_allocation_is_within_one_step_of_the_optimum(
     solve: Callable[..., Allocation],
     bounded: str,
     least: str,
-    sites: list[BudgetSite],
+    sites: list[Site],
     share: float,
 ) -> None:
     """The sum that is bounded keeps to its bound; the other one is nearly as small as can be."""
@@ -119,7 +136,7 @@ def test_allocation_is_within_one_step_of_the_optimum(
         assert getattr(found, least) == optimum
 
 
-def _vertices(sites: list[BudgetSite]) -> list[tuple[int, float]]:
+def _vertices(sites: list[Site]) -> list[tuple[int, float]]:
     """Total cost and loss where the best combination of hull steps ends exactly."""
     hulls = [_hull(site) for site in sites]
     steps = sorted(
@@ -140,7 +157,7 @@ def _vertices(sites: list[BudgetSite]) -> list[tuple[int, float]]:
 
 @quick
 @given(sites=some_sites)
-def test_allocation_is_optimal_at_the_vertices(sites: list[BudgetSite]) -> None:
+def test_allocation_is_optimal_at_the_vertices(sites: list[Site]) -> None:
     combinations = _everything(sites)
     for cost, loss in _vertices(sites):
         optimum = min(each.loss for each in combinations if each.cost <= cost)
@@ -155,10 +172,10 @@ def test_options_off_the_hull_take_what_is_left() -> None:
     # The hull of `a` is 10 -> 50; 20 lies above it and is worth taking only with a remainder.
     a = _site("a", (10, 8.0), (20, 7.5), (50, 1.0), stay=False)
     b = _site("b", (10, 9.0), (30, 2.0), stay=False)
-    assert [c.label for c in allocate([a, b], 40).choices] == [0, 1]
-    assert [c.label for c in allocate([a, b], 50).choices] == [1, 1]
-    assert [c.label for c in allocate([a, b], 80).choices] == [2, 1]
-    assert [c.label for c in allocate_for_loss([a, b], 9.5).choices] == [1, 1]
+    assert _chosen(allocate([a, b], 40)) == [0, 1]
+    assert _chosen(allocate([a, b], 50)) == [1, 1]
+    assert _chosen(allocate([a, b], 80)) == [2, 1]
+    assert _chosen(allocate_for_loss([a, b], 9.5)) == [1, 1]
 
 
 def test_steps_go_on_past_one_that_does_not_fit() -> None:
@@ -166,9 +183,9 @@ def test_steps_go_on_past_one_that_does_not_fit() -> None:
     coarse = _site("coarse", (10, 9.0), (30, 4.0), stay=False)
     fine = [_site(name, (10, 9.0), (20, 5.0), stay=False) for name in "ab"]
     # The step of `coarse` saves more than one of the fine ones, but less than both.
-    assert [c.cost for c in allocate([big, coarse, *fine], 60).choices] == [10, 10, 20, 20]
-    assert [c.cost for c in allocate([big, coarse, *fine], 65).choices] == [10, 10, 20, 20]
-    assert [c.cost for c in allocate([big, coarse, *fine], 80).choices] == [10, 30, 20, 20]
+    assert _costs(allocate([big, coarse, *fine], 60)) == [10, 10, 20, 20]
+    assert _costs(allocate([big, coarse, *fine], 65)) == [10, 10, 20, 20]
+    assert _costs(allocate([big, coarse, *fine], 80)) == [10, 30, 20, 20]
 
 
 def test_the_remainder_is_weighed_anew_after_every_move() -> None:
@@ -176,27 +193,27 @@ def test_the_remainder_is_weighed_anew_after_every_move() -> None:
     b = _site("b", (0, 1000.0), (10, 999.0), (30, 991.0), (100, 0.0), stay=False)
     c = _site("c", (0, 1000.0), (10, 995.0), (100, 0.0), stay=False)
     # After `a`, the remaining 10 buy 1 for `b`, whose 9 would have cost 30, but 5 for `c`.
-    assert [choice.cost for choice in allocate([a, b, c], 30).choices] == [20, 0, 10]
+    assert _costs(allocate([a, b, c], 30)) == [20, 0, 10]
 
 
 def test_useless_options_are_never_chosen() -> None:
     site = _site("a", (30, 9.0), (20, 5.0), (20, 4.0), (20, 4.0), (60, 4.0), (50, 1.0), dense=55)
-    seen = {allocate([site], budget).choices[0].label for budget in range(20, 200)}
+    seen = {_chosen(allocate([site], budget=budget))[0] for budget in range(20, 200)}
     assert seen == {2, 5, DENSE}  # of equal ones the first
-    assert {uniform([site], k / 100).choices[0].label for k in range(37, 120)} == seen
+    assert {_chosen(uniform([site], fraction=k / 100))[0] for k in range(37, 120)} == seen
 
 
 def test_ties_go_to_the_first_site() -> None:
     sites = [_site(name, (10, 4.0), (20, 2.0), stay=False) for name in "abc"]
     for _ in range(3):
-        assert [c.cost for c in allocate(sites, 50).choices] == [20, 20, 10]
-        assert [c.cost for c in allocate_for_loss(sites, 8.0).choices] == [20, 20, 10]
+        assert _costs(allocate(sites, 50)) == [20, 20, 10]
+        assert _costs(allocate_for_loss(sites, 8.0)) == [20, 20, 10]
 
 
 def test_staying_dense_is_an_option_of_its_own() -> None:
     sites = [_site("a", (10, 4.0)), _site("b", (10, 4.0), stay=False)]
     found = allocate(sites, 1000)
-    assert [c.label for c in found.choices] == [DENSE, 0]
+    assert _chosen(found) == [DENSE, 0]
     assert (found.cost, found.loss) == (110, 4.0)
     with pytest.raises(PlanError, match=r"lose 4 together, more than the 3.5 allowed"):
         allocate_for_loss(sites, 3.5)
@@ -207,8 +224,8 @@ def test_uniform_takes_the_largest_within_the_fraction() -> None:
         _site("a", (10, 9.0), (25, 3.0), (26, 2.0)),
         _site("b", (10, 9.0), (100, 3.0), (101, 2.0), dense=400),
     ]
-    assert [c.cost for c in uniform(sites, 0.25).choices] == [25, 100]
-    assert [c.cost for c in uniform(sites, 1.0).choices] == [100, 400]
+    assert _costs(uniform(sites, 0.25)) == [25, 100]
+    assert _costs(uniform(sites, 1.0)) == [100, 400]
     assert uniform([_site("a", (29, 1.0))], 0.29).cost == 29  # 0.29 * 100 < 29 in binary
     with pytest.raises(PlanError, match=r"smallest option of `a` costs 10, more than 0.05 of its"):
         uniform(sites, 0.05)
@@ -225,7 +242,7 @@ def test_a_budget_too_small_names_the_smallest() -> None:
 
 @pytest.mark.parametrize("option", [(-1, 1.0), (1, -1.0), (1, nan), (1, inf)])
 def test_bad_options_name_their_site(option: tuple[int, float]) -> None:
-    with pytest.raises(PlanError, match=r"an option of `q` \(label `1`\) has cost"):
+    with pytest.raises(PlanError, match=r"an option of `q` \(`1`\) has cost"):
         allocate([_site("p", (1, 1.0)), _site("q", (1, 1.0), option)], 100)
 
 

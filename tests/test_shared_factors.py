@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 import tcompress
 from tcompress.blockwise import sensitivity
-from tcompress.conversion import whole_model_fits
+from tcompress.conversion import model_fits
 from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
 from tcompress.exports.dense import export_dense
@@ -195,7 +195,7 @@ def test_killed_and_run_again(
     assert fitted.exists() is (moment[0] == "fitting blocks")
     with monkeypatch.context() as patch:
         if fitted.exists():
-            patch.setattr(whole_model_fits, "input_moments", None)  # not measured again
+            patch.setattr(model_fits, "input_moments", None)  # not measured again
         convert(str(source), chosen, tmp_path / "out", data=calibration("bert"))
     convert(str(source), chosen, tmp_path / "whole", data=calibration("bert"))
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

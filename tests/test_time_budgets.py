@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,6 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel
 
@@ -26,41 +26,24 @@ from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.entries import Form, Plan
 from tcompress.planning.planner import make_plan
-from tcompress.search import search
-from tcompress.search.knapsack import BudgetSite, Option, allocate_both
+from tcompress.search import predictions
+from tcompress.search.knapsack import allocate_within
 from tcompress.search.layer_times import TimeGoal
+from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
 from tests.support.cli import run
 from tests.support.conversions import make
+from tests.support.counted_clock import counted_clock
 from tests.support.evaluation import headed
 from tests.support.tiny import TINY, build
 
 CPU = torch.device("cpu")
-REST = 20_000  # numbers that every model multiplies by, whatever becomes of its layers
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are numbers of weights; a model takes a fifth longer than its layers by themselves."""
-
-    def measured(_: LayerTimes, layer: nn.Module) -> float:
-        return 1e-6 * sum(parameter.numel() for parameter in layer.parameters())
-
-    def speedups(clock: ModelClock, *plans: Plan) -> list[float]:
-        whole = 1e6 * clock.seconds
-        saved = [
-            sum(entry.dense_parameters - entry.parameters for entry in plan.layers)
-            for plan in plans
-        ]
-        return [whole / (whole - 1.2 * own) for own in saved]
-
-    def seconds(clock: ModelClock, *_: Any) -> float:
-        roles = search.roles_of(clock.source)
-        return 1e-6 * (REST + sum(i.in_features * i.out_features for i in roles.layers))
-
-    monkeypatch.setattr(LayerTimes, "_measure", measured)
-    monkeypatch.setattr(ModelClock, "speedups", speedups)
-    monkeypatch.setattr(ModelClock, "_median", seconds)
-    monkeypatch.setattr("tcompress.conversion.converter.bench", lambda *_, **__: None)
+def counted() -> Iterator[None]:
+    """Times are numbers of weights, see `counted_clock`."""
+    with counted_clock():
+        yield
 
 
 def _made(folder: Path, method: str = "width", **changes: Any) -> Any:
@@ -166,9 +149,9 @@ def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
         return [1 / (0.1 + extra * room * 1e-9)]
 
     clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
-    goal = TimeGoal(Budget("speedup", 4), clock)
+    goal = TimeGoal(Budget("speedup", 4), clock, round(0.1e9))
     solve: Any = int  # a plan is its room
-    _, speed = goal.reach(solve, round(0.1e9), least=1_000_000)
+    _, speed = goal.reach(solve, least=1_000_000)
     assert 4 * 0.98 <= speed <= 4 * 1.06
 
 
@@ -295,37 +278,31 @@ def test_what_is_not_replaced_is_timed_with_the_same_weights(tmp_path: Path) -> 
 
 def test_two_budgets_are_met_at_the_least_loss() -> None:
     """Every choice of two sites is tried."""
-    sites = [
-        BudgetSite(
-            f"s{site}",
-            [
-                Option(cost, loss, f"{site}{cost}{time}", time)
-                for cost, time, loss in [(2, 9, 5.0), (5, 5, 4.0), (9, 2, 4.5), (7, 7, 1.0)]
-            ],
-            10,
-            may_stay=True,
-            time=10,
-        )
-        for site in range(2)
-    ]
-    found = allocate_both(sites, 15, 14)
+
+    def costs(parameters: int, time: int) -> dict[str, int]:
+        return {PARAMETERS: parameters, NANOSECONDS: time}
+
+    offered = [(2, 9, 5.0), (5, 5, 4.0), (9, 2, 4.5), (7, 7, 1.0)]
+    candidates = tuple(Candidate("", (), loss, costs(size, time)) for size, time, loss in offered)
+    sites = [Site((f"s{index}",), "", costs(10, 10), candidates) for index in range(2)]
+    found = allocate_within(sites, costs(15, 14))
     every = [
         (one.loss + two.loss)
         for one in sites[0].every
         for two in sites[1].every
-        if one.cost + two.cost <= 15 and one.time + two.time <= 14
+        if all(one.costs[name] + two.costs[name] <= most for name, most in costs(15, 14).items())
     ]
     assert found.loss == pytest.approx(min(every))
     with pytest.raises(PlanError, match="contradict"):
-        allocate_both(sites, 3, 3)
+        allocate_within(sites, costs(3, 3))
 
 
 def test_several_speeds_are_models_of_one_measurement(
     counted: None, own_folder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
-    walked = Mock(side_effect=search.BackwardWalk)
-    monkeypatch.setattr(search, "BackwardWalk", walked)
+    walked = Mock(side_effect=predictions.BackwardWalk)
+    monkeypatch.setattr(predictions, "BackwardWalk", walked)
     options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
     done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
     assert done.code == 0, done.err

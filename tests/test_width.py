@@ -1,5 +1,6 @@
 """Fewer channels between layers: neurons, values and scores of heads."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import roles_of
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
-from tcompress.search.knapsack import BudgetSite, Option, joint
+from tcompress.search.knapsack import joint
+from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import alike, randn
 from tests.support.tiny import build
@@ -103,20 +105,27 @@ def test_bases_of_heads_lose_what_they_say(size: int, seed: int) -> None:
 
 
 def test_sites_that_are_joint_offer_the_best_of_all() -> None:
-    sites = [
-        BudgetSite("a", [Option(cost, (10 - cost) ** 2, f"a{cost}") for cost in range(1, 10)], 10),
-        BudgetSite("b", [Option(cost, (10 - cost) ** 2 / 2, f"b{cost}") for cost in (2, 6)], 10),
-    ]
-    found = joint(sites)
-    assert found[0].label == ("a1", "b2")
-    assert found[-1].label == ("dense", "dense")
-    assert [own.cost for own in found] == sorted(own.cost for own in found)
+    def site(name: str, costs: Iterable[int], share: float) -> Site:
+        candidates = [
+            Candidate(
+                f"{name}{cost}", ((name, None),), (10 - cost) ** 2 * share, {PARAMETERS: cost}
+            )
+            for cost in costs
+        ]
+        return Site((name,), "", {PARAMETERS: 10}, tuple(candidates))
+
+    sites = [site("a", range(1, 10), 1.0), site("b", (2, 6), 0.5)]
+    found = joint(sites, PARAMETERS)
+    costs = [own.costs[PARAMETERS] for own in found]
+    assert (costs[0], costs[-1]) == (1 + 2, 10 + 10)
+    assert costs == sorted(costs)
     for own in found:
+        assert [key for key, _ in own.forms] == ["a", "b"]
         every = [
             one.loss + two.loss
-            for one in [*sites[0].options, Option(10, 0.0)]
-            for two in [*sites[1].options, Option(10, 0.0)]
-            if one.cost + two.cost <= own.cost
+            for one in sites[0].every
+            for two in sites[1].every
+            if one.costs[PARAMETERS] + two.costs[PARAMETERS] <= own.costs[PARAMETERS]
         ]
         assert own.loss == pytest.approx(min(every))
 

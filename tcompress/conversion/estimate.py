@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from tcompress.conversion.converter import TRIAL_SAMPLES
+from tcompress.conversion.conversion import TRIAL_SAMPLES
 from tcompress.conversion.outputs import Cluster, clusters_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
 from tcompress.hf.opening import pick_device

@@ -54,10 +54,10 @@ class Reduction:
         return torch.einsum("...hs,hsr->...hr", flat, bases).flatten(-2)
 
 
-Place = tuple[str, str, int]
+ReductionKey = tuple[str, str, int]
 """Name of the weight in the checkpoint, that of its part, or `READ`, and the size of a group."""
 
-Reductions = Mapping[Place, Reduction]
+Reductions = Mapping[ReductionKey, Reduction]
 
 
 def _reduction(
@@ -124,7 +124,7 @@ def stored_reductions(found: Reductions) -> dict[str, Tensor]:
     return named
 
 
-def read_reductions(named: Mapping[str, Tensor]) -> dict[Place, Reduction]:
+def read_reductions(named: Mapping[str, Tensor]) -> dict[ReductionKey, Reduction]:
     """Reads them back."""
     found = {}
     for name, tensor in named.items():
@@ -152,24 +152,24 @@ def completed(
             for own, part in coupling.writers
         ]
         if any(entry.is_narrow for entry in members if entry) and not found.keys() >= {*written}:
-            found |= widths_by_weights(coupling, entries, weight_of).reductions
+            found |= order_by_weights(coupling, entries, weight_of).reductions
     return found
 
 
 # Choosing channels, and what is lost with fewer of them.
 
 
-@dataclass
-class Widths:
+@dataclass(frozen=True, eq=False)
+class ChannelOrder:
     """The channels of one coupling in order, and what is lost with some of them."""
 
     coupling: Coupling
     losses: Tensor  # with 0, 1, ... channels of every group, or heads, in the unit of losses
-    reductions: dict[Place, Reduction] = field(default_factory=dict)
+    reductions: dict[ReductionKey, Reduction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Seen:
+class LayerFacts:
     """What is known of one layer."""
 
     entry: LayerPlan
@@ -177,7 +177,9 @@ class Seen:
     bias: Tensor | None  # (out,)
 
 
-def widths_of(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+def order_channels(
+    coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float
+) -> ChannelOrder:
     """Orders the channels of a coupling by what is known of its layers, by weight name."""
     if coupling.kind == "neurons":
         return _neurons(coupling, seen, damping)
@@ -186,9 +188,9 @@ def widths_of(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> W
     return (_values if coupling.kind == "values" else _scores)(coupling, seen, damping)
 
 
-def widths_by_weights(
+def order_by_weights(
     coupling: Coupling, entries: Mapping[str, LayerPlan], weight_of: Callable[[Layer], Tensor]
-) -> Widths:
+) -> ChannelOrder:
     """Orders channels without data: inputs count as independent and alike.
 
     Entries are by weight name in the model; weights are matrices ([experts,] out, in).
@@ -205,13 +207,13 @@ def widths_by_weights(
             moments = EvaluationMoments(own, None)
             zero = weight.new_zeros(len(own))
             facts = LayerStatistics(weight, moments, zero)
-            seen[layer.weight_name] = Seen(entries[layer.weight_name], facts, None)
-        found.append(widths_of(coupling, seen, DAMPING / len(gram)))
+            seen[layer.weight_name] = LayerFacts(entries[layer.weight_name], facts, None)
+        found.append(order_channels(coupling, seen, DAMPING / len(gram)))
     if not experts:
         return found[0]
     orders = torch.stack([next(iter(own.reductions.values())).reduce for own in found])
     losses = torch.stack([own.losses for own in found]).sum(0)
-    return Widths(coupling, losses, dict.fromkeys(found[0].reductions, Reduction(orders)))
+    return ChannelOrder(coupling, losses, dict.fromkeys(found[0].reductions, Reduction(orders)))
 
 
 def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor:
@@ -232,7 +234,7 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
     return gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
 
 
-def _metrics(own: Seen, damping: float) -> tuple[Tensor, Tensor]:
+def _metrics(own: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:
     """Damped moments of a layer's inputs, and of the gradients at its outputs."""
     whole = own.statistics.whole
     features = len(whole.gram)
@@ -243,16 +245,18 @@ def _metrics(own: Seen, damping: float) -> tuple[Tensor, Tensor]:
     return gram, damped_curvature(whole.curvature, CURVATURE_DAMPING)
 
 
-def _neurons(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+def _neurons(coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
     own, gram, target, constant = _pursued(coupling, seen, damping)
     found = order_neurons(gram, target, constant)
     reduction, size = Reduction(found.order), coupling.size
     names = [(seen[it.weight_name].entry.key, part.name, size) for it, part in coupling.writers]
     losses = found.losses * own.statistics.whole.rows
-    return Widths(coupling, losses, dict.fromkeys([*names, (own.entry.key, READ, size)], reduction))
+    return ChannelOrder(
+        coupling, losses, dict.fromkeys([*names, (own.entry.key, READ, size)], reduction)
+    )
 
 
-def _heads(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+def _heads(coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
     own, gram, target, constant = _pursued(coupling, seen, damping)
     found = order_groups(gram, target, constant, len(gram) // coupling.size)
     widths = {
@@ -264,12 +268,12 @@ def _heads(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widt
     for (key, part), width in widths.items():
         rows = torch.arange(width, device=found.order.device).unflatten(0, (coupling.size, -1))
         reductions[key, part, width] = Reduction(rows[found.order].flatten())
-    return Widths(coupling, found.losses * own.statistics.whole.rows, reductions)
+    return ChannelOrder(coupling, found.losses * own.statistics.whole.rows, reductions)
 
 
 def _pursued(
-    coupling: Coupling, seen: Mapping[str, Seen], damping: float
-) -> tuple[Seen, Tensor, Tensor, float]:
+    coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float
+) -> tuple[LayerFacts, Tensor, Tensor, float]:
     """The reader, and what `order_neurons` asks for."""
     assert coupling.reader is not None
     own = seen[coupling.reader.weight_name]
@@ -279,7 +283,7 @@ def _pursued(
     return own, gram, safe_cholesky(curvature).mT @ weight @ gram, constant
 
 
-def _values(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+def _values(coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
     assert coupling.reader is not None
     [(writer, part)] = coupling.writers
     own, size = seen[coupling.reader.weight_name], coupling.size
@@ -298,10 +302,10 @@ def _values(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Wid
         (seen[writer.weight_name].entry.key, part.name, size): Reduction(bases.reduce, bases.lift),
         (own.entry.key, READ, size): Reduction(reduce, lift),
     }
-    return Widths(coupling, losses, found)
+    return ChannelOrder(coupling, losses, found)
 
 
-def _scores(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Widths:
+def _scores(coupling: Coupling, seen: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
     (first, queries), (second, keys) = sorted(
         coupling.writers, key=lambda pair: pair[1].name.endswith("k")
     )
@@ -336,7 +340,7 @@ def _scores(coupling: Coupling, seen: Mapping[str, Seen], damping: float) -> Wid
     met = Reduction(bases.lift.mT, bases.reduce.mT)
     other_key = seen[second.weight_name].entry.key
     found = {(own.entry.key, queries.name, size): asked, (other_key, keys.name, size): met}
-    return Widths(coupling, bases.losses * own.statistics.whole.rows, found)
+    return ChannelOrder(coupling, bases.losses * own.statistics.whole.rows, found)
 
 
 def _offset(parts: Sequence[object], part: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -100,6 +100,15 @@ def _running(what: str) -> Iterator[None]:
         raise InputError(f"{what} ({type(error).__name__}: {first_line(error)})", hint) from error
 
 
+def _alone(timed: Pass) -> Pass:
+    """Let a pass follow one like it that is not timed.
+
+    Threads of a runtime wait actively for a while after a pass: where two runtimes take turns, one
+    would be timed while the other's threads hold its cores, as nobody runs it.
+    """
+    return replace(timed, ready=timed)
+
+
 @dataclass(frozen=True)
 class TimedModel:
     """A loaded model, in evaluation mode."""
@@ -152,7 +161,7 @@ class PairedTiming:
             else:
                 timed, same = (self._opened(item, cell.mode) for item in (timed, self.baseline))
                 pairs = ((timed, cell), (self.baseline, cell._replace(mode="eager")), (same, cell))
-                passes = [self._warmed(item, how, inputs) for item, how in pairs]
+                passes = [_alone(self._warmed(item, how, inputs)) for item, how in pairs]
             repeats, wait = self.settings.repeats, waiting(self.device)
             taken = turns(passes, self.clock, wait)
             times = list(zip(*islice(taken, repeats), strict=True))
@@ -188,7 +197,8 @@ class PairedTiming:
             "threads": torch.get_num_threads(),
             "repeats": self.settings.repeats,
             "warm_ups": WARM_UPS,
-            "statistic": "median; model and baseline in turn, the first one changing",
+            "statistic": "median; model and baseline in turn, the first one changing"
+            + ("" if cell.mode in ("eager", "compiled") else "; each right after an untimed pass"),
             "spread": "distance of the quartiles over the median",
             "memory": "allocated during the pass, and the cache; without weights and inputs",
             "inputs": self.inputs.words(),

@@ -1,7 +1,8 @@
 """Which form every site takes: candidates with predicted losses and costs, and limits on them.
 
-`search` is the whole way and calls the others in order: `predict`, `width` and `bits` list the
-candidates, `substitution` corrects their losses, `layer_times` gives them times, `budgets` spends
-the limits with `knapsack`. `depth_search`, `loss_search` and `plain_width` look for one number.
+`search` is the whole way and calls the others in order: `predictions` lists the candidates of
+`table` (of one layer `predict`, of several `width`, of word embeddings `bits`), `substitution`
+corrects their losses, `layer_times` gives them times, `budgets` spends the limits with `knapsack`.
+`trials` compares answers; `depth_search`, `loss_search` and `plain_width` look for one number.
 Open `search.py` first.
 """

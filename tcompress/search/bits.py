@@ -28,7 +28,7 @@ from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
 from tcompress.planning.storage import TABLE_RANKS
-from tcompress.search.knapsack import BudgetSite, Option
+from tcompress.search.table import BYTES, NANOSECONDS, Candidate, Site
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -39,7 +39,7 @@ BITS = (8, 4)
 
 
 @dataclass(frozen=True)
-class TableCandidate:
+class TableForm:
     """One way to store the word embeddings of a model."""
 
     rounding: Rounding | None = None
@@ -64,39 +64,42 @@ class TableCandidate:
 
 
 @dataclass(frozen=True)
+class TableCandidate(Candidate):
+    """A form of the word embeddings; it costs bytes beyond those of the smallest."""
+
+    table: TableForm = TableForm()
+
+    def within(self, plan: Plan) -> Plan:
+        """Give a plan with tables like this."""
+        return self.table.within(plan)
+
+
+@dataclass(frozen=True)
 class TableSite:
-    """The candidates of a word embedding, each with bytes beyond the smallest and its loss."""
+    """The candidates of the word embeddings."""
 
-    candidates: tuple[TableCandidate, ...]
-    costs: tuple[int, ...]
-    losses: tuple[float, ...]
-
-    @property
-    def site(self) -> BudgetSite:
-        """What a budget chooses from; labels are places of candidates."""
-        triples = zip(self.costs, self.losses, range(len(self.costs)), strict=True)
-        options = [Option(cost, loss, ((TABLE, place),)) for cost, loss, place in triples]
-        return BudgetSite(TABLE, options, self.costs[0], may_stay=False)
+    site: Site
 
     def cost_in(self, plan: Plan) -> int:
-        """Bytes of the candidate that a plan has."""
+        """Bytes of the candidate that a plan has, beyond those of the smallest."""
         rounding = None if plan.storage is None else plan.storage.embeddings
-        chosen = TableCandidate(rounding, plan.embeddings)
-        return self.costs[self.candidates.index(chosen)]
+        form = TableForm(rounding, plan.embeddings)
+        candidates = (c for c in self.site.candidates if isinstance(c, TableCandidate))
+        return next(item.costs[BYTES] for item in candidates if item.table == form)
 
 
-def table_candidates(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
+def table_forms(source: SourceModel, recipe: Convert) -> list[TableForm]:
     """List what the tables may become, the dense ones first."""
     group = recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
     roundings = [Rounding.usual(bits, group) for bits in widths]
-    candidates = [TableCandidate(rounding) for rounding in (None, *roundings)]
+    forms = [TableForm(rounding) for rounding in (None, *roundings)]
     for fraction in TABLE_RANKS:
         options = Embeddings(method=LowRankSpec(), target=fraction)
         with suppress(PlanError):  # what computes more than a table does keeps its weight
             planned = plan_embeddings(options, source, roles_of(source))
-            candidates.append(TableCandidate(Rounding.usual(4, group), planned))
-    return candidates
+            forms.append(TableForm(Rounding.usual(4, group), planned))
+    return forms
 
 
 def table_site(
@@ -111,20 +114,22 @@ def table_site(
     advance: Callable[[str], None],
 ) -> TableSite:
     """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
-    candidates = table_candidates(source, recipe)
-    sizes = [disk_bytes(source, item.within(plan), recipe.dtype) for item in candidates]
+    forms = table_forms(source, recipe)
+    sizes = [disk_bytes(source, form.within(plan), recipe.dtype) for form in forms]
     walk = _TableWalk(source, sampler, judged, device)
-    losses = []
-    for item in candidates:
-        plain = item == TableCandidate()
-        change = 0.0 if plain else walk.change(dict(_tables(source, item, data, device)))
-        losses.append(max(0.0, change) / unit)
-        advance("as it is" if plain else f"{item.rounding}")
-    return TableSite(tuple(candidates), tuple(s - min(sizes) for s in sizes), tuple(losses))
+    candidates = []
+    for form, size in zip(forms, sizes, strict=True):
+        plain = form == TableForm()
+        change = 0.0 if plain else walk.change(dict(_tables(source, form, data, device)))
+        costs = {BYTES: size - min(sizes), NANOSECONDS: 0}
+        candidates.append(TableCandidate("", (), max(0.0, change) / unit, costs, form))
+        advance("as it is" if plain else f"{form.rounding}")
+    dense = candidates[0].costs
+    return TableSite(Site((TABLE,), "", dense, tuple(candidates), may_stay=False))
 
 
 def _tables(
-    source: SourceModel, item: TableCandidate, data: CalibrationData, device: torch.device
+    source: SourceModel, item: TableForm, data: CalibrationData, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     """Compute the tables of a candidate as they are read again, by module path."""
     entries = {source.keymap.runtime_name(e.name) or e.name: e for e in item.embeddings}

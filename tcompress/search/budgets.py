@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import fsum
-from typing import Any
 
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -16,23 +14,17 @@ from tcompress.options.convert_options import Budget
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
-from tcompress.search.bits import TABLE, TableSite
+from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.knapsack import (
-    DENSE,
     Allocation,
-    BudgetSite,
-    Option,
     allocate,
-    allocate_both,
     allocate_for_loss,
-    joint,
+    allocate_within,
+    uniform,
 )
-from tcompress.search.knapsack import uniform as allocate_alike
-from tcompress.search.predict import LayerCandidates
-from tcompress.search.width import WidthSite
-from tcompress.structures.width import WidthSpec
-
-WIDTH = WidthSpec().name
+from tcompress.search.predictions import Predictions
+from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.search.width import WIDTH, joined
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
@@ -40,34 +32,49 @@ UNSPENT = 0.001  # of a budget, not worth another attempt
 
 
 @dataclass(frozen=True)
-class _Answer:
+class Answer:
+    """A plan that keeps to a budget.
+
+    Attributes:
+        plan: The plan.
+        loss: What it is predicted to lose.
+        size: What it is judged by where the smallest is looked for.
+    """
+
     plan: Plan
     loss: float
-    size: int  # what a smallest answer is judged by
+    size: int
 
 
 @dataclass(frozen=True)
 class BudgetProblem:
-    """One budget, and the layers that it is spent on; `plan` has equal sizes."""
+    """One budget, and the sites that it is spent on.
+
+    Attributes:
+        recipe: What was asked for.
+        source: The model.
+        plan: A plan of equal sizes.
+        groups: Its layers, those together that read one input.
+        predictions: What may be chosen from.
+        table: What the word embedding may become, where that is chosen too.
+        room: Nanoseconds that the sites may take, where time is limited too, or alone.
+    """
 
     recipe: Convert
     source: SourceModel
     plan: Plan
-    groups: Sequence[Sequence[LayerPlan]]  # those together that read one input
-    layers: Sequence[LayerCandidates]
-    fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
-    widths: Sequence[WidthSite] = ()
-    table: TableSite | None = None  # where bits of the word embedding are chosen too
+    groups: Sequence[Sequence[LayerPlan]]
+    predictions: Predictions
+    table: TableSite | None = None
     room: int | None = None
-    """Nanoseconds that these layers may take, where time is limited too, or alone."""
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
-        """Returns the plan that is predicted to lose least, or for an error to be smallest.
+        """Return the plan that is predicted to lose least, or for an error to be smallest.
 
         A mixture of the `methods` has to be clearly better than the best of the `singles`, those
         that can take all layers: predictions compare sizes of one structure more reliably.
         """
-        answers: dict[str, _Answer] = {}
+        answers: dict[str, Answer] = {}
         refused: list[PlanError] = []
         for name in ("", *singles) if len(methods) > 1 else singles:
             try:
@@ -83,50 +90,52 @@ class BudgetProblem:
         ):
             return self._with_facts(mixed.plan, mixed.loss, singles, answers)
         plan = answers[name].plan
-        if len(methods) > 1 and all(item.quick for item in self.layers):
+        quick = self.predictions.quick
+        if len(methods) > 1 and quick and all(site.candidates for site in quick):
             with suppress(PlanError):  # sized as it would be without others on offer
-                layers = [replace(item, offers=item.quick) for item in self.layers]
-                plan = replace(self, layers=layers).solve([name]).plan
+                plan = self._of(quick).solve([name]).plan
         single = answers if len(methods) > 1 else {}
         return self._with_facts(plan, answers[name].loss, singles, single)
 
     def of_alone(self) -> BudgetProblem:
-        """The same for one method in all layers, with nothing else on offer."""
-        return replace(self, layers=[replace(item, offers=item.alone) for item in self.layers])
+        """Return the same for one method in all layers, with nothing else on offer."""
+        return self._of(self.predictions.alone)
+
+    def _of(self, layers: tuple[Site, ...]) -> BudgetProblem:
+        return replace(self, predictions=replace(self.predictions, layers=layers))
 
     def least_time(self, methods: Sequence[str]) -> int:
-        """Returns nanoseconds that the fastest candidates of these methods take."""
-        sites = self.sites(methods, may_stay=True).values()
-        return sum(min(option.time for option in site.every) for site in sites)
+        """Return nanoseconds that the fastest candidates of these methods take."""
+        sites = self.sites(methods, may_stay=True)
+        return sum(min(item.costs[NANOSECONDS] for item in site.every) for site in sites)
 
-    def solve(self, methods: Sequence[str]) -> _Answer:
-        """Spends the budget on candidates of these methods."""
+    def solve(self, methods: Sequence[str]) -> Answer:
+        """Spend the budget on candidates of these methods."""
         if self._budget.is_time:
             return self._in_time(methods)
         if not self._budget.is_error:
             return self._within(methods)
         limit = self._budget.limit
         sites = self.sites(methods, may_stay=True)
+        left_out = {site.key: site.left_out for site in self.predictions.layers}
         if self._budget.limits_each:
-            left_out = {item.key: item.left_out for item in self.layers}
-            most = [limit * fsum(left_out[key] for key in keys) for keys in sites]
-            found = within_tolerance([*sites.values()], most)
+            most = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
+            allocation = within_tolerance(sites, most, self._resource)
         else:
             spend = _alike_for_loss if self._alike else allocate_for_loss
-            found = spend([*sites.values()], limit * fsum(item.left_out for item in self.layers))
-        plan = self._plan(found, sites)
-        if self._timed:
-            return _Answer(plan, found.loss, found.cost)
-        return _Answer(plan, found.loss, plan.structured_rewritten + self._dense_left(plan))
+            allocation = spend(sites, limit * fsum(left_out.values()), self._resource)
+        plan = self._plan(allocation)
+        if self._resource == NANOSECONDS:
+            return Answer(plan, allocation.loss, allocation.cost)
+        return Answer(plan, allocation.loss, plan.structured_rewritten + self._dense_left(plan))
 
-    def _in_time(self, methods: Sequence[str]) -> _Answer:
+    def _in_time(self, methods: Sequence[str]) -> Answer:
         assert self.room is not None
-        sites = self.sites(methods, may_stay=True)
-        found = self._allocated([*sites.values()], self.room)
-        return _Answer(self._plan(found, sites), found.loss, found.cost)
+        allocation = self._allocated(self.sites(methods, may_stay=True), self.room)
+        return Answer(self._plan(allocation), allocation.loss, allocation.cost)
 
-    def _within(self, methods: Sequence[str]) -> _Answer:
-        """Allocates less where layers end up not sharing what was counted once, but not too little.
+    def _within(self, methods: Sequence[str]) -> Answer:
+        """Allocate less where layers end up not sharing what was counted once, but not too little.
 
         Where a layer would then not even shrink, it has to do without that method.
         """
@@ -136,18 +145,18 @@ class BudgetProblem:
         for _ in range(ATTEMPTS):
             # A rewritten layer makes up for what those before it lost; a dense one does not.
             sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
-            found = self._allocated([*sites.values()], room)
-            plan = self._plan(found, sites)
+            allocation = self._allocated(sites, room)
+            plan = self._plan(allocation)
             over = self._measured(plan) - limit
-            lost = self._refused(found, plan) if len(methods) > 1 else set()
+            lost = self._refused(allocation, plan) if len(methods) > 1 else set()
             if lost:
                 barred |= lost
             elif over > 0:
                 exceeds = room
                 room = room - over if best is None else (fits + room) // 2
             else:
-                if best is None or found.loss < best.loss:
-                    best = _Answer(plan, found.loss, limit + over)
+                if best is None or allocation.loss < best.loss:
+                    best = Answer(plan, allocation.loss, limit + over)
                 if room == spent or -over <= UNSPENT * spent:
                     break
                 fits, room = room, (room + exceeds) // 2
@@ -158,18 +167,17 @@ class BudgetProblem:
             "allow more, or name one method that may be used everywhere, such as `svd`",
         )
 
-    def _refused(self, found: Allocation, plan: Plan) -> set[tuple[str, str]]:
-        """Layers, each with its method, that were to be rewritten and then stayed dense."""
+    def _refused(self, allocation: Allocation, plan: Plan) -> set[tuple[str, str]]:
+        """List layers, each with its method, that were to be rewritten and then stayed dense."""
         planned = {entry.key for entry in plan.layers}
-        chosen: dict[str, Form] = {}
-        for choice in found.choices:
-            chosen |= () if choice.label == DENSE else choice.label  # type: ignore[call-overload]
+        forms = [form for choice in allocation.choices for form in choice.forms]
+        dense = {key: form.parts for key, form in forms if form and key not in planned}
         return {
-            (item.key, name)
-            for item in self.layers
-            if chosen.get(item.key) is not None and item.key not in planned
-            for name, options in item.offers.items()
-            if any(option.label == chosen[item.key].parts for option in options)
+            (site.key, item.method)
+            for site in self.predictions.layers
+            if site.key in dense
+            for item in site.candidates
+            if item.form.parts == dense[site.key]
         }
 
     def sites(
@@ -178,67 +186,52 @@ class BudgetProblem:
         *,
         may_stay: bool,
         barred: Collection[tuple[str, str]] = (),
-    ) -> dict[tuple[str, ...], BudgetSite]:
-        """Lists what a budget chooses from, by the keys of the layers that it is chosen for."""
-        timed = self._timed
-        found: dict[tuple[str, ...], BudgetSite] = {}
-        for item in self.layers:
-            allowed = [name for name in methods if (item.key, name) not in barred]
-            found[item.key,] = item.site(allowed, may_stay=may_stay, timed=timed)
-        for site in self.widths if WIDTH in methods else ():  # an attention after its parts
-            if site.is_attention and self._budget.limits_each:
-                continue
-            offered = [replace(o, cost=o.time) for o in site.options] if timed else [*site.options]
-            parts = [keys for keys in found if {*keys} <= {*site.keys}]
-            members = [found.pop(keys) for keys in parts]
-            if len(members) == 1:
-                offered += members[0].options
-            elif any(member.options for member in members):
-                offered += [_flattened(option, parts) for option in joint(members)]
-            dense, time = (sum(getattr(m, name) for m in members) for name in ("dense", "time"))
-            keys = tuple(chain.from_iterable(parts))
-            found[keys] = BudgetSite(keys[0], offered, dense, may_stay, time)
-        if self.table is not None:
-            found[TABLE,] = self.table.site
-        return found
+    ) -> list[Site]:
+        """List what a budget chooses from."""
+        layers = [
+            site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
+            for site in self.predictions.layers
+        ]
+        widths = self.predictions.widths if WIDTH in methods else ()
+        if self._budget.limits_each:
+            widths = tuple(site for site in widths if not site.is_attention)
+        sites = joined(layers, widths, self._resource, may_stay=may_stay)
+        return sites if self.table is None else [*sites, self.table.site]
 
-    def _allocated(self, sites: Sequence[BudgetSite], room: int) -> Allocation:
+    def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
+        resource = self._resource
         if self._alike:
-            return allocate_alike(sites, room / sum(site.dense for site in sites))
+            return uniform(sites, room / sum(site.dense[resource] for site in sites), resource)
         budget = self.recipe.budget
         try:
             if self.room is not None and not self._budget.is_time:
-                return allocate_both(sites, room, self.room)
-            return allocate(sites, room)
+                return allocate_within(sites, {resource: room, NANOSECONDS: self.room})
+            return allocate(sites, room, resource)
         except PlanError as error:
             if budget is None or budget.is_fraction or budget.is_time:
                 raise
-            costs = [[option.cost for option in site.options] for site in sites]
-            least = sum(
-                min(own + [site.dense] * site.may_stay)
-                for own, site in zip(costs, sites, strict=True)
-            )
+            least = sum(min(item.costs[resource] for item in site.every) for site in sites)
             limit, spent = self._limits()
             size = limit - spent + least
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
-    def _plan(self, found: Allocation, sites: Iterable[tuple[str, ...]]) -> Plan:
-        forms: dict[str, Any] = {}
-        for keys, choice in zip(sites, found.choices, strict=True):
-            forms |= dict.fromkeys(keys) if choice.label == DENSE else dict(choice.label)  # type: ignore[call-overload]
-        plan, place = self.plan, forms.pop(TABLE, None)
-        if self.table is not None and isinstance(place, int):
-            plan = self.table.candidates[place].within(plan)
-        elif forms and not any(forms.values()):
+    def _plan(self, allocation: Allocation) -> Plan:
+        plan = self.plan
+        forms: dict[str, Form | None] = {}
+        for choice in allocation.choices:
+            forms |= choice.forms
+            if isinstance(choice, TableCandidate):
+                plan = choice.within(plan)
+        if self.table is None and forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
             )
         chosen: dict[str, Form | None] = {}
         if self._budget.is_error:  # of experts no error is known
-            chosen = dict.fromkeys({entry.key for entry in self.plan.layers} - self.fixed)
-        chosen |= forms
-        return resized(plan, self.groups, chosen, self.source)
+            keys = {entry.key for entry in self.plan.layers}
+            chosen = dict.fromkeys(keys - self.predictions.fixed)
+        return resized(plan, self.groups, chosen | forms, self.source)
 
     @property
     def _budget(self) -> Budget:
@@ -246,9 +239,11 @@ class BudgetProblem:
         return self.plan.budget.asked
 
     @property
-    def _timed(self) -> bool:
-        """Whether time is what candidates cost; beside a size it is a second cost."""
-        return self._budget.is_time or (self._budget.is_error and self.recipe.counts_time)
+    def _resource(self) -> str:
+        """What candidates cost; beside a size, time is a second cost."""
+        if self._budget.is_time or (self._budget.is_error and self.recipe.counts_time):
+            return NANOSECONDS
+        return self._budget.unit if self._budget.is_size else PARAMETERS
 
     @property
     def _alike(self) -> bool:
@@ -257,42 +252,46 @@ class BudgetProblem:
             return True
         return self.recipe.calibration.is_none and self._budget.is_size
 
-    def _rank(self, item: _Answer) -> tuple[float, float]:
-        return (float(item.size), item.loss) if self._budget.is_error else (item.loss, 0.0)
+    def _rank(self, answer: Answer) -> tuple[float, float]:
+        if self._budget.is_error:
+            return float(answer.size), answer.loss
+        return answer.loss, 0.0
 
     def _limits(self) -> tuple[int, int]:
-        """What a plan may measure, and what of it is for the layers that are sized."""
+        """Give what a plan may measure, and what of it is for the sites."""
+        layers = self.predictions.layers
         if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(item.dense for item in self.layers))
+            whole = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
             return whole, whole
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        taken = round(sum(planned.get(item.key, item.dense) * item.unit for item in self.layers))
-        taken += 0 if self.table is None else self.table.cost_in(self.plan)
+        sizes = (planned.get(site.key, site.dense[PARAMETERS]) * site.unit for site in layers)
+        taken = round(sum(sizes)) + (0 if self.table is None else self.table.cost_in(self.plan))
         limit = int(self._budget.limit)
         return limit, taken + limit - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
         if not self._budget.is_fraction:
             return size_of(plan, self.source, self.recipe)
-        own = {item.key for item in self.layers}
-        kept = sum(entry.parameters for entry in plan.layers if entry.key in own)
+        keys = {site.key for site in self.predictions.layers}
+        kept = sum(entry.parameters for entry in plan.layers if entry.key in keys)
         return kept + self._dense_left(plan)
 
     def _dense_left(self, plan: Plan) -> int:
         planned = {entry.key for entry in plan.layers}
-        return sum(item.dense for item in self.layers if item.key not in planned)
+        layers = self.predictions.layers
+        return sum(site.dense[PARAMETERS] for site in layers if site.key not in planned)
 
     def _with_facts(
-        self, plan: Plan, loss: float, singles: Sequence[str], alone: Mapping[str, _Answer]
+        self, plan: Plan, loss: float, singles: Sequence[str], alone: dict[str, Answer]
     ) -> Plan:
-        """Adds to a plan what was predicted: its loss, that of equal shares and of each method."""
-        everything = fsum(item.left_out for item in self.layers) or 1.0
+        """Add to a plan what was predicted: its loss, that of equal shares and of each method."""
+        everything = fsum(site.left_out for site in self.predictions.layers) or 1.0
         alike = []
         for name in singles if self._budget.is_size else ():
-            sites = [*self.sites([name], may_stay=False).values()]
-            share = self._limits()[1] / sum(site.dense for site in sites)
+            sites = self.sites([name], may_stay=False)
+            share = self._limits()[1] / sum(site.dense[self._resource] for site in sites)
             with suppress(PlanError):
-                alike.append(allocate_alike(sites, share).loss)
+                alike.append(uniform(sites, share, self._resource).loss)
         assert self.plan.budget is not None
         facts = self.plan.budget.model_copy(
             update={
@@ -305,33 +304,28 @@ class BudgetProblem:
         return covered(plan.model_copy(update={"budget": facts}), self.source)
 
 
-def _flattened(option: Option, parts: Sequence[Sequence[str]]) -> Option:
-    """Gives an option of several sites the forms of their layers, by key, as its label."""
-    labels: Any = option.label
-    pairs = zip(parts, labels, strict=True)
-    forms = [[(key, None) for key in keys] if own == DENSE else own for keys, own in pairs]
-    return replace(option, label=tuple(chain.from_iterable(forms)))
-
-
-def within_tolerance(sites: Sequence[BudgetSite], most: Sequence[float]) -> Allocation:
-    """Chooses for every site the cheapest option that loses no more than its own limit."""
-    chosen = []
+def within_tolerance(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
+    """Choose for every site the cheapest candidate that loses no more than its own limit."""
+    chosen: list[Candidate] = []
     for site, limit in zip(sites, most, strict=True):
-        fine = [option for option in site.options if option.loss <= limit]
-        dense = Option(site.dense, 0.0, DENSE)
-        chosen.append(min(fine, key=lambda item: item.cost, default=dense))
-    return Allocation(tuple(chosen), sum(c.cost for c in chosen), fsum(c.loss for c in chosen))
+        fine = [item for item in site.candidates if item.loss <= limit]
+        chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
+    cost = sum(item.costs[resource] for item in chosen)
+    return Allocation(tuple(chosen), cost, fsum(item.loss for item in chosen))
 
 
-def _alike_for_loss(sites: Sequence[BudgetSite], most: float) -> Allocation:
-    """The smallest fraction, the same for all sites, whose options lose no more than allowed."""
-    shares = sorted({option.cost / site.dense for site in sites for option in site.options} | {1.0})
+def _alike_for_loss(sites: Sequence[Site], most: float, resource: str) -> Allocation:
+    """Find the smallest fraction, the same for all sites, that loses no more than allowed."""
+    pairs = (
+        (item.costs[resource], site.dense[resource]) for site in sites for item in site.candidates
+    )
+    shares = sorted({cost / dense for cost, dense in pairs} | {1.0})
     low, high = 0, len(shares) - 1
     while low < high:
         middle = (low + high) // 2
         try:
-            fits = allocate_alike(sites, shares[middle]).loss <= most
+            fits = uniform(sites, shares[middle], resource).loss <= most
         except PlanError:
             fits = False
         low, high = (low, middle) if fits else (middle + 1, high)
-    return allocate_alike(sites, shares[low])
+    return uniform(sites, shares[low], resource)

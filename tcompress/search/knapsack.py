@@ -1,7 +1,7 @@
 """Spends a budget over a model: one sorted list of predicted loss saved per parameter.
 
-Every site has options of known cost and predicted loss; losses add up over sites. On the lower
-convex hull of a site's options each step to a larger one saves less per parameter than the step
+Every site has candidates of known cost and predicted loss; losses add up over sites. On the lower
+convex hull of a site's candidates each step to a larger one saves less per parameter than the step
 before, so taking the steps of all sites in the order of what they save per parameter is optimal at
 every budget that the steps meet exactly. In between, what is left over goes to options off the
 hull; the result then differs from the optimum by less than the one step that did not fit.
@@ -10,60 +10,35 @@ hull; the result then differs from the optimum by less than the one step that di
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from math import fsum
+from operator import le
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 
 from tcompress.errors import PlanError
+from tcompress.search.table import Candidate, Costs, Site
 
-DENSE = "dense"
 ROUNDING = 1e-12  # sums of losses are compared up to this, relative to the largest loss
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way to store a site."""
-
-    cost: int  # parameters, or bytes: any unit that all sites share
-    loss: float  # predicted loss of the model after rewriting the site this way
-    label: Hashable = None  # what the caller knows the option by, such as a rank
-    time: int = 0  # nanoseconds, where time counts
-
-
-@dataclass(frozen=True)
-class BudgetSite:
-    """A weight, or a group of weights that are chosen together."""
-
-    name: str  # for messages
-    options: Sequence[Option]  # in any order; useless ones do no harm
-    dense: int  # cost of the site as it is
-    may_stay: bool = True  # as it is, at no loss, under the label `DENSE`
-    time: int = 0  # nanoseconds that the site takes as it is, where time counts
-
-    @property
-    def every(self) -> list[Option]:
-        """All options, to stay among them."""
-        stays = [Option(self.dense, 0.0, DENSE, self.time)] if self.may_stay else []
-        return [*self.options, *stays]
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """One option for every site, in their order, and the sums."""
+    """One candidate for every site, in their order, and the sums."""
 
-    choices: tuple[Option, ...]
+    choices: tuple[Candidate, ...]
     cost: int
     loss: float
 
 
-def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
-    """Chooses options of the smallest total loss that fit into a budget of total cost."""
-    ladders = [_Ladder.of(site) for site in sites]
+def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
+    """Choose candidates of the smallest total loss that fit into a budget of one resource."""
+    ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
     left = budget - sum(int(ladder.costs[0]) for ladder in ladders)
     if left < 0:
@@ -83,9 +58,9 @@ def allocate(sites: Sequence[BudgetSite], budget: int) -> Allocation:
     return _allocation(ladders, places)
 
 
-def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocation:
-    """Chooses options of the smallest total cost that lose no more than allowed, up to rounding."""
-    ladders = [_Ladder.of(site) for site in sites]
+def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> Allocation:
+    """Choose candidates of the smallest total cost that lose no more than this, up to rounding."""
+    ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
     least = fsum(float(ladder.losses[-1]) for ladder in ladders)
     worst = fsum(float(ladder.losses[0]) for ladder in ladders)
@@ -107,114 +82,130 @@ def allocate_for_loss(sites: Sequence[BudgetSite], max_loss: float) -> Allocatio
     return _allocation(ladders, places)
 
 
-def uniform(sites: Sequence[BudgetSite], fraction: float) -> Allocation:
-    """Gives every site the best option within the same fraction of its dense cost."""
-    ladders = [_Ladder.of(site) for site in sites]
+def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
+    """Give every site the best candidate within the same fraction of its dense cost."""
+    ladders = [_Ladder.of(site, resource) for site in sites]
     places = []
     for site, ladder in zip(sites, ladders, strict=True):
-        cap = fraction * site.dense * (1 + ROUNDING)
+        dense = site.dense[resource]
+        cap = fraction * dense * (1 + ROUNDING)
         places.append(int(np.searchsorted(ladder.costs, cap, side="right")) - 1)
         if places[-1] < 0:
             raise PlanError(
-                f"the smallest option of `{site.name}` costs {int(ladder.costs[0]):,}, more than "
-                f"{fraction:.4g} of its {site.dense:,}",
+                f"the smallest option of `{site.key}` costs {int(ladder.costs[0]):,}, more than "
+                f"{fraction:.4g} of its {dense:,}",
                 "allow a larger fraction, or offer smaller options",
             )
     return _allocation(ladders, places)
 
 
-def joint(sites: Sequence[BudgetSite]) -> list[Option]:
-    """Lists the best options of several sites together; a label is those of all, in their order.
+def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
+    """List the best candidates of several sites together.
 
     Taken are the steps of all sites in the order of what they save per cost: for every budget
     that they meet exactly, nothing is better.
     """
-    ladders = [_Ladder.of(site) for site in sites]
+    ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
-    found = []
+    joined = []
     for index, place, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
         if index >= 0:
             places[index] = place
-        own = _allocation(ladders, places)
-        labels = tuple(choice.label for choice in own.choices)
-        time = sum(choice.time for choice in own.choices)
-        found.append(Option(own.cost, own.loss, labels, time))
-    return found
+        allocation = _allocation(ladders, places)
+        forms = tuple(chain.from_iterable(choice.forms for choice in allocation.choices))
+        costs = added(choice.costs for choice in allocation.choices)
+        joined.append(Candidate("", forms, allocation.loss, costs))
+    return joined
 
 
-def allocate_both(sites: Sequence[BudgetSite], budget: int, time: int) -> Allocation:
-    """Chooses options of the smallest total loss within a budget of cost and one of time.
+def added(costs: Iterable[Costs]) -> Costs:
+    """Add up what several candidates take, by resource."""
+    total: Counter[str] = Counter()
+    for item in costs:
+        total.update(item)
+    return dict(total)
 
-    A multiple-choice knapsack with two rows, solved as a mixed integer program.
+
+def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
+    """Choose candidates of the smallest total loss within a budget of each of several resources.
+
+    A multiple-choice knapsack with a row for each limit, solved as a mixed integer program. The
+    cost of the allocation is that of the first resource.
     """
-    offered = [_undominated(site.every) for site in sites]
+    offered = [_undominated(site.every, [*limits]) for site in sites]
     flat = list(chain.from_iterable(offered))
     starts = np.cumsum([0, *map(len, offered)])
     one = np.zeros((len(sites), len(flat)))
     for index, (start, stop) in enumerate(pairwise(starts)):
         one[index, start:stop] = 1
-    rows = np.array([[o.cost for o in flat], [o.time for o in flat]], float)
-    limits = np.array([budget, time], float)
-    scale = max((o.loss for o in flat), default=0.0) or 1.0
-    found = milp(
-        np.array([o.loss for o in flat]) / scale,
+    rows = np.array([[item.costs[resource] for item in flat] for resource in limits], float)
+    most = np.array([*limits.values()], float)
+    scale = max((item.loss for item in flat), default=0.0) or 1.0
+    solution = milp(
+        np.array([item.loss for item in flat]) / scale,
         integrality=np.ones(len(flat)),
         bounds=(0, 1),
         constraints=[
             LinearConstraint(one, 1, 1),
-            LinearConstraint(rows / limits[:, None].clip(1), -np.inf, 1),
+            LinearConstraint(rows / most[:, None].clip(1), -np.inf, 1),
         ],
         options={"mip_rel_gap": 1e-3, "time_limit": 60},
     )
-    if found.x is None:
+    if solution.x is None:
         raise PlanError(
             "the budgets contradict each other: no choice of options meets both",
             "allow more of one of them",
         )
-    chosen = [
-        own[int(found.x[start:stop].argmax())]
-        for own, (start, stop) in zip(offered, pairwise(starts), strict=True)
-    ]
-    return Allocation(tuple(chosen), sum(c.cost for c in chosen), fsum(c.loss for c in chosen))
+    chosen = tuple(
+        items[int(solution.x[start:stop].argmax())]
+        for items, (start, stop) in zip(offered, pairwise(starts), strict=True)
+    )
+    cost = sum(item.costs[next(iter(limits))] for item in chosen)
+    return Allocation(chosen, cost, fsum(item.loss for item in chosen))
 
 
-def _undominated(options: Sequence[Option]) -> list[Option]:
-    """Drops options that another one beats in cost, time and loss."""
-    kept: list[Option] = []
-    for own in sorted(options, key=lambda o: (o.loss, o.cost, o.time)):
-        if not any(other.cost <= own.cost and other.time <= own.time for other in kept):
-            kept.append(own)
+def _undominated(candidates: Sequence[Candidate], resources: Sequence[str]) -> list[Candidate]:
+    """Drop candidates that another one beats in loss and in all costs."""
+
+    def costs(item: Candidate) -> tuple[int, ...]:
+        return tuple(item.costs[resource] for resource in resources)
+
+    kept: list[Candidate] = []
+    for item in sorted(candidates, key=lambda item: (item.loss, *costs(item))):
+        mine = costs(item)
+        if not any(all(map(le, costs(better), mine)) for better in kept):
+            kept.append(item)
     return kept
 
 
 @dataclass(frozen=True)
 class _Ladder:
-    """The options of a site that nothing beats: each costs more and loses less than the last."""
+    """Candidates of a site that nothing beats: each costs more and loses less than the last."""
 
-    options: list[Option]
+    candidates: list[Candidate]
     costs: NDArray[np.int64]
     losses: NDArray[np.float64]
 
     @classmethod
-    def of(cls, site: BudgetSite) -> _Ladder:
-        options = site.every
-        if not options:
+    def of(cls, site: Site, resource: str) -> _Ladder:
+        every = site.every
+        if not every:
             hint = "offer an option, or leave the site out"
-            raise PlanError(f"`{site.name}` has no options and may not stay dense", hint)
-        costs = np.fromiter((option.cost for option in options), np.int64, len(options))
-        losses = np.fromiter((option.loss for option in options), np.float64, len(options))
+            raise PlanError(f"`{site.key}` has no options and may not stay dense", hint)
+        costs = np.fromiter((item.costs[resource] for item in every), np.int64, len(every))
+        losses = np.fromiter((item.loss for item in every), np.float64, len(every))
         wrong = np.flatnonzero((costs < 0) | ~np.isfinite(losses) | (losses < 0))
         if len(wrong):
-            bad = options[wrong[0]]
+            bad = every[wrong[0]]
             raise PlanError(
-                f"an option of `{site.name}` (label `{bad.label}`) has cost {bad.cost} and loss "
-                f"{bad.loss}; both must be finite and not negative",
+                f"an option of `{site.key}` (`{bad.method or 'dense'}`) has cost "
+                f"{bad.costs[resource]} and loss {bad.loss}; both must be finite and not negative",
                 "calibrate on more data, or leave the site out",
             )
         order = np.lexsort((losses, costs))  # stable: of equal options the first one stays
         best = np.minimum.accumulate(losses[order])
         keep = order[np.concatenate(([True], best[1:] < best[:-1]))]
-        return cls([options[i] for i in keep], costs[keep], losses[keep])
+        return cls([every[i] for i in keep], costs[keep], losses[keep])
 
     def hull(self) -> NDArray[np.int64]:
         """Places on the lower convex hull, from the cheapest to the best."""
@@ -287,5 +278,7 @@ def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better:
 
 
 def _allocation(ladders: Sequence[_Ladder], places: Sequence[int]) -> Allocation:
-    choices = tuple(ladder.options[place] for ladder, place in zip(ladders, places, strict=True))
-    return Allocation(choices, sum(c.cost for c in choices), fsum(c.loss for c in choices))
+    pairs = [*zip(ladders, places, strict=True)]
+    choices = tuple(ladder.candidates[place] for ladder, place in pairs)
+    cost = sum(int(ladder.costs[place]) for ladder, place in pairs)
+    return Allocation(choices, cost, fsum(choice.loss for choice in choices))

@@ -22,9 +22,9 @@ from tcompress.options import Convert
 from tcompress.options.convert_options import Budget
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.search.knapsack import Option
-from tcompress.search.predict import LayerCandidates
-from tcompress.search.width import WidthSite, forms_of
+from tcompress.search.predictions import Predictions
+from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
+from tcompress.search.width import forms_of
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 TRIES = 3  # plans of one answer, each with the time that the last one missed made up for
@@ -40,49 +40,64 @@ def clock_of(source: SourceModel, recipe: Convert, device: torch.device) -> Mode
     return ModelClock(source, work, device, dtype, named=recipe.at is not None)
 
 
-@dataclass
-class Prices:
-    """Times of the candidates of one model, in nanoseconds."""
+@dataclass(frozen=True)
+class CandidateTimes:
+    """Times of the candidates of one model."""
 
     clock: ModelClock
     times: LayerTimes
     entries: Mapping[str, LayerPlan]  # by weight name in the checkpoint
 
-    def price(self, layers: Iterable[LayerCandidates], widths: Sequence[WidthSite]) -> None:
-        """Gives all options their time."""
-        beside = self._beside([coupling for site in widths for coupling in site.couplings])
-        attentions = {site.keys[0]: beside["attention"] for site in widths if site.is_attention}
+    def timed(self, predictions: Predictions) -> Predictions:
+        """Add their time to the costs of all candidates."""
+        widths = predictions.widths
+        beside = self._beside([order.coupling for site in widths for order in site.orders])
+        attentions = {site.key: beside["attention"] for site in widths if site.is_attention}
         extra = defaultdict(float, attentions)  # beside structures all channels are there
-        for site in sorted(widths, key=lambda site: site.is_attention):
+        timed: dict[int, WidthSite] = {}
+        for index in sorted(range(len(widths)), key=lambda index: widths[index].is_attention):
+            site = widths[index]
             if site.is_attention:  # by now all that it does beside products is known
-                [heads] = site.couplings
+                heads = site.orders[0].coupling
                 one = sum(extra[key] for key in site.keys) / heads.size
                 more = [one * size for size in heads.sizes]
             else:
                 fixed = sum(attentions.get(key, 0.0) for key in site.keys)
-                kinds = [coupling.kind for coupling in site.couplings]
+                kinds = [order.coupling.kind for order in site.orders]
                 more = [
-                    fixed + sum(beside[kind] * size for kind, size in zip(kinds, own, strict=True))
-                    for own in site.sizes
+                    fixed + sum(beside[kind] * n for kind, n in zip(kinds, sizes, strict=True))
+                    for sizes in site.sizes
                 ]
-                extra[site.keys[0]] += more[-1] - fixed
-            site.options = [
-                replace(own, time=round(self._products(own.label) + _NANO * seconds))  # type: ignore[arg-type]
-                for own, seconds in zip(site.options, more, strict=True)
-            ]
-        for item in layers:
-            entry, nanos = self.entries[item.key], round(_NANO * extra.get(item.key, 0.0))
-            item.time = round(_NANO * self._dense(entry)) + nanos
-            for offers in (item.offers, item.quick, item.alone):
-                for name, options in offers.items():
-                    offers[name] = self._priced(entry, options, nanos)
+                extra[site.key] += more[-1] - fixed
+            candidates = (
+                _with_time(item, round(self._products(item.forms) + _NANO * seconds))
+                for item, seconds in zip(site.candidates, more, strict=True)
+            )
+            timed[index] = replace(site, candidates=tuple(candidates))
 
-    def rest(self, layers: Iterable[LayerCandidates]) -> int:
-        """Time of the dense model that none of these layers takes.
+        def of_layer(site: Site) -> Site:
+            entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
+            candidates: dict[int, Candidate] = {}
+            for name in site.methods:
+                places = [n for n, item in enumerate(site.candidates) if item.method == name]
+                offered = self._layer_candidates(entry, site.of(name), nanos)
+                candidates |= dict(zip(places, offered, strict=True))
+            dense = {**site.dense, NANOSECONDS: round(_NANO * self._dense(entry)) + nanos}
+            ordered = tuple(candidates[index] for index in range(len(candidates)))
+            return replace(site, candidates=ordered, dense=dense)
+
+        tables = (predictions.layers, predictions.alone, predictions.quick)
+        layers, alone, quick = (tuple(map(of_layer, sites)) for sites in tables)
+        joined = tuple(timed[index] for index in range(len(widths)))
+        return replace(predictions, layers=layers, alone=alone, quick=quick, widths=joined)
+
+    def rest(self, layers: Iterable[Site]) -> int:
+        """Nanoseconds of the dense model that none of these layers takes.
 
         None at least: a machine that slowed down after the model was timed tells less than nothing.
         """
-        return max(0, round(_NANO * self.clock.seconds) - sum(item.time for item in layers))
+        taken = sum(site.dense[NANOSECONDS] for site in layers)
+        return max(0, round(_NANO * self.clock.seconds) - taken)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -133,21 +148,24 @@ class Prices:
         name = self.clock.source.keymap.runtime_name(entry.name) or entry.name
         return f"{name}.{entry.parameter}"
 
-    def _priced(self, entry: LayerPlan, options: Sequence[Option], more: int) -> list[Option]:
-        order = sorted(range(len(options)), key=lambda index: options[index].cost)
-        found = interpolated(
-            [options[index].cost for index in order],
-            lambda place: self.times.of(Form(options[order[place]].label), entry.bias),  # type: ignore[arg-type]
+    def _layer_candidates(
+        self, entry: LayerPlan, candidates: Sequence[Candidate], more: int
+    ) -> list[Candidate]:
+        sizes = [item.costs[PARAMETERS] for item in candidates]
+        order = sorted(range(len(candidates)), key=lambda index: sizes[index])
+        measured = interpolated(
+            [sizes[index] for index in order],
+            lambda place: self.times.of(candidates[order[place]].form, entry.bias),
             POINTS,
         )
-        seconds = dict(zip(order, found, strict=True))
+        seconds = dict(zip(order, measured, strict=True))
         return [
-            replace(own, time=round(_NANO * seconds[index]) + more)
-            for index, own in enumerate(options)
+            _with_time(item, round(_NANO * seconds[index]) + more)
+            for index, item in enumerate(candidates)
         ]
 
-    def _products(self, label: Iterable[tuple[str, Form]]) -> float:
-        return _NANO * sum(self._matrix(self.entries[key], form) for key, form in label)
+    def _products(self, forms: Forms) -> float:
+        return _NANO * sum(self._matrix(self.entries[key], form) for key, form in forms if form)
 
     def _dense(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
@@ -157,12 +175,18 @@ class Prices:
         return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
 
 
+def _with_time(item: Candidate, nanoseconds: int) -> Candidate:
+    return replace(item, costs={**item.costs, NANOSECONDS: nanoseconds})
+
+
 @dataclass(frozen=True)
 class TimeGoal:
     """A pass that is to be so fast; what it is predicted to take is corrected by whole models."""
 
     budget: Budget
     clock: ModelClock
+    rest: int = 0
+    """Nanoseconds that the model takes beside the layers that are sized."""
 
     @property
     def speedup(self) -> float:
@@ -171,18 +195,23 @@ class TimeGoal:
             return self.budget.limit
         return 1e3 * self.clock.seconds / self.budget.limit
 
-    def room(self, rest: int) -> float:
-        """Nanoseconds for layers, as far as single times add up; `rest` is for all else."""
-        return _NANO * self.clock.seconds / self.speedup - rest
+    @property
+    def room(self) -> float:
+        """Nanoseconds for layers, as far as single times add up."""
+        return _NANO * self.clock.seconds / self.speedup - self.rest
 
-    def reach(self, solve: Callable[[int], Plan], rest: int, least: int) -> tuple[Plan, float]:
-        """Plans with room for layers, in nanoseconds, until a model is as fast as asked for.
+    def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
+        """Plan with room for layers, in nanoseconds, until a model is as fast as asked for.
 
-        Gives the plan and its speed; `rest` is what the model takes beside these layers, `least`
-        what their fastest candidates take.
+        Args:
+            solve: Plans with so much room.
+            least: What the fastest candidates take.
+
+        Returns:
+            The plan and its speed.
         """
         tried: dict[int, tuple[Plan, float]] = {}
-        room = self.room(rest)
+        room = self.room
         for attempt in range(2 * TRIES):
             room = max(least, round(room))
             if room in tried:

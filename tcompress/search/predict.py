@@ -20,10 +20,11 @@ from tcompress.fitting.layer_fits import (
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
-from tcompress.planning.entries import Form, LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block
-from tcompress.search.knapsack import BudgetSite, Option
-from tcompress.structures import Layout, Refusal, Site, Spec, Target, structure
+from tcompress.search.table import PARAMETERS, Candidate, Site
+from tcompress.structures import Layout, Refusal, Spec, Target, structure
+from tcompress.structures import Site as StructureSite
 from tcompress.structures.base import predicted_loss
 from tcompress.structures.modules.linear import PartLayout
 
@@ -39,53 +40,13 @@ FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
 """Kept fractions that a layer is offered, up to nine tenths."""
 
 
-@dataclass
-class LayerCandidates:
-    """What one layer may become: options by name of the method, labelled with layouts."""
-
-    key: str  # weight name in the checkpoint
-    role: str
-    dense: int  # its parameters
-    left_out: float  # predicted loss of leaving it out
-    unit: float = 1  # what one parameter costs: 1, or its bytes
-    time: int = 0  # nanoseconds that it takes as it is, where time counts
-    offers: dict[str, list[Option]] = field(default_factory=dict)
-    quick: dict[str, list[Option]] = field(default_factory=dict)
-    """Offers before calibration fits corrected the losses."""
-    alone: dict[str, list[Option]] = field(default_factory=dict)
-    """What a method offers where all layers take it."""
-
-    def closest(self, method: str, fraction: float) -> Option | None:
-        """Picks the option of a method that is closest to a kept fraction, in proportion."""
-        wanted = log(fraction * self.dense)
-        options = self.offers.get(method, ())
-        return min(options, key=lambda own: abs(log(max(1, own.cost)) - wanted), default=None)
-
-    def site(self, methods: Sequence[str], *, may_stay: bool, timed: bool = False) -> BudgetSite:
-        """Returns what a budget may choose from; where no method can, a layer stays dense.
-
-        Labels say what becomes of the layer, by its key; where `timed`, time is what it costs.
-        """
-        options = [option for name in methods for option in self.offers.get(name, ())]
-        priced = [
-            replace(
-                own,
-                cost=own.time if timed else round(own.cost * self.unit),
-                label=((self.key, Form(own.label)),),  # type: ignore[arg-type]
-            )
-            for own in options
-        ]
-        dense = self.time if timed else round(self.dense * self.unit)
-        return BudgetSite(self.key, priced, dense, may_stay or not priced, self.time)
-
-
 FitTarget = tuple[Target, float]
 """What the fit of one output split of a layer aims at, and what it costs to leave it out."""
 
 
 def options_of(
     entry: LayerPlan,
-    sites: Sequence[Site],
+    sites: Sequence[StructureSite],
     aims: Sequence[FitTarget],
     specs: Sequence[Spec],
     fractions: Sequence[float],
@@ -94,8 +55,8 @@ def options_of(
     rows: int,
     sharing: int,
     calibrated: bool,
-) -> list[Option]:
-    """Lists what a layer may become with one method, with parameters and predicted losses.
+) -> list[tuple[Parts, int, float]]:
+    """List what a layer may become with one method: layouts, parameters and predicted losses.
 
     Sites and fit targets are those of its output splits. Of the options the first that the layer's
     dimensions allow counts; fractions ascend. Targets are means over so many rows of data.
@@ -110,10 +71,10 @@ def options_of(
                 terms = [plan_terms(choice, s, readers, calibrated=calibrated) for s in sites]
             except Refusal:
                 continue
-            cost = sum(term_cost(layout, readers, 1) for own in terms for layout in own)
+            cost = sum(term_cost(layout, readers, 1) for split in terms for layout in split)
             parts = tuple(
-                PartLayout(name=site.role, terms=own)
-                for site, own in zip(sites, terms, strict=True)
+                PartLayout(name=site.role, terms=split)
+                for site, split in zip(sites, terms, strict=True)
             )
             if parts != before and cost < entry.dense_parameters:
                 offered.append((parts, round(cost)))
@@ -124,8 +85,8 @@ def options_of(
                 for index, aim in enumerate(aims)
             ]
             return [
-                Option(cost, max(0.0, sum(own[place] for own in losses)) * rows, parts)
-                for place, (parts, cost) in enumerate(offered)
+                (parts, cost, max(0.0, sum(split[index] for split in losses)) * rows)
+                for index, (parts, cost) in enumerate(offered)
             ]
     return []
 
@@ -233,14 +194,14 @@ class WeightFits:
         self,
         method: str,
         group: Sequence[LayerPlan],
-        layers: Mapping[str, LayerCandidates],
+        sites: Mapping[str, Site],
         statistics: Mapping[str, LayerStatistics],
         damping: float,
     ) -> None:
-        """Fits layers in the sizes that `closest` picks, and compares losses with predictions."""
-        known = {entry.name: statistics[entry.name].whole for entry in group}
+        """Fit layers in the sizes that `closest` picks, and compare losses with predictions."""
+        evaluation = {entry.name: statistics[entry.name].whole for entry in group}
         moments = []
-        for of in known.values():
+        for of in evaluation.values():
             zero = torch.zeros_like(of.gram[0])
             moments.append([LayerMoments(Moments(of.gram, of.gram, of.gram, zero, zero, 1))])
         fitted = fit_layers(
@@ -249,45 +210,50 @@ class WeightFits:
             moments,
             dtype=torch.float32,
             damping=damping,
-            evaluation_moments=known,
+            evaluation_moments=evaluation,
         )
         for entry, layer in zip(group, fitted, strict=True):
-            own = layers[entry.key]
-            option = own.closest(method, self.fraction)
-            if option is not None and option.loss > 0 and layer.loss is not None:
-                ratio = layer.loss * own.left_out / option.loss
-                self._ratios[method, own.role].append(min(MOST, max(LEAST, ratio)))
+            site = sites[entry.key]
+            candidate = site.closest(method, self.fraction)
+            if candidate is not None and candidate.loss > 0 and layer.loss is not None:
+                ratio = layer.loss * site.left_out / candidate.loss
+                self._ratios[method, site.role].append(min(MOST, max(LEAST, ratio)))
 
-    def drop(self, layers: Iterable[LayerCandidates], spared: Collection[str] = ()) -> None:
-        """Drops methods that lose clearly more than others for a role, at all sizes that count."""
-        for item in layers:
-            curves = {name: self.corrected(item, name) for name in item.offers}
-            for name in curves.keys() - set(spared):
-                others = [o for other, options in curves.items() if other != name for o in options]
-                if others and not self._competes(item, curves[name], others):
-                    self._dropped.add((name, item.role))
+    def drop(self, sites: Iterable[Site], spared: Collection[str] = ()) -> None:
+        """Drop methods that lose clearly more than others for a role, at all sizes that count."""
+        for site in sites:
+            corrected = self.corrected(site)
+            for name in {*site.methods} - set(spared):
+                rivals = [item for item in corrected.candidates if item.method != name]
+                if rivals and not self._competes(corrected, name, rivals):
+                    self._dropped.add((name, site.role))
 
     def keeps(self, method: str, role: str) -> bool:
+        """Tell whether a method is still offered to layers of a role."""
         return (method, role) not in self._dropped
 
-    def corrected(self, layer: LayerCandidates, method: str) -> list[Option]:
-        """Returns the options of one method with losses as real fits would have them."""
-        ratio, most = self.ratio(method, layer.role), layer.left_out
-        options = layer.offers.get(method, ())
-        return [replace(o, loss=min(o.loss * ratio, max(o.loss, most))) for o in options]
+    def corrected(self, site: Site) -> Site:
+        """Return a layer with losses as real fits would have them."""
+        ratios = {name: self.ratio(name, site.role) for name in site.methods}
+
+        def loss(item: Candidate) -> float:
+            return min(item.loss * ratios[item.method], max(item.loss, site.left_out))
+
+        candidates = (replace(item, loss=loss(item)) for item in site.candidates)
+        return replace(site, candidates=tuple(candidates))
 
     def ratio(self, method: str, role: str) -> float:
-        """Returns the factor for predicted losses: of the role, of all roles, or one."""
-        everywhere = (own for (name, _), own in self._ratios.items() if name == method)
-        found = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
-        return exp(fsum(map(log, found)) / len(found)) if found else 1.0
+        """Return the factor for predicted losses: of the role, of all roles, or one."""
+        everywhere = (ratios for (name, _), ratios in self._ratios.items() if name == method)
+        ratios = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
+        return exp(fsum(map(log, ratios)) / len(ratios)) if ratios else 1.0
 
-    def _competes(
-        self, item: LayerCandidates, own: Sequence[Option], others: Sequence[Option]
-    ) -> bool:
-        low, high = (self.fraction * item.dense * by for by in (1 / AROUND, AROUND))
-        for option in own:
-            rivals = (other.loss for other in others if other.cost <= option.cost)
-            if low <= option.cost <= high and option.loss <= MARGIN * min(rivals, default=inf):
+    def _competes(self, site: Site, method: str, rivals: Sequence[Candidate]) -> bool:
+        dense = site.dense[PARAMETERS]
+        low, high = (self.fraction * dense * by for by in (1 / AROUND, AROUND))
+        for item in site.of(method):
+            size = item.costs[PARAMETERS]
+            losses = (rival.loss for rival in rivals if rival.costs[PARAMETERS] <= size)
+            if low <= size <= high and item.loss <= MARGIN * min(losses, default=inf):
                 return True
         return False

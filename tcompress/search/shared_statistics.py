@@ -8,11 +8,10 @@ from pathlib import Path
 
 from tcompress.options.convert_options import TIMES
 from tcompress.planning.entries import Plan
-from tcompress.progress import Progress
-from tcompress.search.search import Decision
+from tcompress.search.search import Measurements, Request, answers
 
 
-@dataclass
+@dataclass(frozen=True)
 class Statistics:
     """Keeps moments, orders of channels, predicted losses and times of candidates.
 
@@ -20,22 +19,22 @@ class Statistics:
     """
 
     folder: Path  # for moments; whoever made it removes it
-    _known: dict[str, Decision] = field(default_factory=dict)
+    _measured: dict[str, Measurements] = field(default_factory=dict)
 
-    def answers(self, decision: Decision, progress: Progress, *, several: bool) -> dict[str, Plan]:
-        """Answers a decision; what one like it has measured is not measured again."""
-        if not decision.plan.layers:  # fewer blocks alone: nothing is measured
-            return decision.answers(progress, several=several)
-        recipe = decision.recipe.model_copy(update=dict.fromkeys(TIMES, None))
-        data = decision.data and decision.data.fingerprint
-        facts = (decision.source.store.fingerprint(), data, len(decision.plan.layers))
+    def answers(self, measured: Measurements, request: Request) -> dict[str, Plan]:
+        """Answer a request; what a conversion like it has measured is not measured again."""
+        if not request.plan.layers:  # fewer blocks alone: nothing is measured
+            return answers(measured, request)
+        recipe = request.recipe.model_copy(update=dict.fromkeys(TIMES, None))
+        data = measured.data and measured.data.fingerprint
+        facts = (measured.source.store.fingerprint(), data, len(request.plan.layers))
         key = " ".join([*map(str, facts), recipe.model_dump_json()])
-        place, known = decision.place, self._known.get(key)
-        mine = self.folder / str([*self._known, key].index(key))
-        if known is None:
-            found = decision.answers(progress, several=several)
-            self._known[key] = decision
-            place.copy_moments(mine)
-            return found
-        shutil.copytree(mine, place.folder, dirs_exist_ok=True)
-        return known.about(decision.recipe, decision.plan, place).answers(progress, several=several)
+        before = self._measured.get(key)
+        moments = self.folder / str([*self._measured, key].index(key))
+        if before is None:
+            plans = answers(measured, request)
+            self._measured[key] = measured
+            request.workdir.copy_moments(moments)
+            return plans
+        shutil.copytree(moments, request.workdir.folder, dirs_exist_ok=True)
+        return answers(before, request)

@@ -10,31 +10,27 @@ all sizes are then scaled to what was found.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tcompress.blockwise.streams import Readings, Stream, common_block
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.block_fitter import BlockFitter, BlockPair, BlockResult, Group
-from tcompress.fitting.channel_orders import Widths
+from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.fitting.layer_fits import LayerMoments
 from tcompress.planning.couplings import Coupling, couplings, whole_heads
-from tcompress.planning.entries import Form, LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
-from tcompress.progress import Progress
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.predict import LayerCandidates
-from tcompress.search.width import forms_of
+from tcompress.search.table import Site
+from tcompress.search.width import WIDTH, forms_of, is_unfitted, kept_sizes, without_width
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
-from tcompress.structures.width import WidthSpec
 
 FITTED = 256
 """Samples that candidates are fitted to, about."""
@@ -51,22 +47,31 @@ BLOCKS = 8
 MOST_BYTES = 2**29
 """Of the states of all passes."""
 
-WIDTH = WidthSpec().name
-
 LEAST, MOST = 1 / 30, 30.0
 """Bounds of a factor that is believed, in units of the usual one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Substitute:
-    """Layers of one block in another form."""
+    """Layers of one block in another form.
+
+    Attributes:
+        method: Its structure.
+        kind: Alike in all blocks for candidates of one method at the same place.
+        block: Name of the block.
+        entries: Plans of the layers that change.
+        predicted: Predicted loss, above zero.
+        keys: Weights whose losses by this method it tells of; none where it is about channels.
+        coupling: The channels that are fewer, and how many stay.
+    """
 
     method: str
     kind: tuple[str, ...]
-    """Alike in all blocks for candidates of one method at the same place."""
     block: str
-    entries: tuple[LayerPlan, ...]  # of the layers that change
-    predicted: float  # loss
+    entries: tuple[LayerPlan, ...]
+    predicted: float
+    keys: tuple[str, ...] = ()
+    coupling: tuple[Coupling, int] | None = None
 
 
 @dataclass
@@ -146,19 +151,13 @@ class SubstitutionWalk(BlockFitter):
         return found
 
     def _moments(self, pair: BlockPair, group: Group, inside: str) -> dict[bool, LayerMoments]:
-        if not pair.result.layers and all(map(_stays, group)):  # there is nothing to fit
+        if not pair.result.layers and all(map(is_unfitted, group)):  # there is nothing to fit
             return {entry.bias: LayerMoments() for entry in group}
         return super()._moments(pair, group, inside)
 
     def _path(self, entry: LayerPlan) -> str:
         self._paths[entry.name] = self.source.keymap.runtime_name(entry.name) or ""
         return self._paths[entry.name]
-
-
-def _stays(entry: LayerPlan) -> bool:
-    """Whether what is left of a layer is as it was."""
-    terms = [term for part in entry.parts for term in part.terms]
-    return entry.reads is None and all(term.structure == WIDTH for term in terms)
 
 
 def _to_fit(data: CalibrationData) -> CalibrationData:
@@ -195,111 +194,119 @@ def _tokens(batch: Mapping[str, Tensor]) -> int:
     return len(first) * (first.shape[1] if first.ndim == 2 else 256)
 
 
-@dataclass
-class Substitutions:
-    """Substitutes of all blocks, and the predicted losses that are scaled by what they change."""
+def layer_substitutes(
+    block: Block, sites: Mapping[str, Site], entries: Mapping[str, LayerPlan], fraction: float
+) -> Iterator[Substitute]:
+    """Take the layers of each half of a block, by each of the structures they are offered.
 
-    fraction: float  # kept fraction that sizes are taken close to
-    _items: list[tuple[Substitute, Callable[[float], None]]] = field(default_factory=list)
-    """Those to try, each with what scales the losses that it tells of."""
-    usual: float | None = None  # what the output changes by for a predicted loss of one
-    _changes: dict[int, float] = field(default_factory=dict)
-    """What the output changes by with substitutes, by their place: the same for every budget."""
-    _corrected: set[str] = field(default_factory=set)
-    """Methods whose losses are scaled already."""
+    Args:
+        block: The block.
+        sites: Its layers by weight name in the checkpoint.
+        entries: Their plans by name in the model.
+        fraction: Kept fraction that sizes are taken close to.
+    """
+    for half in _halves(block):
+        sized = [entries[layer.name] for layer in half if layer.name in entries]
+        sized = [entry for entry in sized if entry.key in sites]
+        for name in dict.fromkeys(n for e in sized for n in sites[e.key].methods):
+            closest = {entry.key: sites[entry.key].closest(name, fraction) for entry in sized}
+            chosen = {key: item for key, item in closest.items() if item is not None}
+            forms = {key: item.form for key, item in chosen.items()}
+            inputs = [[entries.get(layer.name) for layer in group] for group in block.groups]
+            groups = [[e for e in group if e in sized and e.key in chosen] for group in inputs]
+            members = [e for g in groups if g for e in regrouped(g, forms)[0]]
+            if members and not any(map(_shares_factors, members)):
+                keys = tuple(entry.key for entry in members)
+                predicted = sum(chosen[key].loss for key in keys)
+                if predicted > 0:
+                    kind = (name, *(entry.role for entry in members))
+                    yield Substitute(name, kind, block.name, tuple(members), predicted, keys)
 
-    def begin_again(self) -> None:
-        """Forget what was scaled, for another budget; losses are as predicted once more."""
-        self.usual = None
-        self._corrected.clear()
 
-    def of_layers(
-        self,
-        block: Block,
-        found: Mapping[str, LayerCandidates],
-        entries: Mapping[str, LayerPlan],
-    ) -> None:
-        """Takes the layers of each half of a block, by each of the structures they are offered.
+def channel_substitutes(
+    block: Block,
+    orders: Iterable[ChannelOrder],
+    entries: Mapping[str, LayerPlan],
+    fraction: float,
+) -> Iterator[Substitute]:
+    """Take some channels and, where that is offered, none; arguments as above."""
+    by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
+    by_key = {entry.key: entry for entry in entries.values()}
+    for order in orders:
+        for size in kept_sizes(order.coupling, fraction):
+            forms = forms_of({order.coupling: size}, by_weight)
+            narrow = tuple(by_key[k].model_copy(update=form._asdict()) for k, form in forms)
+            predicted = float(order.losses[size])
+            if predicted > 0:
+                roles = (entry.role for entry in narrow)
+                kind = (WIDTH, *roles, "some" if size else "none")
+                channels = (order.coupling, size)
+                yield Substitute(WIDTH, kind, block.name, narrow, predicted, coupling=channels)
 
-        Candidates are by weight name, entries by path.
-        """
-        for half in _halves(block):
-            own = [entries[layer.name] for layer in half if layer.name in entries]
-            own = [entry for entry in own if entry.key in found]
-            for name in dict.fromkeys(n for e in own for n in found[e.key].offers):
-                sized = {e.key: found[e.key].closest(name, self.fraction) for e in own}
-                options = {key: option for key, option in sized.items() if option is not None}
-                chosen = {key: Form(option.label) for key, option in options.items()}  # type: ignore[arg-type]
-                inputs = [[entries.get(layer.name) for layer in group] for group in block.groups]
-                groups = [[e for e in group if e in own and e.key in chosen] for group in inputs]
-                members = [e for g in groups if g for e in regrouped(g, chosen)[0]]
-                if members and not any(map(_shares_factors, members)):
-                    items = [found[entry.key] for entry in members]
-                    lost = sum(options[item.key].loss for item in items)
-                    self._add(name, block, members, lost, partial(_scale_layers, items, name))
 
-    def of_channels(
-        self, block: Block, found: Sequence[Widths], entries: Mapping[str, LayerPlan]
-    ) -> None:
-        """Takes some channels and, where that is offered, none; entries are by path."""
-        by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
-        by_key = {entry.key: entry for entry in entries.values()}
-        for own in found:
-            for size in _sizes(own.coupling, self.fraction):
-                forms = forms_of({own.coupling: size}, by_weight)
-                narrow = [by_key[k].model_copy(update=form._asdict()) for k, form in forms]
-                scale = partial(_scale_widths, own, size)
-                more = "some" if size else "none"
-                self._add(WIDTH, block, narrow, float(own.losses[size]), scale, more)
+def in_question(
+    substitutes: Sequence[Substitute], methods: Collection[str]
+) -> dict[int, Substitute]:
+    """Pick those by these methods, by their place."""
+    return {n: item for n, item in enumerate(substitutes) if item.method in methods}
 
-    def correct(
-        self,
-        methods: Collection[str],
-        walk: Callable[[Sequence[Substitute]], SubstitutionWalk],
-        progress: Progress,
-    ) -> None:
-        """Runs the model with substitutes by these methods, and scales predicted losses in place.
 
-        What was tried before is not tried again.
-        """
-        fresh = {*methods} - self._corrected
-        items = {n: item for n, item in enumerate(self._items) if item[0].method in fresh}
-        if not items:
-            return
-        self._corrected |= fresh
-        order = [*dict.fromkeys(own.block for own, _ in items.values())]
-        chosen = some_of(order)
-        substitutes = {n: own for n, (own, _) in items.items() if own.block in chosen}
-        if untried := [n for n in substitutes if n not in self._changes]:
-            progress.stage(f"trying {len(untried)} candidates", len(chosen), "blocks")
-            walked = walk([substitutes[n] for n in untried])
-            changes = walked.changes(lambda block: progress.advance(1, block))
-            self._changes |= dict(zip(untried, changes, strict=True))
-        ratios = [max(0.0, self._changes[n]) / own.predicted for n, own in substitutes.items()]
-        if self.usual is None:
-            self.usual = float(np.median(ratios))
-        if self.usual > 0:
-            found = dict[tuple[str, ...], dict[int, float]]()
-            for own, ratio in zip(substitutes.values(), ratios, strict=True):
-                factor = min(MOST, max(LEAST, ratio / self.usual))
-                found.setdefault(own.kind, {})[order.index(own.block)] = factor
-            for own, scale in items.values():
-                if own.kind in found:
-                    scale(_between(found[own.kind], order.index(own.block)))
+def to_try(substitutes: Mapping[int, Substitute]) -> dict[int, Substitute]:
+    """Pick those in the blocks that are tried."""
+    blocks = some_of([*dict.fromkeys(item.block for item in substitutes.values())])
+    return {n: item for n, item in substitutes.items() if item.block in blocks}
 
-    def _add(
-        self,
-        method: str,
-        block: Block,
-        entries: Iterable[LayerPlan],
-        predicted: float,
-        scale: Callable[[float], None],
-        *more: str,
-    ) -> None:
-        if predicted > 0:
-            entries = tuple(entries)
-            kind = (method, *(entry.role for entry in entries), *more)
-            self._items.append((Substitute(method, kind, block.name, entries, predicted), scale))
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors for predicted losses: of layers by method and weight name, and of channels."""
+
+    layers: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    channels: Mapping[Coupling, Mapping[int, float]] = field(default_factory=dict)
+    usual: float | None = None
+    """What the output changes by for a predicted loss of one; None where nothing was tried."""
+
+    def scaled(self, site: Site) -> Site:
+        """Return a layer with its losses in proportion."""
+        candidates = (
+            item.scaled(self.layers[item.method, site.key])
+            if (item.method, site.key) in self.layers
+            else item
+            for item in site.candidates
+        )
+        return replace(site, candidates=tuple(candidates))
+
+
+def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, float]) -> Factors:
+    """Compare what the output changes by with what was predicted.
+
+    Args:
+        substitutes: All by the methods in question, by place.
+        changes: What the output changes by with those that were tried, by place.
+    """
+    order = [*dict.fromkeys(item.block for item in substitutes.values())]
+    tried = to_try(substitutes)
+    ratios = [max(0.0, changes[n]) / item.predicted for n, item in tried.items()]
+    if not ratios:
+        return Factors()
+    usual = float(np.median(ratios))
+    if not usual > 0:
+        return Factors(usual=usual)
+    curves: dict[tuple[str, ...], dict[int, float]] = {}
+    for item, ratio in zip(tried.values(), ratios, strict=True):
+        factor = min(MOST, max(LEAST, ratio / usual))
+        curves.setdefault(item.kind, {})[order.index(item.block)] = factor
+    layers: dict[tuple[str, str], float] = {}
+    channels: dict[Coupling, dict[int, float]] = {}
+    for item in substitutes.values():
+        if item.kind not in curves:
+            continue
+        factor = _between(curves[item.kind], order.index(item.block))
+        layers |= {(item.method, key): factor for key in item.keys}
+        if item.coupling is not None:
+            coupling, size = item.coupling
+            channels.setdefault(coupling, {})[size] = factor
+    return Factors(layers, channels, usual)
 
 
 def some_of(blocks: Sequence[str]) -> list[str]:
@@ -308,51 +315,24 @@ def some_of(blocks: Sequence[str]) -> list[str]:
     return [blocks[round(place)] for place in np.linspace(0, len(blocks) - 1, count)]
 
 
-def _between(known: Mapping[int, float], place: int) -> float:
-    """A factor, or what lies between those of the nearest blocks."""
-    places = sorted(known)
-    logs = np.log([known[one] for one in places])
-    return float(np.exp(np.interp(place, places, logs)))
+def _between(factors: Mapping[int, float], index: int) -> float:
+    """Return the factor of a block, or what lies between those of the nearest ones."""
+    tried = sorted(factors)
+    logs = np.log([factors[block] for block in tried])
+    return float(np.exp(np.interp(index, tried, logs)))
 
 
 def count_of(
     block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
 ) -> int:
     """Counts the substitutes of a block, by what it is made of alone."""
-    structured = [name for name in methods if name != WIDTH]
+    structured = without_width(methods)
     found = len(_halves(block)) * len(structured)
     if WIDTH in methods:
         whole = [whole_heads(item) for item in attentions if item.block == block.name]
         joined = [*couplings(block), *filter(None, whole)]
-        found += sum(len(_sizes(own, fraction)) for own in joined)
+        found += sum(len(kept_sizes(coupling, fraction)) for coupling in joined)
     return found
-
-
-def _sizes(coupling: Coupling, fraction: float) -> list[int]:
-    """None where that is offered, and the size closest to the fraction."""
-    nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
-    near = min(some, key=lambda size: abs(size - fraction * coupling.size), default=0)
-    return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
-
-
-def _scale_layers(items: Sequence[LayerCandidates], name: str, factor: float) -> None:
-    """Scales what one structure loses in some layers."""
-    for offers in (own for item in items for own in (item.offers, item.quick, item.alone)):
-        if name in offers:
-            offers[name] = [replace(own, loss=own.loss * factor) for own in offers[name]]
-
-
-def _scale_widths(own: Widths, size: int, factor: float) -> None:
-    """Scales what fewer channels lose, or none; nothing loses more than none of them."""
-    factors = torch.ones_like(own.losses)
-    if size == 0:
-        factors[0] = factor
-        own.losses = own.losses * factors
-        return
-    factors[1:] = factor
-    own.losses = own.losses * factors
-    if 0 in own.coupling.sizes:
-        own.losses = own.losses.clamp(max=float(own.losses[0]))
 
 
 def _halves(block: Block) -> list[list[Layer]]:

@@ -1,77 +1,68 @@
-"""Fewer channels as candidates, for all layers that have channels in common."""
+"""Candidates of several layers: fewer neurons, and fewer dimensions or heads of an attention.
+
+The only file of a search that knows how layers around channels are chosen together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, product
 
-from tcompress.fitting.channel_orders import Widths
+import torch
+
+from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.planning.couplings import Coupling
 from tcompress.planning.entries import Form, LayerPlan
-from tcompress.search.knapsack import Option
+from tcompress.search.knapsack import added, joint
+from tcompress.search.table import Candidate, Costs, Site, WidthSite
 from tcompress.structures.modules.linear import Channels, PartLayout
-from tcompress.structures.width import WidthLayout
+from tcompress.structures.width import WidthLayout, WidthSpec
 
-Forms = tuple[tuple[str, Form | None], ...]
-"""What layers become, by name of the weight; None for those that stay dense."""
-
-
-@dataclass
-class WidthSite:
-    """Layers that have channels in common, and what they may become together."""
-
-    found: Sequence[Widths]
-    sizes: list[tuple[int, ...]]  # of each option, by coupling
-    options: list[Option]  # labelled with `Forms`
-
-    @property
-    def couplings(self) -> list[Coupling]:
-        return [own.coupling for own in self.found]
-
-    def lose_as_found(self) -> None:
-        """Takes losses of options from those of the couplings, which have changed."""
-        self.options = [
-            replace(own, loss=sum(map(_loss, self.found, chosen)))
-            for own, chosen in zip(self.options, self.sizes, strict=True)
-        ]
-
-    @property
-    def is_attention(self) -> bool:
-        """Whether it is about whole heads, of what other sites tell the parts of."""
-        return self.couplings[0].kind == "heads"
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Names of the layers' weights in the checkpoint."""
-        label: Any = self.options[-1].label
-        return tuple(key for key, _ in label)
+WIDTH = WidthSpec().name
 
 
 def width_site(
-    found: Sequence[Widths], entries: Mapping[str, LayerPlan], units: Mapping[str, float]
+    orders: Sequence[ChannelOrder], entries: Mapping[str, LayerPlan], sites: Mapping[str, Site]
 ) -> WidthSite | None:
-    """Lists what the layers of some couplings may become together.
+    """List what the layers of some couplings may become together.
 
-    Entries are by weight name in the model. A parameter of a layer costs its unit, by weight name;
-    layers without one are not sized, and nothing is offered.
+    Args:
+        orders: The couplings, with their channels in order.
+        entries: Plans of layers by weight name in the model.
+        sites: Those of the layers by themselves, by weight name in the checkpoint.
+
+    Returns:
+        The site, or nothing where a layer of it is not sized.
     """
-    layers = {layer for own in found for layer in own.coupling.layers}
-    if not {entries[layer.weight_name].key for layer in layers} <= units.keys():
+    layers = {layer for order in orders for layer in order.coupling.layers}
+    if not {entries[layer.weight_name].key for layer in layers} <= sites.keys():
         return None
-    couplings = [own.coupling for own in found]
-    sizes = list(product(*(own.coupling.sizes for own in found)))
-    options = []
+    couplings = [order.coupling for order in orders]
+    sizes = tuple(product(*(coupling.sizes for coupling in couplings)))
+    candidates = []
     for chosen in sizes:
         forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
-        cost = round(sum(_parameters(form) * units[key] for key, form in forms))
-        options.append(Option(cost, sum(map(_loss, found, chosen)), forms))
-    return WidthSite(found, sizes, options)
+        counted = [(_parameters(form), sites[key]) for key, form in forms]
+        costs = {
+            name: round(
+                sum(count * (site.unit if name == "bytes" else 1) for count, site in counted)
+            )
+            for name in counted[0][1].dense
+        }
+        candidates.append(Candidate(WIDTH, forms, _loss(orders, chosen), costs))
+    return WidthSite(
+        keys=tuple(key for key, _ in candidates[-1].forms),
+        role="",
+        dense={},
+        candidates=tuple(candidates),
+        orders=tuple(orders),
+        sizes=sizes,
+    )
 
 
-def _loss(own: Widths, size: int) -> float:
-    return float(own.losses[size])
+def _loss(orders: Sequence[ChannelOrder], sizes: Sequence[int]) -> float:
+    return sum(float(order.losses[size]) for order, size in zip(orders, sizes, strict=True))
 
 
 def _parameters(form: Form) -> int:
@@ -81,7 +72,7 @@ def _parameters(form: Form) -> int:
 def forms_of(
     chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
 ) -> Iterator[tuple[str, Form]]:
-    """Gives plain matrices of these sizes to all layers of some couplings, by weight name."""
+    """Give plain matrices of these sizes to all layers of some couplings, by weight name."""
     layers = dict.fromkeys(layer for coupling in chosen for layer in coupling.layers)
     for layer in layers:
         reads: Channels | None = None
@@ -103,3 +94,70 @@ def forms_of(
             )
             parts.append(PartLayout(name=part.name, terms=(term,), channels=channels))
         yield entries[layer.weight_name].key, Form(tuple(parts), reads)
+
+
+def joined(
+    sites: Sequence[Site], widths: Sequence[WidthSite], resource: str, *, may_stay: bool
+) -> list[Site]:
+    """Put the sites of layers that have channels in common together, attentions after their parts.
+
+    What layers may become by themselves stands beside fewer channels, the best of all of them
+    together.
+    """
+    by_keys = {site.keys: site for site in sites}
+    for site in widths:
+        inside = [keys for keys in by_keys if {*keys} <= {*site.keys}]
+        members = [by_keys.pop(keys) for keys in inside]
+        candidates = [*site.candidates]
+        if len(members) == 1:
+            candidates += members[0].candidates
+        elif any(member.candidates for member in members):
+            candidates += joint(members, resource)
+        keys = tuple(chain.from_iterable(inside))
+        dense: Costs = added(member.dense for member in members)
+        by_keys[keys] = Site(keys, "", dense, tuple(candidates), may_stay=may_stay)
+    return [*by_keys.values()]
+
+
+def with_losses(site: WidthSite, factors: Mapping[Coupling, Mapping[int, float]]) -> WidthSite:
+    """Scale what fewer channels lose, and none; nothing loses more than none of them.
+
+    Args:
+        site: The layers.
+        factors: By coupling and by the size that was tried: none of the channels, or some.
+    """
+    orders = tuple(_scaled(order, factors.get(order.coupling, {})) for order in site.orders)
+    candidates = tuple(
+        replace(item, loss=_loss(orders, sizes))
+        for item, sizes in zip(site.candidates, site.sizes, strict=True)
+    )
+    return replace(site, orders=orders, candidates=candidates)
+
+
+def _scaled(order: ChannelOrder, factors: Mapping[int, float]) -> ChannelOrder:
+    losses = order.losses
+    for size in sorted(factors):
+        scale = torch.ones_like(losses)
+        scale[slice(1, None) if size else slice(1)] = factors[size]
+        losses = losses * scale
+        if size and 0 in order.coupling.sizes:
+            losses = losses.clamp(max=float(losses[0]))
+    return replace(order, losses=losses)
+
+
+def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:
+    """List the sizes that are tried: none where that is offered, and that next to a fraction."""
+    nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
+    near = min(some, key=lambda size: abs(size - fraction * coupling.size), default=0)
+    return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
+
+
+def is_unfitted(entry: LayerPlan) -> bool:
+    """Tell whether what is left of a layer is as it was."""
+    terms = [term for part in entry.parts for term in part.terms]
+    return entry.reads is None and all(term.structure == WIDTH for term in terms)
+
+
+def without_width(methods: Collection[str]) -> list[str]:
+    """List the methods whose candidates are of one layer."""
+    return [name for name in methods if name != WIDTH]

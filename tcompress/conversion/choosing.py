@@ -1,0 +1,206 @@
+"""What becomes of a model: blocks first, then forms; answers are tried where data is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from itertools import chain
+
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.conversion.conversion import Chosen, Conversion
+from tcompress.conversion.model_fits import fit_on_data
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import PlanError
+from tcompress.fitting.workdir import Distance, FitWorkplace
+from tcompress.models.fewer_layers import fixed_blocks
+from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
+from tcompress.search.depth_search import choose_blocks, depth_without, dropping
+from tcompress.search.loss_search import largest_error
+from tcompress.search.search import answers, within_error
+from tcompress.search.trials import STOP, simplest, try_out
+
+
+def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
+    """Choose blocks, structures and sizes."""
+    depth = _depth(conversion, workdir)
+    if depth is not None:
+        conversion = conversion.cut(depth)
+    recipe = conversion.recipe
+    if recipe.max_loss is not None:
+        return _taken(conversion, _within_loss(conversion, workdir, recipe.max_loss), workdir)
+    several = recipe.tries_methods and not recipe.chooses_depth
+    plans = _plans(conversion, workdir, several=several)
+    if several and len(plans) > 1:
+        plans = _best(conversion, plans, workdir)
+        workdir.keep_answers(plans)
+    return _taken(conversion, plans, workdir)
+
+
+def _depth(conversion: Conversion, workdir: FitWorkplace) -> DepthPlan | None:
+    """Choose the blocks that stay; None where all do."""
+    planned = conversion.plan.depth
+    if planned is None or planned.chosen != "later":
+        return planned
+    depth = workdir.depth()
+    if depth is None:
+        data = conversion.data
+        assert data is not None
+        if conversion.recipe.chooses_depth:
+            depth = _try_depths(conversion, planned, workdir, data)
+        else:
+            where = (conversion.device, conversion.progress)
+            depth = choose_blocks(conversion.dense, planned, data, *where)
+        workdir.keep_depth(depth)
+    workdir.adopt(f"{depth.kept}-blocks")
+    return depth
+
+
+def _plans(conversion: Conversion, workdir: FitWorkplace, *, several: bool) -> Mapping[str, Plan]:
+    """Spend the budget over the blocks that stay."""
+    plans = workdir.answers()
+    if plans is None:
+        statistics = conversion.statistics
+        ask = answers if statistics is None else statistics.answers
+        measured = conversion.measurements(workdir, several=several)
+        plans = ask(measured, conversion.request(workdir))
+        workdir.keep_answers(plans)
+    return plans
+
+
+def _try_depths(
+    conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace, data: CalibrationData
+) -> DepthPlan:
+    """Try numbers of blocks, each with the budget spent on the blocks that stay."""
+    stack = depth.stacks[0]
+    most = stack.blocks - max(1, len(fixed_blocks(conversion.dense, stack.path)))
+    blocks = dropping(conversion.dense, {stack.path: most}, data, conversion.device)
+    depths: dict[str, DepthPlan] = {}
+
+    def names() -> Iterator[str]:
+        dropped: list[BlockLoss] = []
+        for item in chain([None], blocks):
+            dropped += [] if item is None else [item]
+            shallower = depth_without(depth.stacks, dropped)
+            name = f"{shallower.kept}-blocks"
+            depths[name] = shallower
+            yield name
+
+    def change(name: str) -> float:
+        label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
+
+        def prepare(folder: FitWorkplace) -> Prepared:
+            shallower = conversion.trial.cut(depths[name])
+            plans = _plans(shallower, folder, several=False)
+            return _taken(shallower, plans, folder), folder
+
+        return _distance(conversion, name, label, workdir, prepare).change
+
+    taken, changes = try_out(names(), change, stop=STOP, prefer_last=True)
+    return depths[taken].model_copy(update={"weighed": tuple(changes.values())})
+
+
+def _best(
+    conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkplace
+) -> dict[str, Plan]:
+    """Try all answers, and take the best."""
+
+    def change(name: str) -> float:
+        return _try_answer(conversion, name, plans[name], workdir).change
+
+    best, changes = try_out(plans, change)
+    tried = {name: distance for name, distance in changes.items() if distance is not None}
+    method = conversion.recipe.method
+    taken = simplest(best, method.name if method else "", tried)
+    plan = plans[taken]
+    assert plan.budget is not None
+    facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
+    return {taken: plan.model_copy(update={"budget": facts})}
+
+
+def _within_loss(
+    conversion: Conversion, workdir: FitWorkplace, allowed: float
+) -> Mapping[str, Plan]:
+    """Look for the cheapest plan that loses no more agreement than is allowed."""
+    kept = workdir.answers()
+    if kept is not None:
+        return kept
+    measured = conversion.measurements(workdir, several=False)
+    request = conversion.request(workdir)
+    plans: dict[float, Plan] = {}
+    losses: dict[float, float] = {}
+
+    def lost_at(error: float) -> float | None:
+        plan = within_error(measured, request, error)
+        if plan is None:
+            return None
+        lost = _try_answer(conversion, f"error-{error:.4g}", plan, workdir).lost
+        if lost is None:
+            raise PlanError(
+                "`max_loss` cannot be measured: the samples held out are too few, or what the "
+                "model puts out cannot be compared",
+                "use more calibration data, or limit the predicted error: `--max-error 0.02`",
+            )
+        plans[error], losses[error] = plan, lost
+        return lost
+
+    largest = largest_error(allowed, lost_at)
+    if largest is None:
+        least = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
+        raise PlanError(
+            f"no smaller model was found that loses at most {allowed:.2%} of agreement{least}",
+            "allow more, use more calibration data, or offer other methods",
+        )
+    plan = plans[largest.error]
+    assert plan.budget is not None
+    facts = {"kind": "max_loss", "limit": allowed, "lost": losses[largest.error]}
+    plan = plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
+    taken = {f"error-{largest.error:.4g}": plan}
+    workdir.keep_answers(taken)
+    return taken
+
+
+def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkplace) -> Distance:
+    """Fit a plan to some of the data, and compare."""
+
+    def prepare(folder: FitWorkplace) -> Prepared:
+        part = replace(conversion.trial, data=conversion.trial_data)
+        return _taken(part, {name: plan}, folder), workdir
+
+    return _distance(conversion, name, f"trying {name}", workdir, prepare)
+
+
+Prepared = tuple[Chosen, FitWorkplace]
+"""What is fitted to be tried, and the folder where moments are kept."""
+
+
+def _distance(
+    conversion: Conversion,
+    name: str,
+    label: str,
+    workdir: FitWorkplace,
+    prepare: Callable[[FitWorkplace], Prepared],
+) -> Distance:
+    """Fit what is prepared in the folder of a trial, and compare its output with the dense one."""
+    workdir.note("trial", name=name)
+    with closing(workdir.trial(name)) as folder:
+        distance = folder.distance()
+        if distance is None:
+            conversion.progress.stage(label, 1, "trial")
+            conversion.progress.advance(1, "")
+            chosen, moments = prepare(folder)
+            fits = fit_on_data(chosen, folder, moments, sampler_of(conversion.dense))
+            assert fits.comparison is not None
+            distance = Distance(fits.comparison.change, fits.comparison.lost)
+            folder.keep_distance(distance)
+    return distance
+
+
+def _taken(conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkplace) -> Chosen:
+    """Lay out the one plan that was chosen; what its trial fitted is taken over where it holds."""
+    [(name, plan)] = plans.items()
+    if conversion.trial_data is conversion.data:
+        workdir.adopt(name)
+    else:  # fits to a part are of no use any more
+        workdir.drop_trials()
+    return conversion.chosen(plan)

@@ -1,0 +1,442 @@
+"""Candidates of a whole model with their predicted losses, from one pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
+from tcompress.data.calibration import CalibrationData
+from tcompress.errors import FitError, message_of
+from tcompress.fitting.channel_orders import (
+    ChannelOrder,
+    LayerFacts,
+    order_channels,
+    stored_reductions,
+)
+from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
+from tcompress.fitting.workdir import FitWorkplace
+from tcompress.models import SourceModel, read_finite
+from tcompress.options import Convert
+from tcompress.options.method_options import AutoSpec
+from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
+from tcompress.planning.couplings import couplings, whole_heads
+from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.planning.planner import follows_rules, regrouped, site_of
+from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
+from tcompress.progress import Progress
+from tcompress.roles import Attention, Block, Layer, Roles
+from tcompress.roles.find import attentions_of
+from tcompress.search.predict import (
+    FRACTIONS,
+    WeightFits,
+    blocks_to_fit,
+    fine_fractions,
+    fit_targets_of,
+    options_of,
+)
+from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
+from tcompress.search.table import BYTES, PARAMETERS, Candidate, Costs, Site, WidthSite
+from tcompress.search.width import WIDTH, width_site, without_width
+from tcompress.structures import Refusal, Spec
+
+# Moments that fits will need are kept in the working folder. Without data the weights' own energy
+# stands in for moments: every layer counts alike, and so does every direction of its inputs and
+# outputs.
+
+USUAL = 0.25
+"""Kept fraction for which structures are offered where a budget limits an error."""
+
+Offers = Mapping[str, tuple[Spec, ...]]
+"""Options of methods by their name, in the order of preference."""
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """All that a budget may choose from, and what helps to choose.
+
+    Attributes:
+        layers: Layers, each by itself.
+        alone: The same with what a method offers where all layers take it.
+        quick: The same before fits of some layers corrected the losses; empty where none did.
+        widths: Layers that have channels in common.
+        offers: Methods of `layers`, in the order of preference.
+        single: Methods that are answers by themselves, as far as they are tried.
+        whole: Methods that all layers may take.
+        fixed: Weights of layers that have a size of their own.
+        substitutes: Candidates that may be put alone into the dense model.
+    """
+
+    layers: tuple[Site, ...] = ()
+    alone: tuple[Site, ...] = ()
+    quick: tuple[Site, ...] = ()
+    widths: tuple[WidthSite, ...] = ()
+    offers: Offers | None = None
+    single: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    fixed: frozenset[str] = frozenset()
+    substitutes: tuple[Substitute, ...] = ()
+
+    @property
+    def methods(self) -> list[str]:
+        """Names of the methods that are offered."""
+        return [*(self.offers or ())]
+
+
+@dataclass(frozen=True)
+class _BlockSites:
+    """What the layers of one block may become, by weight name in the checkpoint."""
+
+    layers: Mapping[str, Site]
+    alone: Mapping[str, Site]
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """Predicts what candidates lose. Use `Predictor.of`."""
+
+    source: SourceModel
+    recipe: Convert
+    plan: Plan
+    data: CalibrationData | None  # what is held out is not looked at
+    workdir: FitWorkplace  # where moments are kept
+    device: torch.device
+    progress: Progress
+    fraction: float  # kept fraction that the budget comes to
+    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
+    attentions: Sequence[Attention]
+    offers: Offers
+    single: Mapping[str, Spec]
+    fits: WeightFits
+
+    @classmethod
+    def of(
+        cls,
+        source: SourceModel,
+        recipe: Convert,
+        plan: Plan,
+        data: CalibrationData | None,
+        workdir: FitWorkplace,
+        device: torch.device,
+        progress: Progress,
+        *,
+        several: bool,
+    ) -> Predictor:
+        """Look up what is offered to which layers.
+
+        With `several` each method that takes all layers is offered alone too.
+        """
+        by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
+        fraction = plan.budget.fraction if by_size and plan.budget else USUAL
+        method = recipe.with_target(None).method  # a tolerance is no option of any layer
+        offers: Offers = {}
+        if isinstance(method, AutoSpec):
+            offers = offered_by(method, fraction, timed=recipe.counts_time)
+        elif method is not None:
+            offers = {structure_of(method).name: (method,)}
+        runtime, roles = source.keymap.runtime_name, roles_of(source)
+        entries = {runtime(e.name) or e.name: e for e in plan.layers if e.kind != "experts"}
+        replaced = recipe.attention is not None
+        attentions = () if replaced else attentions_of(source.keymap.model, roles)
+        single = alone_on(recipe, plan, source) if several else {}
+        parts = (source, recipe, plan, data, workdir, device, progress, fraction, entries)
+        return cls(*parts, attentions, offers, single, WeightFits(fraction))
+
+    def run(self) -> Predictions:
+        """Predict all losses; the model runs once over the calibration data, if there is any."""
+        blocks: list[_BlockSites] = []
+        widths: list[WidthSite] = []
+        substitutes: list[Substitute] = []
+        for block, statistics in self._weights() if self.data is None else self._walk():
+            orders = self._order_channels(block, statistics) if self._narrows else []
+            if not self.recipe.by_loss:
+                continue
+            sites = self._sites(block, statistics)
+            joined = [*self._width_sites(orders, sites.layers)]
+            if sites.layers and self.data is not None and self.recipe.attention is None:
+                substitutes += self._substitutes(block, sites.layers, joined)
+            blocks.append(sites)
+            widths += joined
+        layers = tuple(site for sites in blocks for site in sites.layers.values())
+        roles = {site.role for site in layers}
+        keeps = self.fits.keeps
+        return Predictions(
+            layers=layers if self.data is not None else tuple(map(self.fits.corrected, layers)),
+            alone=tuple(site for sites in blocks for site in sites.alone.values()),
+            quick=layers if self.data is None else (),
+            widths=tuple(widths),
+            offers=self.offers,
+            single=tuple(self.single),
+            whole=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            fixed=frozenset(key for sites in blocks for key in sites.fixed),
+            substitutes=tuple(substitutes),
+        )
+
+    @property
+    def _narrows(self) -> bool:
+        return WIDTH in self.offers or any(entry.is_narrow for entry in self.plan.layers)
+
+    def _walk(self) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
+        """Measure moments of all layers by a backward pass, the last block first."""
+        assert self.data is not None
+        roles = roles_of(self.source)
+        batches = [self.data.batches[index] for index in self.data.fitted]
+        sampler = sampler_of(self.source, self.recipe.calibration.seed)
+        scratch = self.workdir.scratch()
+        walk = BackwardWalk(self.source, roles, batches, sampler, scratch, self.device)
+        self.progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
+        by_name = {block.name: block for block in roles.blocks}
+        for name, sums in walk.run(lambda block, way: self.progress.advance(1, f"{block} {way}")):
+            reached = {k: s for k, s in sums.items() if s.rows and k in self.entries}
+            self._keep_moments(name, reached)
+            statistics = {}
+            for path, sensitivity in reached.items() if self._needs_statistics else ():
+                entry = self.entries[path]
+                weight = self._weight(path, entry)
+                statistics[entry.name] = LayerStatistics.of(weight, sensitivity, centred=entry.bias)
+            yield by_name[name], statistics
+
+    @property
+    def _needs_statistics(self) -> bool:
+        return self.recipe.by_loss or self._narrows
+
+    def _weights(self) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
+        """Look at all layers in the norm of their weights."""
+        roles: Roles = roles_of(self.source)
+        self.progress.stage("looking at weights", len(roles.blocks), "blocks")
+        for block in reversed(roles.blocks):
+            statistics = {}
+            for layer in block.layers:
+                entry = self.entries.get(layer.name)
+                if entry is None:
+                    continue
+                weight = self._weight(layer.name, entry)
+                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
+                moments = EvaluationMoments(gram, None)
+                mean = gram.new_zeros(len(gram))
+                statistics[entry.name] = LayerStatistics(weight, moments, mean)
+            yield block, statistics
+            self.progress.advance(1, block.name)
+
+    def _weight(self, path: str, entry: LayerPlan) -> Tensor:
+        return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
+
+    def _tensor(self, name: str) -> Tensor:
+        return read_finite(self.source.store, self.source.keymap, name, self.device)
+
+    def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
+        """Keep what fits will need of a block's moments."""
+        assert self.data is not None
+        entries = self.entries
+        if self.recipe.calibration.output_moments is not False:
+            curvatures = {entries[k].name: item.curvature / item.rows for k, item in sums.items()}
+            self.workdir.keep_moments("curvature", block, curvatures)
+            weights = {
+                f"{entries[path].name}/{self.data.fitted[batch]}": weight
+                for path, item in sums.items()
+                for batch, weight in item.weights.items()
+            }
+            self.workdir.keep_moments("tokens", block, weights)
+        shared = damped_inputs(sums, entries, self.recipe.calibration.damping)
+        if shared:
+            self.workdir.keep_moments("inputs", block, shared)
+
+    def _sites(self, block: Block, statistics: Mapping[str, LayerStatistics]) -> _BlockSites:
+        """List what the layers of a block may become, and correct it in some by real fits."""
+        layers: dict[str, Site] = {}
+        alone: dict[str, Site] = {}
+        fixed: list[str] = []
+        for layer in chain.from_iterable(block.groups):
+            entry = self.entries.get(layer.name)
+            if entry is None or entry.name not in statistics:
+                continue
+            if follows_rules(self.recipe, self.source, layer):
+                fixed.append(entry.key)
+                continue
+            try:
+                pair = self._candidates(block, layer, entry, statistics[entry.name])
+            except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+                raise FitError(
+                    f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
+                    "use more calibration data or a larger `damping`, or leave the layer out "
+                    "with `--keep`",
+                ) from error
+            layers[entry.key], alone[entry.key] = pair
+        fitted = blocks_to_fit(roles_of(self.source).blocks)
+        if self.data is None and len(self.offers) > 1 and block.name in fitted:
+            exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
+            for name in {*without_width(self.offers)} - {*exact}:
+                self._fit(name, block, layers, statistics)
+            self.fits.drop(layers.values(), exact)
+        return _BlockSites(layers, alone, tuple(fixed))
+
+    def _candidates(
+        self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
+    ) -> tuple[Site, Site]:
+        """List what a layer may become: beside others, and where all take one method."""
+        moments = statistics.whole
+        gram, curvature, rows = moments.gram, moments.curvature, moments.rows
+        damping = self.recipe.calibration.damping * entry.in_features / rows
+        if curvature is None:  # every layer counts alike
+            energy = float(statistics.weight.double().square().sum()) or 1.0
+            curvature = torch.eye(entry.out_features).to(gram) / energy
+        else:
+            gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+        aims = fit_targets_of(entry, statistics.weight, gram, curvature)
+        budget = self.recipe.budget
+        counts_bytes = budget is not None and budget.unit == BYTES
+        own = (self.source, entry, self.plan, self.recipe.dtype)
+        unit = parameter_bytes(*own) if counts_bytes else 1.0
+        fine = budget is not None and budget.limits_each
+        sharing = next(len(group) for group in block.groups if layer in group)
+
+        def costs(parameters: int) -> Costs:
+            bytes_ = {BYTES: round(parameters * unit)} if counts_bytes else {}
+            return {PARAMETERS: parameters, **bytes_}
+
+        def candidates(name: str, specs: Sequence[Spec]) -> tuple[Candidate, ...]:
+            offered = options_of(
+                entry,
+                [site_of(block, layer, part) for part in layer.parts],
+                aims,
+                specs,
+                fine_fractions(entry) if fine else FRACTIONS,
+                residual_rank=self.recipe.residual_rank,
+                rows=rows,
+                sharing=sharing,
+                calibrated=self.data is not None,
+            )
+            return tuple(
+                Candidate(name, ((entry.key, Form(parts)),), loss, costs(parameters))
+                for parts, parameters, loss in offered
+            )
+
+        beside = {
+            name: candidates(name, specs)
+            for name, specs in self.offers.items()
+            if name != WIDTH and self.fits.keeps(name, entry.role)
+        }
+        alone = {
+            name: beside[name]
+            if self.offers.get(name) == (spec,) and name in beside
+            else candidates(name, [spec])
+            for name, spec in self.single.items()
+            if name != WIDTH
+        }
+        left_out = sum(constant for _, constant in aims) * rows
+
+        def site(offered: Mapping[str, tuple[Candidate, ...]]) -> Site:
+            every = tuple(chain.from_iterable(offered.values()))
+            dense = costs(entry.dense_parameters)
+            return Site((entry.key,), entry.role, dense, every, left_out, unit)
+
+        return site(beside), site(alone)
+
+    def _fit(
+        self,
+        name: str,
+        block: Block,
+        sites: Mapping[str, Site],
+        statistics: Mapping[str, LayerStatistics],
+    ) -> None:
+        """Fit the layers of a block with one method, of sizes close to the budget."""
+        closest = {key: site.closest(name, self.fits.fraction) for key, site in sites.items()}
+        chosen = {key: item.form for key, item in closest.items() if item is not None}
+        damping = 0.0 if self.data is None else self.recipe.calibration.damping
+        for group in block.groups:
+            entries = [self.entries[layer.name] for layer in group if layer.name in self.entries]
+            entries = [entry for entry in entries if entry.key in chosen]
+            members, _ = regrouped(entries, chosen)
+            if members:
+                self.fits.fit(name, members, sites, statistics, damping)
+
+    def _order_channels(
+        self, block: Block, statistics: Mapping[str, LayerStatistics]
+    ) -> list[list[ChannelOrder]]:
+        """Order channels that layers of a block have in common; those of one layer together."""
+        facts: dict[str, LayerFacts] = {}
+        for layer in block.layers:
+            entry = self.entries.get(layer.name)
+            if entry is not None and entry.name in statistics:
+                bias = self._tensor(f"{layer.name}.bias") if entry.bias else None
+                facts[layer.weight_name] = LayerFacts(entry, statistics[entry.name], bias)
+        damping = self.recipe.calibration.damping
+        groups: list[list[ChannelOrder]] = []
+        for coupling in couplings(block):
+            if any(layer.weight_name not in facts for layer in coupling.layers):
+                continue
+            layers = {*coupling.layers}
+            shared = [
+                group for group in groups if any(layers & {*o.coupling.layers} for o in group)
+            ]
+            groups = [group for group in groups if group not in shared]
+            order = order_channels(coupling, facts, damping)
+            groups.append([*chain.from_iterable(shared), order])
+        whole = [whole_heads(item) for item in self.attentions if item.block == block.name]
+        for heads in filter(None, whole):  # after what they are made of
+            if all(layer.weight_name in facts for layer in heads.layers):
+                groups.append([order_channels(heads, facts, damping)])
+        reductions = {k: r for group in groups for o in group for k, r in o.reductions.items()}
+        self.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
+        return groups
+
+    def _width_sites(
+        self, groups: Iterable[Sequence[ChannelOrder]], sites: Mapping[str, Site]
+    ) -> Iterator[WidthSite]:
+        """Offer fewer channels wherever all layers around them are sized by the budget."""
+        entries = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
+        for orders in groups if WIDTH in self.offers else ():
+            if (site := width_site(orders, entries, sites)) is not None:
+                yield site
+
+    def _substitutes(
+        self, block: Block, sites: Mapping[str, Site], widths: Iterable[WidthSite]
+    ) -> Iterator[Substitute]:
+        """List what may be put alone into the dense model."""
+        names = (layer.name for layer in block.layers)
+        entries = {name: self.entries[name] for name in names if name in self.entries}
+        yield from layer_substitutes(block, sites, entries, self.fraction)
+        for site in widths:
+            yield from channel_substitutes(block, site.orders, entries, self.fraction)
+
+
+def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:
+    """List methods that are answers on their own, each with the options that suit all layers.
+
+    A method that cannot take all layers is left out: those that stay dense do not count for a
+    target, and would make it the best at everything.
+    """
+    assert isinstance(recipe.method, AutoSpec)
+    assert plan.budget is not None
+    fraction = plan.budget.fraction
+    planned = {(source.keymap.runtime_name(e.name) or e.name, e.parameter) for e in plan.layers}
+    places = {
+        (site_of(block, layer, part), len(group), len(layer.parts), layer.experts or 1)
+        for block in roles_of(source).blocks
+        for group in block.groups
+        for layer in group
+        if (layer.name, layer.parameter) in planned
+        if not follows_rules(recipe, source, layer)
+        for part in layer.parts
+    }
+    calibrated = not recipe.calibration.is_none
+
+    def suits(spec: Spec) -> bool:
+        choice = Choice(spec, recipe.residual_rank, fraction)
+        try:
+            for site, sharing, parts, copies in places:
+                readers = sharing * parts * copies
+                plan_terms(choice, site, readers, copies, calibrated=calibrated)
+        except Refusal:
+            return False
+        return True
+
+    offered = alone_of(recipe.method, fraction, timed=recipe.counts_time).items()
+    suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
+    return {name: spec for name, spec in suitable.items() if spec is not None}

@@ -1,0 +1,75 @@
+"""Answers are tried out, and judged by the change of the output on data held out.
+
+Predictions compare sizes of one structure better than structures: what single candidates change
+says little of what many of them change together. What blocks cost does not add up either, since
+the layers that stay make up for much of what is gone: in low rank, at a quarter of its size,
+predictions added up to 203, 209 and 264 with no block dropped, one and two, and 151, 148 and 153
+were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+
+from tcompress.errors import FitError, PlanError
+
+TIE = 0.02
+"""Answers so close to the best one are as good."""
+
+CLEAR = 0.15
+"""What a mixture has to be better by than the best structure alone, as a share of its change."""
+
+STOP = 0.1
+"""With fewer blocks, an answer worse than the best by more than this share ends the search."""
+
+
+def simplest(best: str, mixed: str, changes: Mapping[str, float]) -> str:
+    """Return the best answer of one structure in place of a mixture that is not clearly better.
+
+    A change that is a little smaller tells nothing of what a user measures: of all-MiniLM-L6-v2 at
+    a quarter a mixture changed likenesses by a tenth less than low rank, agreed with the dense
+    model exactly as well, and lost 0.012 more of the rank correlation with labels of 3,000 pairs.
+    """
+    alone = [name for name in changes if name != mixed]
+    if best != mixed or not alone:
+        return best
+    other = min(alone, key=lambda name: changes[name])
+    return other if ties(changes[other], changes[best], CLEAR) else best
+
+
+def ties(found: float, least: float, margin: float = TIE) -> bool:
+    """Whether a change is within a margin of the smallest one; that one always is."""
+    return found <= least + margin * abs(least)
+
+
+def try_out(
+    names: Iterable[str],
+    change: Callable[[str], float],
+    *,
+    stop: float = inf,
+    prefer_last: bool = False,
+) -> tuple[str, dict[str, float | None]]:
+    """Tries answers one after another, and takes the best one.
+
+    Each name is asked for only when those before were tried; an answer that is worse than the best
+    by more than the share `stop` ends the search. Of answers that are as good the first is taken.
+    Gives its name, and the changes of all that were tried; None where the budget is out of reach.
+    """
+    changes: dict[str, float | None] = {}
+    fine: dict[str, float] = {}
+    refused: list[PlanError | FitError] = []
+    for name in names:
+        changes[name] = None
+        try:
+            changes[name] = fine[name] = change(name)
+        except (PlanError, FitError) as error:
+            refused.append(error)
+            continue
+        if not ties(fine[name], min(fine.values()), stop):
+            break
+    if not fine:
+        raise refused[-1 if prefer_last else 0]
+    least = min(fine.values())
+    order = [name for name in fine if ties(fine[name], least)]
+    return order[-1 if prefer_last else 0], changes

@@ -143,7 +143,7 @@ def _prompt_facts(prompts: tuple[Prompt, Prompt]) -> dict[str, Any]:
 
 
 class Similarity(_PairTask):
-    """How alike two texts are, by their embeddings or by a head with one output."""
+    """Likeness of two texts, by their embeddings or by a head with one output."""
 
     name = "sts"
     needs = Needs(texts=(2, 2), target="score", unlabelled=True)

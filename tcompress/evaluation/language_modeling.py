@@ -1,4 +1,4 @@
-"""How well a language model predicts text: the next token, or hidden words."""
+"""Predictions of text by a language model: the next token, or hidden words."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class _Compared:
         self._divergences[index] = float(divergence.sum())
 
     def statistics(self, counts: Any) -> list[Statistic]:
-        """How often both choose the same token, and KL(baseline || model) in nats per token."""
+        """Frequency of the same token being chosen, and KL(baseline || model) in nats per token."""
         if self._reference is None:
             return []
         tokens: Any = {"per_token": True}

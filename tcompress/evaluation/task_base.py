@@ -1,4 +1,4 @@
-"""What every task is made of: examples, a model's inputs, and running it in batches."""
+"""Parts that every task is made of: examples, a model's inputs, and running it in batches."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def block_steps(options: Finetune, total: int) -> int:
 
 
 def blocks_first(options: Finetune) -> bool:
-    """Whether a run begins with blocks alone; the number of such steps asks for them too."""
+    """True if a run begins with blocks alone; the number of such steps asks for them too."""
     return options.stage == "blocks" or options.block_steps is not None
 
 

@@ -193,11 +193,12 @@ class Phases:
         from tcompress.training import batches
         from tcompress.training.loop import Loop
         from tcompress.training.losses import Losses
+        from tcompress.training.teacher_outputs import TeacherOutputs
 
         parts = {
             "reading data": (batches, "_collate"),
             "moving data": (Losses, "_moved"),
-            "teacher": (Losses, "_imitated"),
+            "teacher": (TeacherOutputs, "of_batch"),
             "forward and loss": (Losses, "_loss"),
             "backward": (Accelerator, "backward"),
             "norm of gradients": (Accelerator, "clip_grad_norm_"),

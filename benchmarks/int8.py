@@ -140,7 +140,7 @@ def main() -> None:
         size = {"dense, ONNX Runtime": full, "int8, ONNX Runtime": small}
         task = TASKS["sts"](source, examples, 128, Evaluate(task="sts", data=args.data))
         scores = {
-            label: task.measure(model, task.batch_size, lambda done: None)[0].value()
+            label: task.measure(model, task.batch_size, lambda done: None).statistics[0].value()
             for label, model in models.items()
         }
         models |= {path: AutoModel.from_pretrained(path).eval() for path in args.beside}

@@ -28,7 +28,7 @@ def test_tokens_of_a_vocabulary_that_is_kept_whole() -> None:
     dense, small = (randn(12, _LIKELIEST, seed=seed).float() for seed in (1, 2))
     reference = _Compared(2, None)
     assert reference.statistics([4, 8]) == []
-    compared = _Compared(2, reference.kept)
+    compared = _Compared(2, reference.likeliest)
     for index, rows in enumerate([slice(0, 4), slice(4, 12)]):
         reference.add(index, dense[rows])
         compared.add(index, small[rows])
@@ -43,9 +43,9 @@ def test_the_divergence_of_likely_tokens_is_a_lower_bound() -> None:
     reference, itself = _Compared(1, None), []
     reference.add(0, dense)
     for scores in (small, dense):
-        compared = _Compared(1, reference.kept)
+        compared = _Compared(1, reference.likeliest)
         compared.add(0, scores)
         itself.append(compared.statistics([30])[1].value())
     assert 0 < itself[0] <= _kl(dense.numpy(), small.numpy())
     assert itself[1] == pytest.approx(0, abs=1e-5)
-    assert torch.equal(reference.kept[0][0][:, 0], dense.argmax(-1).int())
+    assert torch.equal(reference.likeliest[0][0][:, 0], dense.argmax(-1).int())

@@ -60,8 +60,8 @@ def logits_of(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
 
 
 def numbers(prepared: Task, model: Any, batch_size: int = 4) -> dict[str, float]:
-    found = prepared.measure(model, batch_size, lambda amount: None)
-    return {item.name: item.value() for item in found}
+    measured = prepared.measure(model, batch_size, lambda amount: None)
+    return {item.name: item.value() for item in measured.statistics}
 
 
 def same_at_all_batch_sizes(prepared: Task, model: Any) -> dict[str, float]:
@@ -273,7 +273,8 @@ def test_masked_words(tmp_path: Path) -> None:
     assert numbers(again, model) == pytest.approx(found)
     plain, _ = loaded(folder, "AutoModelForMaskedLM")
     hits, loss, count = 0, 0.0, 0
-    for row, places, truth in zip(prepared._rows, prepared._hidden, prepared._truth, strict=True):
+    hidden = prepared.prepared
+    for row, places, truth in zip(hidden.rows, hidden.positions, hidden.truth, strict=True):
         assert (row["input_ids"] == 99).nonzero().flatten().tolist() == places.tolist()
         original = row["input_ids"].clone()
         original[places] = truth
@@ -342,7 +343,7 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
         folder, "AutoModelForSequenceClassification" if labels else "AutoModel"
     )
     places = []
-    for row, chosen in enumerate(prepared._chosen.tolist()):
+    for row, chosen in enumerate(prepared.prepared.candidates.tolist()):
         assert chosen[0] == row
         assert len({*chosen}) == 4
         scores = []

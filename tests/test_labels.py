@@ -97,8 +97,8 @@ def _accuracy(folder: str | Path, data: Path) -> tuple[float, list[str]]:
     examples = load_examples(str(data), "train", task.needs)
     prepared = task(source, examples, 16, wanted)
     task.check(source, examples)
-    found = prepared.measure(load_model(source), 64, lambda amount: None)
-    return found[0].value(), prepared.notes
+    measured = prepared.measure(load_model(source), 64, lambda amount: None)
+    return measured.statistics[0].value(), prepared.notes
 
 
 TEXTS = sentences(24)

@@ -28,7 +28,7 @@ from tcompress.own_models.architecture import open_architecture, word_tokenizer
 from tcompress.pipeline import run_recipe
 from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import finetune
-from tcompress.training.setup import SCRATCH_RATE, TASK_RATE, highest_rate
+from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer, text_file

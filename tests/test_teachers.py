@@ -1,6 +1,7 @@
 """Teachers of another width, depth, tokenizer or family, and several of them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tcompress.errors import InputError
 from tcompress.models import SourceModel
 from tcompress.progress import Silent
 from tcompress.training import targets
+from tcompress.training.losses import Losses
 from tcompress.training.objectives import Setting, Similarities
 from tcompress.training.targets import TextTeacher, _joined, _turning
 from tcompress.training.teaching import arranged
@@ -131,8 +133,12 @@ def _texts_read(place: Path, folder: Path) -> int:
         def stage(self, name: str, total: int, unit: str) -> None:
             heard.append(total)
 
-    losses.read_texts(folder / "count", Counting())
+    losses.teachers.with_targets(folder / "count", Counting())
     return heard[0]
+
+
+def _with_targets(losses: Losses, folder: Path) -> Losses:
+    return replace(losses, teachers=losses.teachers.with_targets(folder, Silent()))
 
 
 @pytest.mark.parametrize("teachers", [("wide",), ("student", "narrow")])
@@ -142,7 +148,7 @@ def test_pieces_have_the_gradient_of_the_whole(
     found = []
     for parts in (1, 3):
         losses = losses_of(place / "student", **_options(place, *teachers))
-        losses.read_texts(tmp_path / "kept", Silent())
+        losses = _with_targets(losses, tmp_path / "kept")
         losses.prepare_objectives()
         loss = losses.gradients(batch_of(losses), parts, alone=False)
         found.append((loss, gradients(losses.setup.model)))
@@ -202,8 +208,8 @@ def test_a_classifier_learns_from_another_family(tmp_path: Path) -> None:
     path = labelled_file(tmp_path / "rows.jsonl", 40)
     options = {"teacher": str(teacher), "data": {"source": [str(path)]}, "train": "all"}
     losses = losses_of(student, **options)
-    losses.read_texts(tmp_path / "kept", Silent())
-    seen = losses._imitated(batch_of(losses), losses.setup.data.train)
+    losses = _with_targets(losses, tmp_path / "kept")
+    seen = losses.teachers.of_batch(batch_of(losses), losses.setup.data.train)
     assert seen.logits is not None
     [reader] = losses.setup.readers
     model = targets.load_model(reader.source)
@@ -230,7 +236,7 @@ def test_a_language_model_learns_logits_of_another_width(
     models = [targets.load_model(SourceModel.open(name)) for name in named]
     with torch.no_grad():
         mean = torch.stack([model(**inputs).logits.softmax(-1) for model in models]).mean(0)
-    assert_close(losses.taught(inputs).logits.softmax(-1), mean)  # type: ignore[union-attr]
+    assert_close(losses.teachers.of_inputs(inputs).logits.softmax(-1), mean)  # type: ignore[union-attr]
     done = train(tmp_path / "student", tmp_path / "out", **options)
     assert done.facts.objectives == {"logits": 1.0}
     assert done.facts.best < (done.facts.curve[0].validation or 0)

@@ -20,6 +20,7 @@ from tcompress.training.loop import Loop
 from tcompress.training.losses import Losses
 from tcompress.training.masks import unread_masks
 from tcompress.training.optimizers import orthogonalised, orthogonalised_together
+from tcompress.training.step_numbers import StepNumbers
 from tests.support.tiny import build
 from tests.support.training import batch_of, losses_of, small, small_encoder, texts
 
@@ -60,9 +61,10 @@ def test_numbers_are_read_every_tenth_step(
     options["learning_rate"] = 1e-3  # else losses are read before the first step, to find one
     losses, read = losses_of(small(family, tmp_path), **options), list[int]()
 
-    def note(self: Loop) -> None:
-        read.extend([self.state.step] if self._unread else [])
+    def note(self: StepNumbers, step: int) -> list[float]:
+        read.extend([step] if self._unread else [])
         self._unread.clear()
+        return []
 
     def validate(self: Loop) -> None:
         self._read()
@@ -70,8 +72,9 @@ def test_numbers_are_read_every_tenth_step(
         self.state.curve.append(CurvePoint(step=self.state.step, validation=1.0))
 
     monkeypatch.setattr(loop, "SLOW", float("inf"))
-    for name, value in (("_read", note), ("_validate", validate), ("_mixing", 0.0)):
-        monkeypatch.setattr(Loop, name, value)
+    monkeypatch.setattr(loop, "mixing_validations", lambda _: 0.0)
+    monkeypatch.setattr(StepNumbers, "read", note)
+    monkeypatch.setattr(Loop, "_validate", validate)
     monkeypatch.setattr(Losses, "prepare_objectives", lambda _: None)
     with _on_meta(losses, monkeypatch):
         place = Checkpoints(tmp_path / "place")
@@ -116,8 +119,8 @@ def test_teachers_on_a_device_are_asked_again(
     losses = losses_of(small_encoder(tmp_path), data=texts(tmp_path))
     train = losses.setup.data.train
     with _on_meta(losses, monkeypatch):
-        losses.keep_outputs(tmp_path, train)
+        losses.teachers.cached(tmp_path, train)
         assert not train.tells_places
         assert "place" not in batch_of(losses)
-    losses.keep_outputs(tmp_path, train)
+    losses.teachers.cached(tmp_path, train)
     assert train.tells_places

@@ -1,15 +1,16 @@
 """The default rate of healing follows how close a model is to its teacher."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 
-from tcompress.training.loop import Loop
+from tcompress.training import loop
 from tcompress.training.rates import HALVINGS, MOVES, find_rate, rate_for
-from tcompress.training.setup import HEALING_RATE
+from tcompress.training.schedule import HEALING_RATE
 from tests.support.training import settings, small_encoder, texts, train
 
 
@@ -53,13 +54,13 @@ def test_healing_tests_its_rate_and_goes_on_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = []
-    kept = Loop._test_rate
+    inner = loop.tested_rate
 
-    def heard(loop: Loop) -> float | None:
-        rates.append(kept(loop))
+    def heard(*arguments: Any) -> float | None:
+        rates.append(inner(*arguments))
         return rates[-1]
 
-    monkeypatch.setattr(Loop, "_test_rate", heard)
+    monkeypatch.setattr(loop, "tested_rate", heard)
     model, data = small_encoder(tmp_path), texts(tmp_path)
     how = {"warmup": 0.0, "schedule": "constant", "data": data}
     done = train(model, tmp_path / "out", **how)

@@ -412,7 +412,7 @@ def test_the_best_weights_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     # Constant rates, so that a shorter run does the same steps; a single pass over the data keeps
     # nothing of what the teacher computes, and rounds nothing.
-    monkeypatch.setattr("tcompress.training.kept.MOST_BYTES", 0)
+    monkeypatch.setattr("tcompress.training.teacher_cache.MOST_BYTES", 0)
     options = {"data": data, "schedule": "constant", "warmup": 0, "evaluate_every": 2}
     two = train(folder, tmp_path / "two", steps=2, **options)
     with monkeypatch.context() as patch:

@@ -17,16 +17,16 @@ from tcompress.training import finetuning, loop
 from tcompress.training.loop import stopping
 from tcompress.training.losses import is_out_of_memory
 from tcompress.training.objectives import Observed, Observer
-from tcompress.training.setup import (
+from tcompress.training.schedule import (
     HEALING_RATE,
     HEALING_STEPS,
     TASK_RATE,
     Pace,
-    drop_nothing,
     highest_rate,
     learning_rate,
     total_steps,
 )
+from tcompress.training.setup import drop_nothing
 from tests.support.evaluation import pairs_file
 from tests.support.training import (
     assert_alike,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,11 +15,29 @@ from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import Statistic, pearson, rank_statistics, spearman
-from tcompress.evaluation.task_base import Row, Runner, Task
+from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
+from tcompress.evaluation.task_base import Measured, Prepared, Row, Runner, Task
 from tcompress.models import SourceModel
 
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
+
+
+def _no_indices() -> Tensor:
+    return torch.empty(0, dtype=torch.long)
+
+
+@dataclass(frozen=True, eq=False)
+class TextPairs(Prepared):
+    """Pairs of texts, each with its candidates among the distinct second texts.
+
+    Rows are of the distinct texts, or of pairs that a head reads together, candidate by candidate.
+    """
+
+    rows: Sequence[Row] = ()
+    first: Tensor = field(default_factory=_no_indices)  # rows of first texts: (pairs,)
+    documents: Tensor = field(default_factory=_no_indices)  # rows of distinct second texts
+    candidates: Tensor = field(default_factory=_no_indices)  # among these: (pairs, candidates)
+    skipped: Tensor = field(default_factory=_no_indices)  # tokens that pooling skips, of each row
 
 
 class _PairTask(Task):
@@ -28,6 +46,7 @@ class _PairTask(Task):
     needs = Needs(texts=(2, 2))
     max_length = 256
     most_labels: ClassVar[int] = 0
+    prepared: TextPairs
 
     @classmethod
     def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
@@ -35,78 +54,96 @@ class _PairTask(Task):
 
     @property
     def prompts(self) -> tuple[Prompt, Prompt]:
-        """What is put before the first texts, and before the second."""
+        """Prompts before the first texts, and before the second."""
         return self.sentences.query, self.sentences.document
 
-    def prepare(self) -> None:
-        pairs = zip(self.prompts, self.examples.texts, strict=True)
-        first, second = (prompt.before(list(texts)) for prompt, texts in pairs)
-        self._texts = list(dict.fromkeys([*first, *second]))
-        self._documents = list(dict.fromkeys(second))
-        self._one = torch.from_numpy(places_of(first, self._texts))
-        self._two = torch.from_numpy(places_of(second, self._documents))
-        self._rows = self.reader.encode(self._texts)
-        self.signature = self.reader.signature(self._rows)
-        self.pairs = self.units
+    @property
+    def has_head(self) -> bool:
+        """True of a model that scores pairs with a head."""
+        name = self.source.model_class.__name__
+        return bool(self.most_labels) and name.endswith("ForSequenceClassification")
 
     @property
     def compares_texts(self) -> bool:
         return self.reader.vocabulary is not None
 
-    def work(self, model: PreTrainedModel) -> int:
-        return self.pairs if self.has_head(model) else len(self._rows)
+    def prepare(self) -> TextPairs:
+        columns = zip(self.prompts, self.examples.texts, strict=True)
+        first, second = (prompt.before(list(texts)) for prompt, texts in columns)
+        texts, documents = ([*dict.fromkeys(column)] for column in ([*first, *second], second))
+        rows = self.reader.encode(texts)
+        candidates = self.candidates(torch.from_numpy(places_of(second, documents)), len(documents))
+        pairs = TextPairs(len(first), self.reader.signature(rows), candidates=candidates)
+        if self.has_head:
+            one = [text for text in first for _ in range(candidates.shape[1])]
+            two = [documents[index] for index in candidates.flatten().tolist()]
+            rows = self.reader.encode(one, two)
+            truncated = self.reader.truncated(rows, one, two)
+            facts = {"truncated": truncated, "scoring": "both texts read together"}
+            return replace(pairs, rows=rows, facts=facts)
+        skipped = torch.zeros(len(texts), dtype=torch.long)
+        firsts, seconds = (torch.from_numpy(places_of(x, texts)) for x in (first, documents))
+        skipped[seconds] = self.prompts[1].tokens
+        skipped[firsts] = self.prompts[0].tokens
+        facts = {**self.sentences.words, **_prompt_facts(self.prompts)}
+        facts["truncated"] = self.reader.truncated(rows, texts)
+        return replace(
+            pairs, rows=rows, first=firsts, documents=seconds, skipped=skipped, facts=facts
+        )
 
-    def has_head(self, model: PreTrainedModel) -> bool:
-        """Tells whether a model scores pairs with a head; fails if that has too many labels."""
-        kind = self.source.model_class.__name__
-        if not self.most_labels or not kind.endswith("ForSequenceClassification"):
-            return False
-        if model.config.num_labels > self.most_labels:
+    def candidates(self, second: Tensor, documents: int) -> Tensor:
+        """Candidates of each pair, among so many documents, its own second text first.
+
+        # (pairs,) -> (pairs, candidates)
+        """
+        return second[:, None]
+
+    def work(self, model: PreTrainedModel) -> int:
+        self.check_head(model)
+        return len(self.prepared.rows)
+
+    def check_head(self, model: PreTrainedModel) -> None:
+        """Refuse a head with too many labels to score a pair of texts."""
+        if self.has_head and model.config.num_labels > self.most_labels:
             raise DataError(
                 f"the model's head has {model.config.num_labels} labels; "
                 f"a score for a pair of texts comes from a head with at most {self.most_labels}",
                 "give a sentence encoder, or a model that was trained to score pairs",
             )
-        return True
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
-        """Embeds the first texts, and the distinct second texts.  # (texts, d) each."""
-        truncated = self.reader.truncated(self._rows, self._texts)
-        self.facts |= {**self.sentences.words, **self._said(), "truncated": truncated}
+        """Embed the first texts, and the distinct second texts.  # (texts, d) each."""
+        prepared = self.prepared
         model: Any = runner.model
         encodes = model.config.is_encoder_decoder and not self.sentences.stated
         body = model.get_encoder() if encodes else model.base_model
-        two = places_of(self._documents, self._texts)
-        skipped = torch.zeros(len(self._rows), dtype=torch.long)
-        skipped[two] = self.prompts[1].tokens
-        skipped[self._one] = self.prompts[0].tokens
-        rows = [{**row, _SKIPPED: count} for row, count in zip(self._rows, skipped, strict=True)]
+        counts = zip(prepared.rows, prepared.skipped, strict=True)
+        rows = [{**row, _SKIPPED: count} for row, count in counts]
 
         def embedded(batch: Row) -> Tensor:
-            left_out = batch.pop(_SKIPPED)
+            skipped = batch.pop(_SKIPPED)
             hidden = body(**batch).last_hidden_state.float()
-            return self.sentences.compared(hidden, batch["attention_mask"], left_out)
+            return self.sentences.compared(hidden, batch["attention_mask"], skipped)
 
         vectors = runner.outputs(rows, self.reader.pad, embedded)
-        return vectors[self._one], vectors[two]
+        return vectors[prepared.first], vectors[prepared.documents]
 
-    def _said(self) -> dict[str, str]:
-        """What was put before texts, if anything was."""
-        one, two = (prompt.text for prompt in self.prompts)
-        if one == two:
-            return {"prompt": one} if one else {}
-        return {"prompt": one, "prompt_of_second": two}
+    def head_logits(self, runner: Runner) -> Tensor:
+        """Score pairs with the model's head.  # (pairs * candidates, labels)."""
+        self.check_head(runner.model)
+        return runner.logits(self.prepared.rows, self.reader.pad)
 
-    def head_logits(self, runner: Runner, one: Sequence[str], two: Sequence[str]) -> Tensor:
-        """Lets a head read pairs of texts.  # (pairs, labels)."""
-        rows = self.reader.encode(one, two)
-        self.facts["truncated"] = self.reader.truncated(rows, one, two)
-        self.facts["scoring"] = "both texts read together"
-        return runner.logits(rows, self.reader.pad)
+
+def _prompt_facts(prompts: tuple[Prompt, Prompt]) -> dict[str, Any]:
+    """Prompts for a protocol, if there are any."""
+    one, two = (prompt.text for prompt in prompts)
+    if one == two:
+        return {"prompt": one} if one else {}
+    return {"prompt": one, "prompt_of_second": two}
 
 
 class Similarity(_PairTask):
-    """How alike two texts are, by their embeddings or by a head with one output."""
+    """Likeness of two texts, by their embeddings or by a head with one output."""
 
     name = "sts"
     needs = Needs(texts=(2, 2), target="score", unlabelled=True)
@@ -117,20 +154,21 @@ class Similarity(_PairTask):
     def prompts(self) -> tuple[Prompt, Prompt]:
         return self.sentences.default, self.sentences.default
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        if self.has_head(runner.model):
-            found = self.head_logits(runner, *self.examples.texts)[:, 0]
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        if self.has_head:
+            similarities = self.head_logits(runner)[:, 0]
         else:
-            one, two = self.embeddings(runner)
-            found = self.sentences.likeness(one.double(), two[self._two].double())
-        self.predictions = found.numpy()
-        made = []
+            first, documents = self.embeddings(runner)
+            second = documents[self.prepared.candidates[:, 0]]
+            similarities = self.sentences.likeness(first.double(), second.double())
+        predictions = similarities.numpy()
+        statistics = []
         if self.examples.targets is not None:
             scores = np.asarray(self.examples.targets, dtype=float)
-            made = [spearman(self.predictions, scores), pearson(self.predictions, scores)]
-        if self.reference is not None:
-            made.append(replace(spearman(self.predictions, self.reference), name=AGREEMENT))
-        return made
+            statistics = [spearman(predictions, scores), pearson(predictions, scores)]
+        if reference is not None:
+            statistics.append(replace(spearman(predictions, reference), name=AGREEMENT))
+        return Measured(statistics, predictions)
 
 
 _CHUNK = 1024  # queries that are compared at a time
@@ -141,19 +179,22 @@ class Retrieval(_PairTask):
 
     name = "retrieval"
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
+    def prepare(self) -> TextPairs:
+        pairs = super().prepare()
+        return replace(pairs, facts={**pairs.facts, "documents": len(pairs.documents)})
+
+    def run(self, runner: Runner, reference: Any) -> Measured:
         queries, documents = self.embeddings(runner)
-        self.facts["documents"] = len(documents)
-        chunks = zip(queries.split(_CHUNK), self._two.split(_CHUNK), strict=True)
-        alike = self.sentences.likenesses
-        found = [ranks(alike(some, documents), right) for some, right in chunks]
-        return rank_statistics(torch.cat(found).numpy(), (1, 10), gain=True)
+        answers = self.prepared.candidates[:, 0]
+        chunks = zip(queries.split(_CHUNK), answers.split(_CHUNK), strict=True)
+        compare = self.sentences.likenesses
+        parts = [ranks(compare(chunk, documents), answer) for chunk, answer in chunks]
+        return Measured(rank_statistics(torch.cat(parts).numpy(), (1, 10), gain=True))
 
 
 def ranks(scores: Tensor, right: Tensor) -> Tensor:
     """Rank of the right candidate from 1; ties come first, so a ruined model gets no credit."""
-    own = scores.gather(1, right[:, None])
-    return (scores >= own).sum(1)
+    return (scores >= scores.gather(1, right[:, None])).sum(1)
 
 
 class ResponseSelection(_PairTask):
@@ -162,29 +203,29 @@ class ResponseSelection(_PairTask):
     name = "response-selection"
     most_labels = 2  # wrong and right
 
-    def prepare(self) -> None:
-        super().prepare()
-        self.facts["candidates"] = candidates = self.wanted.candidates or 10
-        count = len(self._documents)
-        if count < candidates:
+    def prepare(self) -> TextPairs:
+        pairs = super().prepare()
+        return replace(pairs, facts={"candidates": pairs.candidates.shape[1], **pairs.facts})
+
+    def candidates(self, second: Tensor, documents: int) -> Tensor:
+        count = self.options.candidates or 10
+        if documents < count:
             raise DataError(
-                f"`{self.examples.name}` has {count} distinct responses, too few to choose among "
-                f"{candidates}",
+                f"`{self.examples.name}` has {documents} distinct responses, too few to choose "
+                f"among {count}",
                 "give more data, or ask for fewer: `--candidates`",
             )
-        wrong = torch.from_numpy(others(self._two.numpy(), candidates - 1, count, self.wanted.seed))
-        self._chosen = torch.cat([self._two[:, None], wrong], 1)  # of each row, the right one first
-        self.pairs = self._chosen.numel()
+        wrong = others(second.numpy(), count - 1, documents, self.options.seed)
+        return torch.cat([second[:, None], torch.from_numpy(wrong)], 1)
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        if self.has_head(runner.model):
-            one = [text for text in self.examples.texts[0] for _ in range(self._chosen.shape[1])]
-            two = [self._documents[index] for index in self._chosen.flatten().tolist()]
-            logits = self.head_logits(runner, one, two)
-            found = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-            scores = found.reshape(self._chosen.shape)
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        candidates = self.prepared.candidates
+        if self.has_head:
+            logits = self.head_logits(runner)
+            scores = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
+            scores = scores.reshape(candidates.shape)
         else:
             queries, responses = self.embeddings(runner)
-            scores = self.sentences.likeness(queries.unsqueeze(1), responses[self._chosen])
-        place = ranks(scores, torch.zeros(self.units, dtype=torch.long))
-        return rank_statistics(place.numpy(), (1, 2, 5), gain=False)
+            scores = self.sentences.likeness(queries.unsqueeze(1), responses[candidates])
+        positions = ranks(scores, torch.zeros(len(candidates), dtype=torch.long))
+        return Measured(rank_statistics(positions.numpy(), (1, 2, 5), gain=False))

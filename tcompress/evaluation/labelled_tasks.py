@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from tcompress.data.encoding import has_processor_file, image_reader
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
-from tcompress.data.labels import is_independent, label_names, matched
+from tcompress.data.labels import Match, is_independent, label_names, matched
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
@@ -30,10 +30,19 @@ from tcompress.evaluation.statistics import (
     ratio,
     set_statistics,
 )
-from tcompress.evaluation.task_base import Runner, Task, checked
+from tcompress.evaluation.task_base import Measured, Prepared, Row, Runner, Task, checked
 from tcompress.models import SourceModel
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedClasses(Prepared):
+    """Examples of classes: `match` has the label of each class, if the data has classes."""
+
+    match: Match | None = None
+    rows: Sequence[Row] = ()  # of texts
+    read_image: Callable[[Any], Tensor] | None = None  # from a decoded image to its input
 
 
 class _ClassTask(Task):
@@ -42,47 +51,58 @@ class _ClassTask(Task):
     Labels of the head are matched by name if they are called so, else by number.
     """
 
+    prepared: PreparedClasses
+
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
         if examples.targets is not None:
             matched(label_names(source.config), examples.labels, examples.name)
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        self.predictions = scores = self.logits(runner).numpy()
-        config = runner.model.config
-        made = [] if self.examples.targets is None else self._against_labels(config, scores)
-        if self.reference is None or self.reference.shape != scores.shape:
-            return made
-        compared = agreement_of_sets if is_independent(config) else agreement
-        return [*made, *compared(scores, self.reference)]
+    def prepare(self) -> PreparedClasses:
+        examples, config = self.examples, self.source.config
+        if examples.targets is None:
+            return PreparedClasses(len(examples))
+        match = matched(label_names(config), examples.labels, examples.name)
+        several = examples.labels.several
+        facts: dict[str, str] = {"labels_matched_by": match.by}
+        notes = (match.doubt,) if match.doubt else ()
+        if several != is_independent(config):
+            notes = (*notes, _several_words(several=several))
+        if several:
+            facts["decision"] = "each label by itself, at a probability of one half"
+        return PreparedClasses(len(examples), facts=facts, notes=notes, match=match)
 
-    def _against_labels(self, config: Any, scores: Array) -> list[Statistic]:
-        names, classes = label_names(config), self.examples.labels
-        match = matched(names, classes, self.examples.name)
-        self.facts["labels_matched_by"] = match.by
-        self.notes = [match.doubt] if match.doubt else []
-        if classes.several != is_independent(config):
-            self.notes.append(_several_words(several=classes.several))
-        of_class = np.array(match.labels)
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        scores = self.logits(runner).numpy()
+        match = self.prepared.match
+        statistics = [] if match is None else self._against_labels(match, scores)
+        if reference is not None and reference.shape == scores.shape:
+            independent = is_independent(runner.model.config)
+            compare = agreement_of_sets if independent else agreement
+            statistics += compare(scores, reference)
+        return Measured(statistics, scores)
+
+    def _against_labels(self, match: Match, scores: Array) -> list[Statistic]:
+        of_class, classes = np.array(match.labels), self.examples.labels
         if classes.several:
-            self.facts["decision"] = "each label by itself, at a probability of one half"
             truth = np.zeros(scores.shape, dtype=bool)
             for row, ids in enumerate(self.examples.targets or ()):
                 truth[row, of_class[[*ids]]] = True  # type: ignore[misc]
             return set_statistics(scores > 0, truth)
-        class_of = np.full(len(names), -1)  # labels that the data has no class for
+        # Of labels that the data has no class for, it is -1.
+        class_of = np.full(len(label_names(self.source.config)), -1)
         class_of[of_class[of_class >= 0]] = np.flatnonzero(of_class >= 0)
-        right = np.asarray(self.examples.targets)
-        accuracy, *others = class_statistics(class_of[scores.argmax(-1)], right, len(classes))
-        return [accuracy, *self.of_scores(scores, of_class, right), *others]
+        targets = np.asarray(self.examples.targets)
+        accuracy, *means = class_statistics(class_of[scores.argmax(-1)], targets, len(classes))
+        return [accuracy, *self.of_scores(scores, of_class, targets), *means]
 
     @abstractmethod
     def logits(self, runner: Runner) -> Tensor:
-        """Computes finite logits of all examples.  # (examples, labels)."""
+        """Compute finite logits of all examples.  # (examples, labels)."""
 
-    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
-        """Makes numbers that not only the best class decides, from the label of each class."""
+    def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
+        """Make numbers that not only the best class decides, from the label of each class."""
         return []
 
 
@@ -106,17 +126,19 @@ class Classification(_ClassTask):
     needs = Needs(texts=(1, 2), target="class", unlabelled=True, several=True)
     head = "classification"
 
-    def prepare(self) -> None:
-        self._rows = self.reader.encode(*self.examples.texts)
-        self.signature = self.reader.signature(self._rows)
-        self.facts["truncated"] = self.reader.truncated(self._rows, *self.examples.texts)
+    def prepare(self) -> PreparedClasses:
+        classes, reader = super().prepare(), self.reader
+        rows = reader.encode(*self.examples.texts)
+        truncated = reader.truncated(rows, *self.examples.texts)
+        facts = {"truncated": truncated, **classes.facts}
+        return replace(classes, rows=rows, signature=reader.signature(rows), facts=facts)
 
     @property
     def compares_texts(self) -> bool:
         return self.reader.vocabulary is not None
 
     def logits(self, runner: Runner) -> Tensor:
-        return runner.logits(self._rows, self.reader.pad)
+        return runner.logits(self.prepared.rows, self.reader.pad)
 
 
 class _GridTask(_ClassTask):
@@ -128,15 +150,15 @@ class _GridTask(_ClassTask):
 
     @abstractmethod
     def read(self, index: int) -> Tensor:
-        """Reads the model's input of one example."""
+        """Read the model's input of one example."""
 
     def logits(self, runner: Runner) -> Tensor:
-        found = []
-        for places in runner.slices(self.units):
-            batch = torch.stack([self.read(index) for index in range(places.start, places.stop)])
+        logits = []
+        for indices in runner.slices(self.prepared.units):
+            batch = torch.stack([self.read(index) for index in range(indices.start, indices.stop)])
             batch = batch.to(runner.device, runner.model.dtype)
-            found.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
-        return checked(torch.cat(found))
+            logits.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
+        return checked(torch.cat(logits))
 
 
 class ImageClassification(_GridTask):
@@ -146,19 +168,20 @@ class ImageClassification(_GridTask):
     needs = Needs(image=True, target="class", unlabelled=True, several=True)
     input_name = "pixel_values"
 
-    def prepare(self) -> None:
+    def prepare(self) -> PreparedClasses:
         if not has_processor_file(self.source):
             hint = "add its `preprocessor_config.json`"
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         # Its file is there, so where the library for it is not, its main options are followed.
-        self._process = image_reader(self.source, needed=False)
+        return replace(super().prepare(), read_image=image_reader(self.source, needed=False))
 
     def read(self, index: int) -> Tensor:
+        read = self.prepared.read_image
+        assert read is not None  # `prepare` has set it
         channels = image_shape(self.source.config)[0]
-        place = f"`{self.examples.name}`"
-        return self._process(decode(self.examples.images[index], channels, place))
+        return read(decode(self.examples.images[index], channels, f"`{self.examples.name}`"))
 
-    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
+    def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len(self.examples.classes) <= 5:
             return []
         right = np.take_along_axis(scores, labels[truth][:, None], axis=1)
@@ -179,17 +202,17 @@ class VolumeClassification(_GridTask):
             text = f"`{source.id}` is a `{source.model_class.__name__}`, which reads no volumes"
             raise DataError(text, "give a model for volumes, such as `tcompress_grid`")
         super().check(source, examples)
-        wanted = grid_shape(source, inputs)
-        if examples.shape != wanted:
+        shape = grid_shape(source, inputs)
+        if examples.shape != shape:
             has = f"`{examples.name}` has volumes of shape {examples.shape}"
-            text = f"{has}, the model takes {wanted}"
+            text = f"{has}, the model takes {shape}"
             raise DataError(text, "give data of that shape, or a model for this one")
 
     def read(self, index: int) -> Tensor:
         assert self.examples.volumes is not None
         return as_input(self.examples.volumes[index])
 
-    def of_scores(self, scores: Array, labels: Places, truth: Places) -> list[Statistic]:
+    def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len({*truth.tolist()}) < len(self.examples.classes):
             return []  # not defined without an example of each
         return [auc(softmax(scores, axis=-1)[:, labels], truth)]
@@ -202,7 +225,7 @@ Forecast = Callable[[Tensor], Tensor]
 
 
 class Forecasting(Task):
-    """What comes next in all variables of a series, in standardised values."""
+    """All variables of a series after its context, in standardised values."""
 
     name = "forecasting"
     needs = Needs(window=(0, 0))
@@ -210,52 +233,58 @@ class Forecasting(Task):
     max_length = None
     unit = "windows"
 
-    def prepare(self) -> None:
-        assert self.examples.windows is not None  # that is what the task needs
-        self._windows = self.examples.windows
-        self.facts = {
+    def prepare(self) -> Prepared:
+        facts = {
             "context": self._windows.context,
             "horizon": self._windows.horizon,
             "values": "standardised by the training part",
             "naive": naive_errors(self._windows),
         }
+        return Prepared(len(self.examples), facts=facts)
+
+    @property
+    def _windows(self) -> Windows:
+        assert self.examples.windows is not None  # that is what the task needs
+        return self.examples.windows
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
         """Windows of the size that the models were made for."""
-        found = {source.id: window_of(source) for source in sources}
-        if len({*found.values()}) > 1:
-            sizes = ", ".join(f"`{name}` {c} + {h}" for name, (c, h) in found.items())
+        windows = {source.id: window_of(source) for source in sources}
+        if len({*windows.values()}) > 1:
+            sizes = ", ".join(f"`{name}` {c} + {h}" for name, (c, h) in windows.items())
             text = f"the models have windows of different sizes, context and horizon: {sizes}"
             raise DataError(text, "compare models of one size, or measure them one by one")
-        return replace(cls.needs, window=next(iter(found.values())))
+        return replace(cls.needs, window=next(iter(windows.values())))
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         super().check(source, examples)
         assert examples.windows is not None
-        wanted, found = grid_shape(source, inputs_of(source))[1], examples.windows.variables
-        if len(found) != wanted:
-            text = f"`{examples.name}` has {len(found)} series, the model takes {wanted}"
+        count, variables = grid_shape(source, inputs_of(source))[1], examples.windows.variables
+        if len(variables) != count:
+            text = f"`{examples.name}` has {len(variables)} series, the model takes {count}"
             raise DataError(text, "give data with so many columns beside `date`")
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
+    def run(self, runner: Runner, reference: Any) -> Measured:
         squares, sizes = [], []
-        for places in runner.slices(self.units):
-            past, future = self._windows.batch(places)
+        for indices in runner.slices(self.prepared.units):
+            past, future = self._windows.batch(indices)
             past = past.to(runner.device, runner.model.dtype)
             forecast = runner.model(past_values=past).prediction_outputs
             error = (forecast.float().cpu() - future).double()
             squares.append(error.square().mean((1, 2)))
             sizes.append(error.abs().mean((1, 2)))
-        return [
-            ratio(name, checked(torch.cat(values)).numpy(), higher_is_better=False)
-            for name, values in (("mse", squares), ("mae", sizes))
-        ]
+        return Measured(
+            [
+                ratio(name, checked(torch.cat(values)).numpy(), higher_is_better=False)
+                for name, values in (("mse", squares), ("mae", sizes))
+            ]
+        )
 
 
 def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
-    """Measures forecasts that need no model, which every model has to beat, by their names."""
+    """Measure forecasts that need no model, which every model has to beat, by their names."""
     forecasts: dict[str, Forecast] = {
         "last value": lambda past: past[:, -1:],
         "context mean": lambda past: past.mean(1, keepdim=True),
@@ -269,13 +298,13 @@ def naive_errors(windows: Windows) -> dict[str, dict[str, float]]:
             error = forecast(past) - future
             sums[name] += [float(x.mean((1, 2)).sum()) for x in (error.square(), error.abs())]
     return {
-        name: dict(zip(("mse", "mae"), (found / len(windows)).tolist(), strict=True))
-        for name, found in sums.items()
+        name: dict(zip(("mse", "mae"), (total / len(windows)).tolist(), strict=True))
+        for name, total in sums.items()
     }
 
 
 def _parts(windows: Windows) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields contexts and futures in float64, as many at a time as fit well into memory."""
+    """Yield contexts and futures in float64, as many at a time as fit well into memory."""
     size = max(1, 2**22 // ((windows.context + windows.horizon) * len(windows.variables)))
     for first in range(0, len(windows), size):
         past, future = windows.batch(slice(first, first + size))

@@ -1,10 +1,11 @@
-"""How well a language model predicts text: the next token, or hidden words."""
+"""Predictions of text by a language model: the next token, or hidden words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,27 +14,34 @@ from torch.nn.functional import cross_entropy
 
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
-from tcompress.data.examples import Needs
+from tcompress.data.encoding import TextEncoder
+from tcompress.data.examples import Examples, Needs
 from tcompress.errors import DataError
-from tcompress.evaluation.statistics import DIVERGENCE, Statistic, ratio
-from tcompress.evaluation.task_base import Row, Runner, Task, checked
+from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
+from tcompress.evaluation.task_base import (
+    Measured,
+    Prepared,
+    Row,
+    Runner,
+    Task,
+    TextReader,
+    checked,
+)
 from tcompress.models.vocabulary import Vocabulary
 
-_PACKING = {"eos": "joined with the end token", "newline": "joined with newlines"}
-
-
-_LIKELIEST = 32  # tokens of the baseline that are kept at each place; the others count as one
+_LIKELIEST = 32  # tokens of the baseline that are kept at each position; the others count as one
+_TINY = 1e-12
 
 
 class _Compared:
-    """What a model says at every place beside what its baseline said there.
+    """Predictions of a model at every position beside those of its baseline there.
 
     Kept are the likeliest tokens. The divergence is that of distributions over these of the
     baseline, with all others as one: never more than over the whole vocabulary.
     """
 
     def __init__(self, units: int, reference: Any, vocabulary: Vocabulary | None = None) -> None:
-        self.kept: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
+        self.likeliest: list[tuple[Tensor, Tensor]] = [(torch.empty(0), torch.empty(0))] * units
         self._reference = reference
         # Tokens count by their numbers in the dense model, where a conversion left some out.
         self._ids = self._numbers = None
@@ -41,153 +49,102 @@ class _Compared:
             self._ids = torch.tensor(vocabulary.ids)
             self._numbers = torch.full((max(vocabulary.before, int(self._ids.max()) + 1),), -1)
             self._numbers[self._ids] = torch.arange(len(self._ids))
-        self._same, self._apart = np.zeros(units), np.zeros(units)
+        self._agreements, self._divergences = np.zeros(units), np.zeros(units)
 
     def add(self, index: int, scores: Tensor) -> None:
-        """Adds the logits of one unit.  # (places, vocabulary)."""
-        own = scores.float().log_softmax(-1)
-        best = own.topk(min(_LIKELIEST, own.shape[-1]))
+        """Add the logits of one unit.  # (positions, vocabulary)."""
+        logs = scores.float().log_softmax(-1)
+        best = logs.topk(min(_LIKELIEST, logs.shape[-1]))
         chosen = best.indices.cpu() if self._ids is None else self._ids[best.indices.cpu()]
-        self.kept[index] = chosen.int(), best.values.cpu()
-        if self._reference is None or not len(own):
+        self.likeliest[index] = chosen.int(), best.values.cpu()
+        if self._reference is None or not len(logs):
             return
-        tokens, wanted = self._reference[index]
-        self._same[index] = int((chosen[:, 0] == tokens[:, 0]).sum())
-        places = tokens.long() if self._numbers is None else self._numbers[tokens.long()]
-        left = (places >= 0).to(own.device)  # tokens that the model has: others are in the rest
-        found = own.gather(-1, places.clamp_min(0).to(own.device))
-        one, two = wanted.to(own.device).double(), found.double()
-        sums = ((x.exp() * left).sum(-1).clamp_max(1 - _TINY) for x in (one, two))
-        rest, other = (torch.log1p(-total) for total in sums)
-        apart = (one.exp() * (one - two) * left).sum(-1) + rest.exp() * (rest - other)
-        self._apart[index] = float(apart.sum())
+        tokens, reference = self._reference[index]
+        self._agreements[index] = int((chosen[:, 0] == tokens[:, 0]).sum())
+        columns = tokens.long() if self._numbers is None else self._numbers[tokens.long()]
+        # Tokens that the model lacks are in the rest.
+        present = (columns >= 0).to(logs.device)
+        gathered = logs.gather(-1, columns.clamp_min(0).to(logs.device))
+        p, q = reference.to(logs.device).double(), gathered.double()
+        sums = ((x.exp() * present).sum(-1).clamp_max(1 - _TINY) for x in (p, q))
+        p_rest, q_rest = (torch.log1p(-total) for total in sums)
+        divergence = (p.exp() * (p - q) * present).sum(-1) + p_rest.exp() * (p_rest - q_rest)
+        self._divergences[index] = float(divergence.sum())
 
     def statistics(self, counts: Any) -> list[Statistic]:
-        """How often both choose the same token, and KL(baseline || model) in nats per token."""
+        """Frequency of the same token being chosen, and KL(baseline || model) in nats per token."""
         if self._reference is None:
             return []
         tokens: Any = {"per_token": True}
         return [
-            ratio(AGREEMENT, self._same, counts, **tokens),
-            ratio(DIVERGENCE, self._apart, counts, higher_is_better=False, **tokens),
+            ratio(AGREEMENT, self._agreements, counts, **tokens),
+            ratio(DIVERGENCE, self._divergences, counts, higher_is_better=False, **tokens),
         ]
 
 
-_TINY = 1e-12
+_JOINED = {"eos": "joined with the end token", "newline": "joined with newlines"}
 
 
-class Perplexity(Task):
-    """Perplexity in windows that do not overlap; every token is predicted once."""
+@dataclass(frozen=True)
+class Packing:
+    """Cutting texts into windows of `limit` tokens, in which every token is predicted once."""
 
-    name = "perplexity"
-    needs = Needs(texts=(1, 1), chats=True)
-    head = "causal-lm"
-    max_length = 1024
-    batch_size = 8
-    unit = "windows"
+    encoder: TextEncoder
+    limit: int
+    joined: Literal["eos", "newline", "none"]
+    start: tuple[int, ...]  # tokens that the tokenizer writes before every text
+    end: tuple[int, ...]  # the token that ends a text, if there is one
 
-    def prepare(self) -> None:
-        reader, examples, pack = self.reader, self.examples, self.wanted.pack or "eos"
-        self._start, end = _starting_tokens(reader.tokenizer), reader.encoder.end
-        self._end = [] if end is None else [end]
-        self._pack = "newline" if pack == "eos" and not self._end else pack
-        # Tokens at the start of each window that are not predicted.
-        self._context = len(self._start) or 1
-        if reader.limit <= self._context:
-            hint = f"give `--max-length` more than {self._context}"
-            raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
-        texts = self._texts() if examples.chats else examples.texts[0]
-        texts = [text for text in texts if text or pack == "newline"]
-        self._rows = list(self._windows(texts))
-        if not self._rows:
-            hint = "give longer texts, or name another column"
-            raise DataError(f"the texts of `{examples.name}` have no tokens to predict", hint)
-        self._lengths = np.array([len(row["input_ids"]) - self._context for row in self._rows])
-        self._bytes = sum(len(text.encode()) for text in texts)
-        self.signature = self.reader.signature(self._rows)
-        start = "its own start token" if self._start else "the last token of the one before"
-        self.facts = {
-            "packing": f"texts {_PACKING.get(self._pack, 'each on its own')}, cut into windows of "
-            f"{reader.limit} tokens that begin with {start}; every other token is predicted once",
-            "tokens": int(self._lengths.sum()),
-            "bytes": self._bytes,
-            "windows": len(self._rows),
-            **({"chats": "written by the tokenizer's template"} if examples.chats else {}),
-        }
-        token, unknown = reader.tokenizer.unk_token_id, 0
-        if token is not None and token not in (*self._end, *self._start):
-            unknown = sum(int((row["input_ids"] == token).sum()) for row in self._rows)
-        if unknown:
-            self.facts["unknown_tokens"] = unknown
-            self.notes = [f"{unknown:,} tokens stand for text that the tokenizer does not know"]
-
-    def _texts(self) -> list[str]:
-        """Chats as the model's own template writes them."""
-        writer = ChatWriter(self.reader.tokenizer, self.examples.name)
-        written = [writer(cell) or "" for cell in self.examples.chats]
-        writer.close()
-        return written
+    @classmethod
+    def of(cls, reader: TextReader, pack: Literal["eos", "newline", "none"]) -> Packing:
+        """Read the tokens at both ends of a text; without an end token newlines join texts."""
+        end = () if reader.encoder.end is None else (reader.encoder.end,)
+        joined: Literal["eos", "newline", "none"] = "newline" if pack == "eos" and not end else pack
+        start = tuple(_starting_tokens(reader.tokenizer))
+        return cls(reader.encoder, reader.limit, joined, start, end)
 
     @property
-    def units(self) -> int:
-        return len(self._rows)
+    def context(self) -> int:
+        """Number of tokens at the start of each window that are not predicted."""
+        return len(self.start) or 1
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        losses = np.empty(self.units)
-        compared = _Compared(self.units, self.reference, self.reader.vocabulary)
-        config = runner.model.config
-        options: Any = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        for chosen, batch in runner.batches(self._rows, self.reader.pad):
-            logits = runner.model(**batch, **options).logits
-            for index, scores, ids in zip(chosen, logits, batch["input_ids"], strict=True):
-                first = self._context
-                rows = slice(first - 1, first - 1 + self._lengths[index])
-                losses[index] = self._loss(scores[rows], ids[first:][: self._lengths[index]])
-                compared.add(index, scores[rows])
-        # Windows have about as many bytes as their share of the tokens says.
-        sizes = self._lengths * (self._bytes / self._lengths.sum())
-        tokens: Any = {"higher_is_better": False, "per_token": True}
-        self.predictions = compared.kept
-        return [
-            ratio("perplexity", losses, self._lengths, finish=np.exp, **tokens),
-            ratio("bits_per_byte", losses, sizes * math.log(2), higher_is_better=False),
-            ratio("nats_per_token", losses, self._lengths, **tokens),
-            *compared.statistics(self._lengths),
-        ]
+    @property
+    def words(self) -> str:
+        """Description of the windows, for a protocol."""
+        start = "its own start token" if self.start else "the last token of the one before"
+        return (
+            f"texts {_JOINED.get(self.joined, 'each on its own')}, cut into windows of "
+            f"{self.limit} tokens that begin with {start}; every other token is predicted once"
+        )
 
-    def _loss(self, scores: Tensor, truth: Tensor) -> float:
-        """One window at a time, since the logits of a large vocabulary take much memory."""
-        losses = cross_entropy(scores.float(), truth, reduction="none")
-        return float(checked(losses).sum(dtype=torch.float64))
-
-    def _windows(self, texts: Sequence[str]) -> Iterator[Row]:
-        """Yields windows; the last one of a stream may be short."""
-        size = self.reader.limit - self._context
+    def windows(self, texts: Sequence[str]) -> Iterator[Row]:
+        """Yield windows; the last one of a stream may be short."""
+        size = self.limit - self.context
         for stream in self._streams(texts):
             # Without start tokens a window begins with the last token of the one before.
-            whole = stream if self._start else [*self._end, *stream]
-            more = 0 if self._start else 1
-            for first in range(0, len(whole) - more, size):
-                row = torch.tensor([*self._start, *whole[first : first + size + more]])
+            ids = stream if self.start else [*self.end, *stream]
+            overlap = 0 if self.start else 1
+            for first in range(0, len(ids) - overlap, size):
+                row = torch.tensor([*self.start, *ids[first : first + size + overlap]])
                 yield {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
     def _streams(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        if self._pack == "newline":
+        if self.joined == "newline":
             yield from self._tokens(["\n".join(texts)])
-        elif self._pack == "none":
+        elif self.joined == "none":
             yield from self._tokens(texts)
         else:
-            joined: list[int] = []
+            stream: list[int] = []
             for ids in self._tokens(texts):
-                joined += [*self._end, *ids] if joined else ids
-            yield joined
+                stream += [*self.end, *ids] if stream else ids
+            yield stream
 
     def _tokens(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        """Yields the tokens of texts, without those that the tokenizer adds."""
-        encoder = self.reader.encoder
+        """Yield the tokens of texts, without those that the tokenizer adds."""
+        encoder = self.encoder
         for text in texts:
-            found = encoder.tokenizer(text, add_special_tokens=False, verbose=False)
-            ids: list[int] = found["input_ids"]
+            encoded = encoder.tokenizer(text, add_special_tokens=False, verbose=False)
+            ids: list[int] = encoded["input_ids"]
             if encoder.vocabulary is not None and ids and max(ids) >= encoder.vocabulary:
                 raise DataError(
                     f"the tokenizer in `{encoder.place}` gives token {max(ids)}, "
@@ -199,13 +156,131 @@ class Perplexity(Task):
 
 def _starting_tokens(tokenizer: Any) -> list[int]:
     """Tokens that a tokenizer writes before every text."""
-    whole: list[int] = tokenizer("a")["input_ids"]
+    ids: list[int] = tokenizer("a")["input_ids"]
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    places = range(len(whole) - len(plain) + 1) if plain else ()
-    return next((whole[:at] for at in places if whole[at : at + len(plain)] == plain), [])
+    starts = range(len(ids) - len(plain) + 1) if plain else ()
+    return next((ids[:at] for at in starts if ids[at : at + len(plain)] == plain), [])
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindows(Prepared):
+    """Texts in windows."""
+
+    rows: Sequence[Row] = ()
+    counts: Array = field(default_factory=lambda: np.empty(0))  # of predicted tokens: (windows,)
+    context: int = 1  # tokens at the start of each window that are not predicted
+    bytes: int = 0  # of all texts
+
+
+class Perplexity(Task):
+    """Perplexity in windows that do not overlap; every token is predicted once."""
+
+    name = "perplexity"
+    needs = Needs(texts=(1, 1), chats=True)
+    head = "causal-lm"
+    max_length = 1024
+    batch_size = 8
+    unit = "windows"
+    prepared: TokenWindows
+
+    def prepare(self) -> TokenWindows:
+        reader, examples = self.reader, self.examples
+        pack = self.options.pack or "eos"
+        packing = Packing.of(reader, pack)
+        if reader.limit <= packing.context:
+            hint = f"give `--max-length` more than {packing.context}"
+            raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
+        texts = _chats(reader, examples) if examples.chats else examples.texts[0]
+        texts = [text for text in texts if text or pack == "newline"]
+        rows = list(packing.windows(texts))
+        if not rows:
+            hint = "give longer texts, or name another column"
+            raise DataError(f"the texts of `{examples.name}` have no tokens to predict", hint)
+        counts = np.array([len(row["input_ids"]) - packing.context for row in rows])
+        size = sum(len(text.encode()) for text in texts)
+        facts = {
+            "packing": packing.words,
+            "tokens": int(counts.sum()),
+            "bytes": size,
+            "windows": len(rows),
+            **({"chats": "written by the tokenizer's template"} if examples.chats else {}),
+        }
+        notes: tuple[str, ...] = ()
+        if unknown := _unknown_tokens(reader, packing, rows):
+            facts["unknown_tokens"] = unknown
+            notes = (f"{unknown:,} tokens stand for text that the tokenizer does not know",)
+        return TokenWindows(
+            len(rows),
+            reader.signature(rows),
+            facts,
+            notes,
+            rows=rows,
+            counts=counts,
+            context=packing.context,
+            bytes=size,
+        )
+
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        prepared = self.prepared
+        losses, counts, first = np.empty(prepared.units), prepared.counts, prepared.context
+        compared = _Compared(prepared.units, reference, self.reader.vocabulary)
+        config = runner.model.config
+        options: Any = {"use_cache": False} if hasattr(config, "use_cache") else {}
+        for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
+            logits = runner.model(**batch, **options).logits
+            for index, scores, ids in zip(chosen, logits, batch["input_ids"], strict=True):
+                rows = slice(first - 1, first - 1 + counts[index])
+                losses[index] = _window_loss(scores[rows], ids[first:][: counts[index]])
+                compared.add(index, scores[rows])
+        # Windows have about as many bytes as their share of the tokens says.
+        sizes = counts * (prepared.bytes / counts.sum())
+        tokens: Any = {"higher_is_better": False, "per_token": True}
+        statistics = [
+            ratio("perplexity", losses, counts, finish=np.exp, **tokens),
+            ratio("bits_per_byte", losses, sizes * math.log(2), higher_is_better=False),
+            ratio("nats_per_token", losses, counts, **tokens),
+            *compared.statistics(counts),
+        ]
+        return Measured(statistics, compared.likeliest)
+
+
+def _chats(reader: TextReader, examples: Examples) -> list[str]:
+    """Chats as the model's own template writes them."""
+    writer = ChatWriter(reader.tokenizer, examples.name)
+    texts = [writer(cell) or "" for cell in examples.chats]
+    writer.close()
+    return texts
+
+
+def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -> int:
+    """Count the tokens that stand for text without any of its own."""
+    token = reader.tokenizer.unk_token_id
+    if token is None or token in (*packing.end, *packing.start):
+        return 0
+    return sum(int((row["input_ids"] == token).sum()) for row in rows)
+
+
+def _window_loss(scores: Tensor, truth: Tensor) -> float:
+    """Loss of one window at a time: the logits of a large vocabulary take much memory."""
+    losses = cross_entropy(scores.float(), truth, reduction="none")
+    return float(checked(losses).sum(dtype=torch.float64))
 
 
 _SHARE = 0.15
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedRows(Prepared):
+    """Texts with hidden tokens."""
+
+    rows: Sequence[Row] = ()
+    positions: Sequence[Tensor] = ()  # hidden ones, of each text
+    truth: Sequence[Tensor] = ()  # tokens at these
+
+    @property
+    def counts(self) -> Array:
+        """Number of hidden tokens of each text.  # (texts,)."""
+        return np.array([len(at) for at in self.positions])
 
 
 class MaskedLM(Task):
@@ -215,8 +290,9 @@ class MaskedLM(Task):
     needs = Needs(texts=(1, 1))
     head = "masked-lm"
     max_length = 256
+    prepared: MaskedRows
 
-    def prepare(self) -> None:
+    def prepare(self) -> MaskedRows:
         tokenizer = self.reader.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(
@@ -225,49 +301,55 @@ class MaskedLM(Task):
             )
         texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
-        self.signature = self.reader.signature(rows)
-        self._hidden = _positions(rows, list(tokenizer.all_special_ids), self.wanted.seed)
-        self._truth = [row["input_ids"][at] for row, at in zip(rows, self._hidden, strict=True)]
-        self._counts = np.array([len(at) for at in self._hidden])
-        if not self._counts.sum():
+        positions = _positions(rows, list(tokenizer.all_special_ids), self.options.seed)
+        masked = sum(map(len, positions))
+        if not masked:
             what = f"the texts of `{self.examples.name}` have no words to hide"
             raise DataError(what, "give longer texts")
-        self._rows = [
-            {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
-            for row, at in zip(rows, self._hidden, strict=True)
-        ]
-        self.facts = {
-            "masked": int(self._counts.sum()),
+        facts: Mapping[str, Any] = {
+            "masked": masked,
             "masking": f"{_SHARE:.0%} of the tokens of a text, at least one; all become the mask",
             "truncated": self.reader.truncated(rows, texts),
         }
+        return MaskedRows(
+            len(rows),
+            self.reader.signature(rows),
+            facts,
+            rows=[
+                {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
+                for row, at in zip(rows, positions, strict=True)
+            ],
+            positions=positions,
+            truth=[row["input_ids"][at] for row, at in zip(rows, positions, strict=True)],
+        )
 
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        hits, losses = np.zeros(self.units), np.zeros(self.units)
-        compared = _Compared(self.units, self.reference, self.reader.vocabulary)
-        for chosen, batch in runner.batches(self._rows, self.reader.pad):
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        prepared, counts = self.prepared, self.prepared.counts
+        hits, losses = np.zeros(prepared.units), np.zeros(prepared.units)
+        compared = _Compared(prepared.units, reference, self.reader.vocabulary)
+        for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             logits = runner.model(**batch).logits
             for index, scores in zip(chosen, logits, strict=True):
-                at, truth = self._hidden[index], self._truth[index].to(runner.device)
-                found = checked(scores[at].float())
-                hits[index] = int((found.argmax(-1) == truth).sum())
-                losses[index] = float(cross_entropy(found, truth, reduction="sum"))
-                compared.add(index, found)
-        self.predictions = compared.kept
-        return [
-            ratio("accuracy", hits, self._counts, per_token=True),
-            ratio("cross_entropy", losses, self._counts, higher_is_better=False, per_token=True),
-            *compared.statistics(self._counts),
+                truth = prepared.truth[index].to(runner.device)
+                hidden = checked(scores[prepared.positions[index]].float())
+                hits[index] = int((hidden.argmax(-1) == truth).sum())
+                losses[index] = float(cross_entropy(hidden, truth, reduction="sum"))
+                compared.add(index, hidden)
+        statistics = [
+            ratio("accuracy", hits, counts, per_token=True),
+            ratio("cross_entropy", losses, counts, higher_is_better=False, per_token=True),
+            *compared.statistics(counts),
         ]
+        return Measured(statistics, compared.likeliest)
 
 
 def _positions(rows: Sequence[Row], special: list[int], seed: int) -> list[Tensor]:
-    """Draws the positions to hide in each text, none of special tokens."""
+    """Draw the positions to hide in each text, none of special tokens."""
     generator = np.random.default_rng(seed)
-    found = []
+    positions = []
     for row in rows:
         words = np.flatnonzero(~np.isin(row["input_ids"].numpy(), special))
         count = max(round(_SHARE * len(words)), 1) if len(words) else 0
         chosen = generator.choice(words, count, replace=False) if count else words
-        found.append(torch.from_numpy(np.sort(chosen)))
-    return found
+        positions.append(torch.from_numpy(np.sort(chosen)))
+    return positions

@@ -61,9 +61,9 @@ TASKS: dict[str, type[Task]] = {
 
 @dataclass(frozen=True)
 class _Measurement:
-    """What is the same for all models."""
+    """Settings of a measurement, the same for all models."""
 
-    wanted: Evaluate
+    options: Evaluate
     task: type[Task]
     sets: dict[str, Examples]  # by the name of the data
     max_length: int | None
@@ -80,25 +80,25 @@ class _Measurement:
         against: Sequence[Baseline] = (),
         runtime: RuntimeName = "torch",
     ) -> ModelScores:
-        """Measures a model on all sets, beside a baseline's numbers on them if there is one."""
-        wanted = self.wanted
+        """Measure a model on all sets, beside a baseline's numbers on them if there is one."""
+        options = self.options
         with _about(source):
             tasks = [
-                self.task(source, examples, self.max_length, wanted)
+                self.task(source, examples, self.max_length, options)
                 for examples in self.sets.values()
             ]
             model: Any
             if self.stand_in is not None:
                 model = self.stand_in
             elif runtime == "torch":
-                dtype = pick_dtype(wanted.dtype)
+                dtype = pick_dtype(options.dtype)
                 model = load_model(source, self.task.head, dtype=dtype, device=self.device)
             else:
                 name, model = f"{name} ({runtime})", self.in_runtime(source, runtime)
-            others: Sequence[Baseline | None] = against or [None] * len(tasks)
+            baselines: Sequence[Baseline | None] = against or [None] * len(tasks)
             sets = [
-                self._on(data, task, model, name, other, runtime)
-                for data, task, other in zip(self.sets, tasks, others, strict=True)
+                self._on(data, task, model, name, baseline, runtime)
+                for data, task, baseline in zip(self.sets, tasks, baselines, strict=True)
             ]
         return ModelScores(name, self.task.unit, tuple(sets))
 
@@ -111,30 +111,31 @@ class _Measurement:
         baseline: Baseline | None,
         runtime: RuntimeName,
     ) -> SetScores:
-        """Measures a model on one set."""
-        wanted, stage = self.wanted, Path(name).name
-        same = baseline is not None and baseline.signature == task.signature
+        """Measure a model on one set."""
+        options, stage = self.options, Path(name).name
+        same = baseline is not None and baseline.signature == task.prepared.signature
+        reference = None
         if baseline is not None and (same or task.compares_texts):
-            task.reference = baseline.predictions
+            reference = baseline.predictions
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
         self.progress.stage(stage, task.work(model), "inputs")
-        size, start = wanted.batch_size or task.batch_size, time.perf_counter()
+        size, start = options.batch_size or task.batch_size, time.perf_counter()
         try:
-            statistics = task.measure(model, size, self.progress.advance)
+            measured = task.measure(model, size, self.progress.advance, reference)
         except torch.OutOfMemoryError as error:
             raise InputError(
                 f"memory of {self.device} is too small for batches of {size}",
                 f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
             ) from error
         seconds = time.perf_counter() - start
-        options = (task.signature, wanted.bootstrap, wanted.seed, task.predictions)
-        own = Baseline.of(name, statistics, task.examples.name, *options)
+        draws = (task.prepared.signature, options.bootstrap, options.seed, measured.predictions)
+        numbers = Baseline.of(name, measured.statistics, task.examples.name, *draws)
         protocol = self._protocol(data, task, model)
         if runtime != "torch":
             protocol["runtime"] = runtime
-        metrics = metrics_of(statistics, own, baseline, protocol)
-        notes = list(task.notes)
+        metrics = metrics_of(measured.statistics, numbers, baseline, protocol)
+        notes = task.notes
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         folder = task.source.folder
@@ -147,29 +148,29 @@ class _Measurement:
         return SetScores(
             metrics=tuple(metrics),
             protocol=protocol,
-            per_second=task.units / seconds,
+            per_second=task.prepared.units / seconds,
             stored=stored,
             notes=tuple(notes),
-            baseline=own,
+            baseline=numbers,
         )
 
     def _protocol(self, data: str, task: Task, model: PreTrainedModel) -> dict[str, Any]:
-        """Everything needed to measure again."""
-        wanted, examples = self.wanted, task.examples
-        whole = examples.whole and Path(data).expanduser().is_file()
+        """Facts that are needed to measure again."""
+        options, examples = self.options, task.examples
+        undivided = examples.whole and Path(data).expanduser().is_file()
         return {
             "task": task.name,
             "data": _full_name(data, examples),
             "data_fingerprint": examples.fingerprint,
-            "split": None if whole else wanted.split,
+            "split": None if undivided else options.split,
             "examples": len(examples),
             **({"labels": "none"} if _is_bare(task, examples) else {}),
             "max_length": None if task.max_length is None else task.reader.limit,
-            "batch_size": wanted.batch_size or task.batch_size,
+            "batch_size": options.batch_size or task.batch_size,
             "dtype": str(model.dtype).removeprefix("torch."),
             "device": str(self.device),
-            "seed": wanted.seed,
-            "bootstrap": wanted.bootstrap,
+            "seed": options.seed,
+            "bootstrap": options.bootstrap,
             **task.facts,
             "versions": {"tcompress": tcompress.__version__, **environment()},
         }
@@ -177,7 +178,7 @@ class _Measurement:
 
 def evaluate(
     models: Sequence[str | Path],
-    wanted: Evaluate,
+    options: Evaluate,
     *,
     baseline: str | Path | Sequence[Baseline] | None = None,
     save: bool = True,
@@ -186,15 +187,15 @@ def evaluate(
     progress: Progress | None = None,
     stand_in: nn.Module | None = None,
 ) -> list[ModelScores]:
-    """Measures models on the same examples; arguments as `tcompress.evaluate` takes them.
+    """Measure models on the same examples; arguments as `tcompress.evaluate` takes them.
 
-    A baseline that is not among the models is measured first; a `ModelScores.baseline` is known,
-    and an empty one means that models are not compared. A `stand_in` is run in the place of what
-    the folders hold, with their tokenizers and pooling; nothing of it may be saved.
+    A baseline that is not among the models is measured first; a `ModelScores.baseline` is taken
+    as it is, and an empty one means that models are not compared. A `stand_in` is run in the place
+    of what the folders hold, with their tokenizers and pooling; nothing of it may be saved.
     """
     problems = Problems()
     names = [str(name) for name in models]
-    known = None if isinstance(baseline, str | Path | None) else baseline
+    measured = None if isinstance(baseline, str | Path | None) else baseline
     first = str(baseline) if isinstance(baseline, str | Path) else names[0]
     names = names if first in names else [first, *names]
     sources: dict[str, SourceModel] = {}
@@ -202,28 +203,28 @@ def evaluate(
         with problems.collected():
             sources[name] = open_checked(name, token=token, trust=trust_remote_code)
     with problems.collected():
-        check_data(wanted.data)
+        check_data(options.data)
     with problems.collected():
-        device = pick_device(wanted.device)
-        if wanted.runtime != ("torch",) and device.type != "cpu":
+        device = pick_device(options.device)
+        if options.runtime != ("torch",) and device.type != "cpu":
             text = f"ONNX Runtime runs on the CPU, not on `{device}`"
             raise InputError(text, "give `--device cpu`, or leave `--runtime` out")
     problems.report()
-    task = TASKS[wanted.task]
-    compares = known is not None or len(names) * len(wanted.runtime) > 1
-    sets = _examples(wanted, task, [*sources.values()], compares=compares)
-    if known and len(known) != len(sets):
-        text = f"the baseline was measured on {len(known)} sets, these are {len(sets)}"
+    task = TASKS[options.task]
+    compares = measured is not None or len(names) * len(options.runtime) > 1
+    sets = _examples(options, task, [*sources.values()], compares=compares)
+    if measured and len(measured) != len(sets):
+        text = f"the baseline was measured on {len(measured)} sets, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
-    length = _common_length(task, sets.values(), sources.values(), wanted)
-    runs = [(name, runtime) for name in names for runtime in wanted.runtime]
+    length = _common_length(task, sets.values(), sources.values(), options)
+    runs = [(name, runtime) for name in names for runtime in options.runtime]
     with RuntimeFiles.opened() as files:
-        run = _Measurement(wanted, task, sets, length, device, progress or Silent(), save, files)
+        run = _Measurement(options, task, sets, length, device, progress or Silent(), save, files)
         run = replace(run, stand_in=stand_in)
-        if known is not None:
-            return [run.of(name, sources[name], known, runtime) for name, runtime in runs]
-        base = run.of(first, sources[first], runtime=wanted.runtime[0])
-        reference = runs.index((first, wanted.runtime[0]))
+        if measured is not None:
+            return [run.of(name, sources[name], measured, runtime) for name, runtime in runs]
+        base = run.of(first, sources[first], runtime=options.runtime[0])
+        reference = runs.index((first, options.runtime[0]))
         return [
             base if index == reference else run.of(name, sources[name], base.baseline, runtime)
             for index, (name, runtime) in enumerate(runs)
@@ -231,7 +232,7 @@ def evaluate(
 
 
 def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> None:
-    """Reads a measurement's data and, with `heads`, checks that the model can do the task."""
+    """Read a measurement's data and, with `heads`, check that the model can do the task."""
     pick_device(item.device)
     task = TASKS[item.task]
     sets = _examples(item, task, [source], compares=heads)
@@ -240,47 +241,47 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
 
 
 def _examples(
-    wanted: Evaluate, task: type[Task], sources: Sequence[SourceModel], *, compares: bool
+    options: Evaluate, task: type[Task], sources: Sequence[SourceModel], *, compares: bool
 ) -> dict[str, Examples]:
-    """Reads all sets; those without labels only where models can be compared with another."""
+    """Read all sets; those without labels only where models can be compared with another."""
     needs = task.needs_for(sources)
-    found: dict[str, Examples] = {}
+    sets: dict[str, Examples] = {}
     if needs.unlabelled and not compares:
         instead = "a `--baseline`: agreement with another model can be measured without labels"
         needs = replace(needs, unlabelled=False, instead=instead)
-    for data in wanted.data:
+    for data in options.data:
         examples = load_examples(
             data,
-            wanted.split,
+            options.split,
             needs,
-            columns=wanted.columns,
-            limit=wanted.limit,
-            seed=wanted.seed,
+            columns=options.columns,
+            limit=options.limit,
+            seed=options.seed,
         )
-        for name, other in found.items():
-            if other.fingerprint == examples.fingerprint:
+        for name, earlier in sets.items():
+            if earlier.fingerprint == examples.fingerprint:
                 text = f"`{name}` and `{data}` hold the same examples, which would count twice"
                 raise DataError(text, "leave one of them out")
-        found[data] = examples
-        relative = (wanted.threshold or "").endswith("x")
+        sets[data] = examples
+        relative = (options.threshold or "").endswith("x")
         if relative and _is_bare(task, examples):
             raise DataError(
-                f"`--threshold {wanted.threshold}` is a share of the baseline's number, and "
+                f"`--threshold {options.threshold}` is a share of the baseline's number, and "
                 f"`{examples.name}` has no labels, so that only agreement is measured",
                 "give the least agreement, such as `--threshold 0.9`, or name a column of labels",
             )
-    return found
+    return sets
 
 
 def _full_name(data: str, examples: Examples) -> str:
-    """Names data with the folder that it is in: files of several sets often have one name."""
+    """Name data with the folder that it is in: files of several sets often have one name."""
     path = Path(data).expanduser()
     folder = path.parent.name if path.exists() else ""
     return f"{folder}/{examples.name}" if folder.strip(".") else examples.name
 
 
 def _is_bare(task: Task | type[Task], examples: Examples) -> bool:
-    """Whether labels are missing, so that only agreement can be measured."""
+    """True where labels are missing, so that only agreement can be measured."""
     return task.needs.target is not None and examples.targets is None
 
 
@@ -288,9 +289,9 @@ def _common_length(
     task: type[Task],
     sets: Iterable[Examples],
     sources: Iterable[SourceModel],
-    wanted: Evaluate,
+    options: Evaluate,
 ) -> int | None:
-    """Checks all models before work begins, and gives the length that suits all.
+    """Check all models before work begins, and return the length that suits all.
 
     Those whose folder says how long texts are have no part in it: each reads its own.
     """
@@ -301,14 +302,14 @@ def _common_length(
                 task.check(source, examples)
             sentences = task.sentences_of(source)
             if task.max_length is not None:
-                reader = task.reader_of(source, None, wanted, sentences)
+                reader = task.reader_of(source, None, options, sentences)
                 lengths += [] if sentences.stated else [reader.limit]
     return min(lengths, default=None)
 
 
 @contextmanager
 def _about(source: SourceModel) -> Iterator[None]:
-    """Names the model in errors that do not."""
+    """Name the model in errors that do not."""
     try:
         yield
     except InputError as error:

@@ -25,7 +25,7 @@ class Baseline:
     units: Sequence[int]  # numbers of examples
     signature: str  # equal for models that read the same tokens
     predictions: Any = field(default=None, repr=False)
-    """What it said of every example, for agreement with it; of language models not on disk."""
+    """Predictions for every example, for agreement with it; of language models not on disk."""
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class Baseline:
         seed: int,
         predictions: Any = None,
     ) -> Baseline:
-        """Computes numbers and resamples; fails where a number is not defined for this model."""
+        """Compute numbers and resamples; fail where a number is not defined for this model."""
         values = [statistic.value() for statistic in statistics]
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
@@ -52,62 +52,65 @@ class Baseline:
         return cls(name, values, draws, units, signature, predictions)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Return it as plain data."""
         small = isinstance(self.predictions, np.ndarray)
-        found = self.predictions.tolist() if small else None
-        return {**vars(self), "draws": [d.tolist() for d in self.draws], "predictions": found}
+        predictions = self.predictions.tolist() if small else None
+        draws = [values.tolist() for values in self.draws]
+        return {**vars(self), "draws": draws, "predictions": predictions}
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Baseline:
-        """Reads what `to_json` returns."""
-        draws, found = data["draws"], data.get("predictions")
-        arrays = {"draws": [np.asarray(own, float) for own in draws]}
-        return cls(
-            **{**data, **arrays, "predictions": None if found is None else np.asarray(found)}
-        )
+        """Read what `to_json` returns."""
+        predictions = data.get("predictions")
+        arrays = {
+            "draws": [np.asarray(values, float) for values in data["draws"]],
+            "predictions": None if predictions is None else np.asarray(predictions),
+        }
+        return cls(**{**data, **arrays})
 
 
 def metrics_of(
     statistics: Sequence[Statistic],
-    own: Baseline,
+    numbers: Baseline,
     baseline: Baseline | None,
     protocol: Mapping[str, Any],
 ) -> list[Metric]:
-    """Makes metrics of a model's own numbers, compared with a baseline if there is one.
+    """Make metrics of a model's numbers, compared with a baseline if there is one.
 
     Numbers that only a model beside a baseline has, such as agreement, come last.
     """
-    made = []
+    metrics = []
     for index, statistic in enumerate(statistics):
         facts, difference = dict(protocol), None
         if baseline is None:
             pass
         elif index >= len(baseline.values):
             facts["baseline"] = baseline.name
-        elif statistic.per_token and own.signature != baseline.signature:
+        elif statistic.per_token and numbers.signature != baseline.signature:
             facts["not_compared"] = "its tokens are not those of the baseline"
         else:
-            one, two = own.draws[index], baseline.draws[index]
+            draws, reference = numbers.draws[index], baseline.draws[index]
             # Texts cut into other windows make no pairs.
-            paired = own.units[index] == baseline.units[index] and len(one) == len(two)
+            paired = numbers.units[index] == baseline.units[index]
+            paired = paired and len(draws) == len(reference)
             difference = Difference(
                 baseline=baseline.name,
                 baseline_value=baseline.values[index],
-                baseline_interval=interval(two),
-                value=own.values[index] - baseline.values[index],
-                interval=interval(one - two) if paired else None,
+                baseline_interval=interval(reference),
+                value=numbers.values[index] - baseline.values[index],
+                interval=interval(draws - reference) if paired else None,
             )
-        made.append(
+        metrics.append(
             Metric(
                 name=statistic.name,
-                value=own.values[index],
+                value=numbers.values[index],
                 higher_is_better=statistic.higher_is_better,
-                interval=interval(own.draws[index]),
+                interval=interval(numbers.draws[index]),
                 difference=difference,
                 protocol=facts,
             )
         )
-    return made
+    return metrics
 
 
 @dataclass(frozen=True)
@@ -142,22 +145,22 @@ class ModelScores:
 
     @property
     def baseline(self) -> tuple[Baseline, ...]:
-        """What other models can be compared with, later too."""
+        """Numbers that other models can be compared with, later too."""
         return tuple(item.baseline for item in self.sets)
 
     @property
     def stored(self) -> bool:
-        """Whether all of it is in the model's manifest."""
+        """True if all of it is in the model's manifest."""
         return all(item.stored for item in self.sets)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the user should know, each once."""
+        """Notes to the user, each once."""
         return tuple(dict.fromkeys(note for item in self.sets for note in item.notes))
 
 
 def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
-    """Makes the JSON document of a measurement; of several sets one for each, and the means."""
+    """Make the JSON document of a measurement; of several sets one for each, and the means."""
     sets = [_set_document(scores, index) for index in range(len(scores[0].sets))]
     if len(sets) == 1:
         return sets[0]
@@ -166,29 +169,29 @@ def document(scores: Sequence[ModelScores]) -> dict[str, Any]:
 
 
 def _set_document(scores: Sequence[ModelScores], index: int) -> dict[str, Any]:
-    """Makes the document of one set; what the protocols of all models share is said once."""
-    found = [item.sets[index] for item in scores]
+    """Make the document of one set; what the protocols of all models share is said once."""
+    of_set = [item.sets[index] for item in scores]
     common = {
         name: value
-        for name, value in found[0].protocol.items()
-        if all(name in other.protocol and other.protocol[name] == value for other in found)
+        for name, value in of_set[0].protocol.items()
+        if all(name in row.protocol and row.protocol[name] == value for row in of_set)
     }
     models = [
         {
             "name": item.name,
-            "metrics": list(map(_plain, own.metrics)),
-            f"{item.unit}_per_second": round(own.per_second, 3),
-            "stored": own.stored,
-            "notes": list(own.notes),
-            "protocol": {k: value for k, value in own.protocol.items() if k not in common},
+            "metrics": list(map(_plain, row.metrics)),
+            f"{item.unit}_per_second": round(row.per_second, 3),
+            "stored": row.stored,
+            "notes": list(row.notes),
+            "protocol": {k: value for k, value in row.protocol.items() if k not in common},
         }
-        for item, own in zip(scores, found, strict=True)
+        for item, row in zip(scores, of_set, strict=True)
     ]
     return {"task": common["task"], "data": common["data"], "protocol": common, "models": models}
 
 
 def _plain(metric: Metric) -> dict[str, Any]:
-    """Makes plain data of a number."""
+    """Make plain data of a number."""
     hidden = {"protocol", "mean_ratio"}
     return {**metric.model_dump(exclude=hidden), "ratio": metric.ratio}
 
@@ -207,17 +210,17 @@ class Threshold:
 
     @classmethod
     def parse(cls, text: str) -> Threshold:
-        """Reads `0.8` or `0.95x`, as `Evaluate` allows it."""
+        """Read `0.8` or `0.95x`, as `Evaluate` allows it."""
         return cls(float(text.removesuffix("x")), relative=text.endswith("x"))
 
     def missed(self, metric: Metric) -> bool:
-        """Tells whether a model fails; without a factor it does, unless it is the baseline."""
+        """True if a model fails; without a factor it does, unless it is the baseline."""
         if self.relative and metric.difference is None:
             return "not_compared" in metric.protocol
-        found = metric.ratio if self.relative else metric.value
-        if found is None:
+        value = metric.ratio if self.relative else metric.value
+        if value is None:
             return True
-        return found < self.value if metric.higher_is_better else found > self.value
+        return value < self.value if metric.higher_is_better else value > self.value
 
     def __str__(self) -> str:
         return f"{self.value:g}" + (" x baseline" if self.relative else "")

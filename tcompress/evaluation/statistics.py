@@ -35,12 +35,12 @@ class Statistic:
     per_token: bool = False  # so that models with other tokens have another number
 
     def value(self) -> float:
-        """Returns the number on all examples."""
+        """Return the number on all examples."""
         return float(self.resampled(np.ones((1, self.units)))[0])
 
 
 def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statistic:
-    """Makes a function of sums over examples, from summands (units, sums), maybe sparse."""
+    """Make a function of sums over examples, from summands (units, sums), maybe sparse."""
 
     def resampled(counts: Array) -> Array:
         sums = np.asarray(columns.T @ counts.T).T
@@ -51,7 +51,7 @@ def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statist
 
 
 def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
-    """Makes the rank correlation of two columns; equal values share their mean rank."""
+    """Make the rank correlation of two columns; equal values share their mean rank."""
     columns = [_Ranks(values) for values in (one, two)]
 
     def resampled(counts: Array) -> Array:
@@ -66,7 +66,7 @@ def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
 
 
 def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
-    """Makes the area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
+    """Make the area under the ROC curve, by ranks (Mann-Whitney); equal scores count one half.
 
     Of more than two classes it is the mean over each against all others; every class occurs.
     """
@@ -75,12 +75,12 @@ def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
     columns = {index: _Ranks(values[:, index]) for index in chosen}
 
     def area(index: int, counts: Array) -> Array:
-        own = counts * (truth == index)
-        inside = own.sum(axis=1)
-        above = (columns[index].of(counts) * own).sum(axis=1)
+        positive = counts * (truth == index)
+        count = positive.sum(axis=1)
+        above = (columns[index].of(counts) * positive).sum(axis=1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            pairs = inside * (counts.sum(axis=1) - inside)
-            return np.asarray((above - inside * (inside + 1) / 2) / pairs)
+            pairs = count * (counts.sum(axis=1) - count)
+            return np.asarray((above - count * (count + 1) / 2) / pairs)
 
     return Statistic(
         "auc", len(truth), lambda counts: np.mean([area(i, counts) for i in chosen], axis=0)
@@ -115,7 +115,7 @@ def ratio(
     finish: Callable[[Array], Array] = lambda value: value,
     **options: bool,
 ) -> Statistic:
-    """Makes the number `finish(sum(top) / sum(bottom))`; without `bottom` it is a mean."""
+    """Make the number `finish(sum(top) / sum(bottom))`; without `bottom` it is a mean."""
     tops = np.asarray(top, dtype=float)
     bottoms = np.ones(len(tops)) if bottom is None else np.asarray(bottom, dtype=float)
     columns = np.stack([tops, bottoms], axis=1)
@@ -123,7 +123,7 @@ def ratio(
 
 
 def pearson(one: ArrayLike, two: ArrayLike) -> Statistic:
-    """Makes the linear correlation of two columns."""
+    """Make the linear correlation of two columns."""
     x, y = (np.asarray(values, dtype=float) for values in (one, two))
     # Centred, so that little is lost when squares are subtracted.
     x, y = x - x.mean(), y - y.mean()
@@ -138,29 +138,31 @@ def pearson(one: ArrayLike, two: ArrayLike) -> Statistic:
 
 
 def class_statistics(predicted: ArrayLike, true: ArrayLike, classes: int) -> list[Statistic]:
-    """Makes accuracy, macro F1 and, of two classes, Matthews correlation; -1 is no class."""
+    """Make accuracy, macro F1 and, of two classes, Matthews correlation; -1 is no class."""
     guess, truth = np.asarray(predicted), np.asarray(true)
     hits = guess == truth
     columns = sparse.hstack(
         [_marked(labels, classes) for labels in (np.where(hits, truth, -1), guess, truth)]
     )
-    made = [ratio("accuracy", hits), of_sums("macro_f1", columns, _macro_f1)]
-    return [*made, of_sums("matthews", columns, _matthews)] if classes == 2 else made
+    statistics = [ratio("accuracy", hits), of_sums("macro_f1", columns, _macro_f1)]
+    if classes == 2:
+        statistics.append(of_sums("matthews", columns, _matthews))
+    return statistics
 
 
 def agreement(logits: ArrayLike, reference: ArrayLike) -> list[Statistic]:
-    """Makes how often two models choose the same class, and KL(reference || model) in nats.
+    """Make how often two models choose the same class, and KL(reference || model) in nats.
 
     # (units, labels) each
     """
-    own, other = (log_softmax(np.asarray(found, float), axis=-1) for found in (logits, reference))
-    apart = (np.exp(other) * (other - own)).sum(axis=-1)
-    same = own.argmax(-1) == other.argmax(-1)
-    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, apart, higher_is_better=False)]
+    q, p = (log_softmax(np.asarray(scores, float), axis=-1) for scores in (logits, reference))
+    divergence = (np.exp(p) * (p - q)).sum(axis=-1)
+    same = q.argmax(-1) == p.argmax(-1)
+    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, divergence, higher_is_better=False)]
 
 
 def set_statistics(predicted: ArrayLike, true: ArrayLike) -> list[Statistic]:
-    """Makes micro F1, macro F1 and how often all labels of an example are right.
+    """Make micro F1, macro F1 and how often all labels of an example are right.
 
     # (units, labels) of bool each
     """
@@ -179,24 +181,24 @@ def set_statistics(predicted: ArrayLike, true: ArrayLike) -> list[Statistic]:
 
 
 def agreement_of_sets(logits: ArrayLike, reference: ArrayLike) -> list[Statistic]:
-    """Makes how often two models choose the same labels, and KL(reference || model) in nats.
+    """Make how often two models choose the same labels, and KL(reference || model) in nats.
 
     Every label is a yes or no of its own.  # (units, labels) each
     """
-    own, other = (np.asarray(found, float) for found in (logits, reference))
-    apart = np.zeros(len(own))
+    scores, expected = (np.asarray(values, float) for values in (logits, reference))
+    divergence = np.zeros(len(scores))
     for sign in (1, -1):
-        one, two = (-np.logaddexp(0, -sign * found) for found in (own, other))
-        apart += (np.exp(two) * (two - one)).sum(axis=-1)
-    same = ((own > 0) == (other > 0)).all(axis=-1)
-    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, apart, higher_is_better=False)]
+        q, p = (-np.logaddexp(0, -sign * values) for values in (scores, expected))
+        divergence += (np.exp(p) * (p - q)).sum(axis=-1)
+    same = ((scores > 0) == (expected > 0)).all(axis=-1)
+    return [ratio(AGREEMENT, same), ratio(DIVERGENCE, divergence, higher_is_better=False)]
 
 
 def _marked(labels: NDArray[Any], classes: int) -> Any:
-    """Marks the class of each example; -1 is not marked.  # (units, classes)."""
-    places = (np.arange(len(labels)), np.maximum(labels, 0))
+    """Mark the class of each example; -1 is not marked.  # (units, classes)."""
+    indices = (np.arange(len(labels)), np.maximum(labels, 0))
     marks = (labels >= 0).astype(float)
-    return sparse.csr_matrix((marks, places), shape=(len(labels), classes))
+    return sparse.csr_matrix((marks, indices), shape=(len(labels), classes))
 
 
 def _macro_f1(sums: Array) -> Array:
@@ -210,20 +212,20 @@ def _matthews(sums: Array) -> Array:
     hits, guesses, truths = np.split(sums, 3, axis=1)
     n = truths.sum(axis=1)
     above = hits.sum(axis=1) * n - (guesses * truths).sum(axis=1)
-    other = n - guesses.sum(axis=1)  # guesses of classes that the data does not have
-    below = (n**2 - (guesses**2).sum(axis=1) - other**2) * (n**2 - (truths**2).sum(axis=1))
+    absent = n - guesses.sum(axis=1)  # guesses of classes that the data does not have
+    below = (n**2 - (guesses**2).sum(axis=1) - absent**2) * (n**2 - (truths**2).sum(axis=1))
     # Zero, as usual, if all are of one class or all guesses are.
     return np.asarray(above / np.sqrt(np.where(below > 0, below, np.inf)))
 
 
 def rank_statistics(ranks: ArrayLike, recalls: Sequence[int], gain: bool) -> list[Statistic]:
-    """Makes numbers from ranks, from 1; with `gain` MRR and nDCG are cut off at 10."""
-    place = np.asarray(ranks, dtype=float)
-    made = [ratio(f"recall@{cut}", place <= cut) for cut in recalls]
+    """Make numbers from ranks, from 1; with `gain` MRR and nDCG are cut off at 10."""
+    rank = np.asarray(ranks, dtype=float)
+    statistics = [ratio(f"recall@{cut}", rank <= cut) for cut in recalls]
     if not gain:
-        return [*made, ratio("mrr", 1 / place)]
-    top = place <= 10
-    return [*made, ratio("mrr@10", top / place), ratio("ndcg@10", top / np.log2(place + 1))]
+        return [*statistics, ratio("mrr", 1 / rank)]
+    top = rank <= 10
+    return [*statistics, ratio("mrr@10", top / rank), ratio("ndcg@10", top / np.log2(rank + 1))]
 
 
 _CELLS = 2**20  # of counts that are held at a time
@@ -231,21 +233,21 @@ _LEVEL = 0.95
 
 
 def resampled(statistics: Sequence[Statistic], times: int, seed: int) -> list[Array]:
-    """Computes numbers on resamples that depend on seed and size alone: models are paired."""
+    """Compute numbers on resamples that depend on seed and size alone: models are paired."""
     units, generator = statistics[0].units, np.random.default_rng(seed)
-    most = max(_CELLS // units, 1)
+    limit = max(_CELLS // units, 1)
     parts = [[np.empty(0)] for _ in statistics]
-    for first in range(0, times, most):
-        some = min(most, times - first)
-        drawn = generator.integers(units, size=(some, units)) + units * np.arange(some)[:, None]
-        counts = np.bincount(drawn.ravel(), minlength=some * units).reshape(some, units)
+    for first in range(0, times, limit):
+        count = min(limit, times - first)
+        drawn = generator.integers(units, size=(count, units)) + units * np.arange(count)[:, None]
+        counts = np.bincount(drawn.ravel(), minlength=count * units).reshape(count, units)
         for part, statistic in zip(parts, statistics, strict=True):
             part.append(statistic.resampled(counts.astype(float)))
     return [np.concatenate(part) for part in parts]
 
 
 def interval(values: Array) -> Interval | None:
-    """Gives the middle 95 % of resampled values; None if there are none."""
+    """Middle 95 % of resampled values; None if there are none."""
     finite = values[np.isfinite(values)]
     if not len(finite):
         return None

@@ -1,12 +1,12 @@
-"""What every task is made of: examples, a model's inputs, and running it in batches."""
+"""Parts that every task is made of: examples, a model's inputs, and running it in batches."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -37,35 +37,35 @@ class Runner:
     advance: Callable[[int], None]
 
     def slices(self, count: int) -> Iterator[slice]:
-        """Yields the places of examples that are of one size, a batch at a time."""
+        """Yield the indices of examples that are of one size, a batch at a time."""
         for first in range(0, count, self.batch_size):
             last = min(first + self.batch_size, count)
             yield slice(first, last)
             self.advance(last - first)
 
     def batches(self, rows: Sequence[Row], pad: int) -> Iterator[tuple[list[int], Row]]:
-        """Yields indices of examples and their inputs, longest first, since they pad least so."""
+        """Yield indices of examples and their inputs, longest first, since they pad least so."""
         order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
-        for places in self.slices(len(order)):
-            chosen = order[places]
+        for batch_slice in self.slices(len(order)):
+            chosen = order[batch_slice]
             batch = collate([rows[index] for index in chosen], pad)
             yield chosen, {name: value.to(self.device) for name, value in batch.items()}
 
     def outputs(self, rows: Sequence[Row], pad: int, compute: Callable[[Row], Tensor]) -> Tensor:
-        """Computes something of each row, in their order, as far as it is finite."""
-        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        """Compute something of each row, in their order, as far as it is finite."""
+        values: list[Tensor] = [torch.empty(0)] * len(rows)
         for chosen, batch in self.batches(rows, pad):
             for index, value in zip(chosen, compute(batch).float().cpu(), strict=True):
-                found[index] = value
-        return checked(torch.stack(found))
+                values[index] = value
+        return checked(torch.stack(values))
 
     def logits(self, rows: Sequence[Row], pad: int) -> Tensor:
-        """Computes the model's logits in the order of the rows.  # (rows, labels)."""
+        """Compute the model's logits in the order of the rows.  # (rows, labels)."""
         return self.outputs(rows, pad, lambda batch: self.model(**batch).logits)
 
 
 def checked(values: Tensor) -> Tensor:
-    """Gives values back if all are finite, and fails otherwise."""
+    """Return values that are all finite; others are an error."""
     if not torch.isfinite(values).all():
         hint = "measure in another dtype, such as `--dtype float32`, or repair the model"
         raise InputError("the model gives values that are not finite", hint)
@@ -76,7 +76,7 @@ _READ = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class TextReader:
-    """Writes texts as a model reads them, with at most `limit` tokens."""
+    """Texts as a model reads them, with at most `limit` tokens."""
 
     def __init__(
         self, source: SourceModel, max_length: int | None, sentences: SentenceEncoder = PLAIN
@@ -96,7 +96,7 @@ class TextReader:
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
     def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Row]:
-        """Writes texts, or pairs of texts, as inputs of the model."""
+        """Write texts, or pairs of texts, as inputs of the model."""
         with _hinting("put the model's own tokenizer into its folder"):
             rows = self.encoder.encode(texts, pairs)
         # An empty text still needs a place to be read at.
@@ -112,7 +112,7 @@ class TextReader:
         return None if self.vocabulary is None else torch.tensor(self.vocabulary.ids)
 
     def signature(self, rows: Sequence[Row]) -> str:
-        """Gives a hash of all tokens, by which models with the same tokens know each other."""
+        """Hash all tokens; models that read the same ones have the same hash."""
         digest, numbers = hashlib.sha256(), self.dense_ids
         for row in rows:
             ids = row["input_ids"] if numbers is None else numbers[row["input_ids"]]
@@ -122,26 +122,50 @@ class TextReader:
     def truncated(
         self, rows: Sequence[Row], texts: Sequence[str], pairs: Sequence[str] | None = None
     ) -> int:
-        """Counts the texts that were longer than what was read of them."""
+        """Count the texts that were longer than what was read of them."""
         full = [index for index, row in enumerate(rows) if len(row["input_ids"]) >= self.limit]
         if not full:
             return 0
         second = None if pairs is None else [pairs[index] for index in full]
-        whole = self.tokenizer([texts[index] for index in full], second, verbose=False)
-        return sum(len(ids) > self.limit for ids in whole["input_ids"])
+        uncut = self.tokenizer([texts[index] for index in full], second, verbose=False)
+        return sum(len(ids) > self.limit for ids in uncut["input_ids"])
 
 
 @contextmanager
 def _hinting(hint: str) -> Iterator[None]:
-    """Replaces hints on how a conversion does without data."""
+    """Replace hints on how a conversion does without data."""
     try:
         yield
     except DataError as error:
         raise DataError(error.message, hint) from error
 
 
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Examples as a model's inputs, and all that is known before it runs.
+
+    Tasks add what they read and compare.
+    """
+
+    units: int  # that are resampled
+    signature: str = ""  # equal for models that read the same tokens
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for a protocol
+    notes: tuple[str, ...] = ()  # what the user should know
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """Numbers of one model."""
+
+    statistics: Sequence[Statistic]  # the main number comes first
+    predictions: Any = None  # of every example, for agreement with it
+
+
 class Task(ABC):
-    """A task with its examples, written as a model's inputs once and measured as often as asked."""
+    """A task with its examples, prepared for one model and measured as often as asked.
+
+    It does not change: what a run computes is what `measure` returns.
+    """
 
     name: ClassVar[str]
     needs: ClassVar[Needs]
@@ -150,27 +174,24 @@ class Task(ABC):
     batch_size: ClassVar[int] = 32
     unit: ClassVar[str] = "examples"  # or `windows`: what is resampled and counted
     reader: TextReader  # of its texts, if it has any
+    prepared: Prepared
 
     def __init__(
-        self, source: SourceModel, examples: Examples, max_length: int | None, wanted: Evaluate
+        self, source: SourceModel, examples: Examples, max_length: int | None, options: Evaluate
     ) -> None:
-        self.source, self.examples, self.wanted = source, examples, wanted
-        self.facts: dict[str, Any] = {}  # for a protocol; complete after the first measurement
-        self.notes: list[str] = []  # what the user should know, likewise
-        self.signature = ""  # equal for models that read the same tokens
-        self.predictions: Any = None  # of the model that ran, of every example
-        self.reference: Any = None  # those of the baseline, if it read the same
+        self.source, self.examples, self.options = source, examples, options
         self.sentences = self.sentences_of(source)
         if self.max_length is not None:
-            self.reader = self.reader_of(source, max_length, wanted, self.sentences)
-        self.prepare()
+            self.reader = self.reader_of(source, max_length, options, self.sentences)
+        self.prepared = self.prepare()
 
-    def prepare(self) -> None:  # noqa: B027 - optional
-        """Makes the examples ready for the model."""
+    @abstractmethod
+    def prepare(self) -> Prepared:
+        """Write the examples as inputs of the model."""
 
     @classmethod
     def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
-        """Reads how a model makes embeddings of texts, where the task compares these."""
+        """Read how a model makes embeddings of texts, where the task compares these."""
         return PLAIN
 
     @classmethod
@@ -178,25 +199,25 @@ class Task(ABC):
         cls,
         source: SourceModel,
         max_length: int | None,
-        wanted: Evaluate,
+        options: Evaluate,
         sentences: SentenceEncoder,
     ) -> TextReader:
-        """Opens what writes texts, of a length that suits all models if it is given.
+        """Open a reader of texts, of a length that suits all models if it is given.
 
         A sentence encoder reads texts as long as its folder says, unless a length is asked for.
         """
         if sentences.stated:
-            return TextReader(source, wanted.max_length, sentences)
-        return TextReader(source, max_length or wanted.max_length or cls.max_length)
+            return TextReader(source, options.max_length, sentences)
+        return TextReader(source, max_length or options.max_length or cls.max_length)
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
-        """What is read for some models; for all alike, where the models have no say."""
+        """Needs of some models; those of all alike, where the models have no say."""
         return cls.needs
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
-        """Checks, from its configuration, that a model can do the task."""
+        """Check, from its configuration, that a model can do the task."""
         if cls.head is not None and not has_head(source, cls.head):
             raise DataError(
                 f"`{source.id}` is a `{source.model_class.__name__}`, which has no "
@@ -206,32 +227,44 @@ class Task(ABC):
 
     @property
     def compares_texts(self) -> bool:
-        """Whether answers are about whole texts, which a smaller vocabulary may write otherwise."""
+        """True where answers are about whole texts, which other tokens may write too."""
         return False
 
     @property
-    def units(self) -> int:
-        """Number of units that are resampled."""
-        return len(self.examples)
+    def facts(self) -> dict[str, Any]:
+        """Facts about the examples, for a protocol."""
+        return {**self.prepared.facts}
+
+    @property
+    def notes(self) -> list[str]:
+        """Doubts that the user should know of."""
+        return [*self.prepared.notes]
 
     def work(self, model: PreTrainedModel) -> int:
-        """Counts the inputs that the model has to read."""
-        return self.units
+        """Count the inputs that the model has to read."""
+        return self.prepared.units
 
     @abstractmethod
-    def run(self, runner: Runner) -> Sequence[Statistic]:
-        """Runs a model, in evaluation mode, over all examples; the main number comes first."""
+    def run(self, runner: Runner, reference: Any) -> Measured:
+        """Run a model, in evaluation mode, over all examples.
+
+        The `reference` has a baseline's predictions for them; None where there is none.
+        """
 
     @torch.no_grad()
     def measure(
-        self, model: PreTrainedModel, batch_size: int, advance: Callable[[int], None]
-    ) -> Sequence[Statistic]:
-        """Measures a model that was loaded for it; `advance` hears of inputs done."""
+        self,
+        model: PreTrainedModel,
+        batch_size: int,
+        advance: Callable[[int], None],
+        reference: Any = None,
+    ) -> Measured:
+        """Measure a model that was loaded for it; `advance` hears of inputs done."""
         config: Any = model.config.get_text_config()
         # Heads that read the last token have to know which tokens are padding.
         if getattr(config, "pad_token_id", None) is None and self.max_length is not None:
             config.pad_token_id = self.reader.pad
-        return self.run(Runner(model, batch_size, model.device, advance))
+        return self.run(Runner(model, batch_size, model.device, advance), reference)
 
 
 _HEADS: dict[Head, str] = {

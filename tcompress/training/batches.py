@@ -16,7 +16,7 @@ from tcompress.errors import DataError
 
 Row = dict[str, Tensor]
 Text = tuple[str, ...]
-"""Of a row: one text, or a pair that is read together."""
+"""Texts of a row: one, or a pair that is read together."""
 
 _Read = Callable[[int, int], list[Row]]
 BY_EXAMPLE = ("labels", "place")  # what a batch holds beside the model's inputs
@@ -27,7 +27,7 @@ _WINDOW = 50  # batches whose examples are sorted by length together
 class Encoded(Dataset[list[Row]]):
     """Examples as a model reads them; each is one row, or two for pairs of sentences.
 
-    `read` makes rows from place and epoch; `lengths` are those of the longest, 0 for pictures.
+    `read` makes rows from index and epoch; `lengths` are those of the longest, 0 for pictures.
     """
 
     def __init__(self, lengths: list[int], read: _Read, labels: Tensor | None = None) -> None:
@@ -44,31 +44,37 @@ class Encoded(Dataset[list[Row]]):
         labels: Tensor | None = None,
         texts: list[tuple[Text, ...]] | None = None,
     ) -> Encoded:
-        """Takes examples whose rows are tokens, the same in every epoch, and their texts."""
+        """Take examples whose rows are tokens, the same in every epoch, and their texts."""
         lengths = [max(len(ids) for row in rows for ids in row.values()) for rows in examples]
-        made = cls(lengths, lambda place, _: [{**row} for row in examples[place]], labels)
-        made.is_fixed = all(len(rows) == 1 for rows in examples)
-        made.texts = texts
-        return made
+        encoded = cls(lengths, lambda index, _: [{**row} for row in examples[index]], labels)
+        encoded.is_fixed = all(len(rows) == 1 for rows in examples)
+        encoded.texts = texts
+        return encoded
+
+    def relabelled(self, labels: Tensor) -> Encoded:
+        """The same examples with other labels."""
+        encoded = Encoded(self.lengths, self.read, labels)
+        encoded.is_fixed, encoded.texts = self.is_fixed, self.texts
+        return encoded
 
     def first(self, tokens: int) -> Encoded:
         """The first examples of so many tokens, but 32 at least; all where they have none."""
         count = max(_FEWEST, int((np.cumsum(self.lengths) <= tokens).sum()))
         labels = None if self.labels is None else self.labels[:count]
-        made = Encoded(self.lengths[:count], self.read, labels)
-        made.texts = None if self.texts is None else self.texts[:count]
-        return made
+        encoded = Encoded(self.lengths[:count], self.read, labels)
+        encoded.texts = None if self.texts is None else self.texts[:count]
+        return encoded
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> list[Row]:
-        found = self.read(index, self.epoch)
+        rows = self.read(index, self.epoch)
         if self.labels is not None:
-            found[0]["labels"] = self.labels[index]
+            rows[0]["labels"] = self.labels[index]
         if self.tells_places:
-            found[0]["place"] = torch.tensor(index)
-        return found
+            rows[0]["place"] = torch.tensor(index)
+        return rows
 
 
 class LengthBatches(Sampler[list[int]]):
@@ -80,32 +86,32 @@ class LengthBatches(Sampler[list[int]]):
 
     def __init__(self, lengths: Sequence[int], batch_size: int, processes: int, seed: int) -> None:
         self.lengths = np.asarray(lengths)
-        whole = min(batch_size * processes, len(lengths) // processes * processes)
-        if not whole:
+        step_size = min(batch_size * processes, len(lengths) // processes * processes)
+        if not step_size:
             hint = "give more data, or start fewer processes"
             raise DataError(f"there are {len(lengths)} examples for {processes} processes", hint)
-        self.whole, self.processes, self.seed, self.epoch = whole, processes, seed, 0
+        self.step_size, self.processes, self.seed, self.epoch = step_size, processes, seed, 0
         # Accelerate reads it to share batches out.
-        self.batch_size = whole // processes
+        self.batch_size = step_size // processes
         self.drop_last = True
 
     def __len__(self) -> int:
-        return len(self.lengths) // self.whole * self.processes
+        return len(self.lengths) // self.step_size * self.processes
 
     def __iter__(self) -> Iterator[list[int]]:
         rng = np.random.default_rng([self.seed, self.epoch])
         order = rng.permutation(len(self.lengths))
-        order = order[: len(order) // self.whole * self.whole]
-        window = _WINDOW * self.whole
+        order = order[: len(order) // self.step_size * self.step_size]
+        window = _WINDOW * self.step_size
         runs = [order[first : first + window] for first in range(0, len(order), window)]
         ordered = [run[np.argsort(-self.lengths[run], kind="stable")] for run in runs]
-        batches = np.concatenate(ordered).reshape(-1, self.whole)
+        batches = np.concatenate(ordered).reshape(-1, self.step_size)
         for batch in batches[rng.permutation(len(batches))]:
             yield from batch.reshape(self.processes, -1).tolist()
 
 
 def loader(data: Encoded, pad: int, batches: Any, *, pinned: bool = False) -> DataLoader[list[Row]]:
-    """Reads batches of examples, into memory that a GPU copies from by itself if `pinned`."""
+    """Load batches of examples, into memory that a GPU copies from by itself if `pinned`."""
     return DataLoader(
         data,
         batch_sampler=batches,
@@ -118,8 +124,28 @@ def loader(data: Encoded, pad: int, batches: Any, *, pinned: bool = False) -> Da
 
 
 def pins(device: torch.device) -> bool:
-    """Whether a device copies from pinned memory by itself, while the host goes on."""
+    """True of devices that copy from pinned memory by themselves, while the host goes on."""
     return device.type == "cuda"
+
+
+def host_batches(
+    data: Encoded, pad: int, order: list[list[int]], device: torch.device
+) -> Iterator[Row]:
+    """Yield batches of these examples each, on the CPU, for a device."""
+    yield from loader(data, pad, order, pinned=pins(device))
+
+
+def on_device(batch: Row, device: torch.device) -> Row:
+    """Move a batch without waiting for it; indices of examples stay on the CPU, as caches do."""
+    return {
+        name: value if name == "place" else value.to(device, non_blocking=pins(device))
+        for name, value in batch.items()
+    }
+
+
+def model_inputs(batch: Row) -> Row:
+    """Inputs of the model in a batch."""
+    return {name: value for name, value in batch.items() if name not in BY_EXAMPLE}
 
 
 def in_order(data: Encoded, size: int) -> list[list[int]]:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from accelerate import Accelerator
 from pydantic import BaseModel, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,7 +19,7 @@ _STATE = "run.json"
 
 
 class RunState(BaseModel):
-    """How far a run is."""
+    """Progress of a run, as it stands in a checkpoint."""
 
     step: int = 0
     samples: int = 0
@@ -35,6 +36,27 @@ class RunState(BaseModel):
     share: float = 1.0  # of the way from the first weights to the best ones
     sources: list[SourceAgreement] = Field(default_factory=list)
 
+    def add(self, point: CurvePoint, *, higher_is_better: bool) -> bool:
+        """Add a validation to the curve; True if it is the best so far."""
+        value, best = point.validation, self.best
+        assert value is not None  # a point without one is not made in a run
+        self.recent.clear()
+        self.curve.append(point)
+        if best is not None and not (value > best if higher_is_better else value < best):
+            self.stale += 1
+            return False
+        self.best, self.best_step, self.stale = value, self.step, 0
+        return True
+
+
+def save_memory(accelerator: Accelerator, folder: Path) -> None:
+    """Save everything, as it is in memory.
+
+    In safetensors it would leave out what shares memory, for which it takes empty parameters too,
+    once they are on a GPU; and it would not load what it had left out.
+    """
+    accelerator.save_state(str(folder), safe_serialization=False)
+
 
 class Checkpoints:
     """Checkpoints of one run, in a folder; the last one and the best weights are kept."""
@@ -50,7 +72,7 @@ class Checkpoints:
     def save(
         self, state: RunState, write: Callable[[Path], None], wait: Callable[[], object], main: bool
     ) -> None:
-        """Writes a checkpoint and removes older ones; every process calls `write`, one the rest."""
+        """Write a checkpoint and remove older ones; every process calls `write`, one the rest."""
         target = self.folder / f"step-{state.step:08d}"
         unfinished = target.with_suffix(".tmp")
         try:
@@ -78,31 +100,31 @@ class Checkpoints:
             raise self._unwritten(f"the checkpoint of step {state.step:,}", error) from error
 
     def read_state(self, folder: Path) -> RunState:
-        """Reads how far a run was."""
+        """Read the state of a run."""
         state = RunState.model_validate_json((folder / _STATE).read_text(encoding="utf-8"))
         self._needed = state.best_step
         return state
 
     def keep_best(self, tensors: dict[str, Tensor], step: int) -> None:
-        """Keeps the weights of the best step so far, and those that the last checkpoint needs."""
+        """Keep the weights of the best step so far, and those that the last checkpoint needs."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with beside(self._best(step)) as other:
-                save_file({name: value.contiguous() for name, value in tensors.items()}, other)
+            with beside(self._best(step)) as unfinished:
+                save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
         except Exception as error:
             raise self._unwritten("the best weights", error) from error
         self._forget(step)
 
     def best(self, step: int) -> dict[str, Tensor]:
-        """Reads the weights of a step that was the best one once, as the first always was."""
+        """Read the weights of a step that was the best one once, as the first always was."""
         return load_file(self._best(step))
 
     def _best(self, step: int) -> Path:
         return self.folder / f"best-{step:08d}.safetensors"
 
     def _forget(self, step: int) -> None:
-        """Removes best weights of other steps, but for the first, that no checkpoint needs."""
-        needed = {self._best(one) for one in (0, step, self._needed) if one is not None}
+        """Remove best weights of other steps, but for the first, that no checkpoint needs."""
+        needed = {self._best(best) for best in (0, step, self._needed) if best is not None}
         for path in self.folder.glob("best-*"):
             if path not in needed:
                 path.unlink()

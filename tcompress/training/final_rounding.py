@@ -21,7 +21,7 @@ from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
 from tcompress.training.objectives import Batch
 
 SAMPLES = 512
-"""Of what layers read: more change nothing that is seen in the output."""
+"""Examples whose inputs of layers are read: more change nothing in the output."""
 
 
 class RoundedTerm(NamedTuple):
@@ -53,7 +53,9 @@ def rounded_terms(model: nn.Module, roundings: Mapping[str, Rounding]) -> list[R
                 prefix = f"{path}.{tensor_prefix(layer.parts, index, number)}"
                 names = {name: prefix + name for name in kind.tensors(layout)}
                 chosen = {name: roundings[key] for name, key in names.items() if key in roundings}
-                if isinstance(kind, RoundsInNorm) and any(own.group for own in chosen.values()):
+                if isinstance(kind, RoundsInNorm) and any(
+                    rounding.group for rounding in chosen.values()
+                ):
                     terms.append(RoundedTerm(layer, index, number, chosen))
     return terms
 
@@ -106,7 +108,7 @@ def round_model(
     terms = rounded_terms(model, roundings)
     moments = _Moments([*dict.fromkeys(term.layer for term in terms)])
     moments.add(batches, run)
-    later = {id(own) for term in terms for own in term.parameters.values()}
+    later = {id(value) for term in terms for value in term.parameters.values()}
     for name, parameter in model.named_parameters():  # transforms first, which terms are between
         if name in roundings and id(parameter) not in later:
             parameter.copy_(rounded(parameter, roundings[name]))
@@ -120,6 +122,6 @@ def round_model(
         product = dense_of(layout, tensors, operators) @ gram
         kind: Any = structure(layout.structure)
         target = Target(product, gram, operators=operators)
-        found = kind.rounded(target, layout, tensors, term.roundings)
+        tensors = kind.rounded(target, layout, tensors, term.roundings)
         for name, parameter in term.parameters.items():
-            parameter.copy_(found[name])
+            parameter.copy_(tensors[name])

@@ -51,12 +51,13 @@ from tcompress.progress import Progress, Silent
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
 from tcompress.training.rounded import storage_of
-from tcompress.training.setup import Setup, blocks_first, set_up
+from tcompress.training.schedule import blocks_first
+from tcompress.training.setup import Setup, set_up
 from tcompress.training.teacher import find_teachers
 
 
 class FloatAttention(TorchFunctionMode):
-    """Computes softmax attention in float32, whatever autocast says, to train on a CPU.
+    """Softmax attention in float32, whatever autocast says, to train on a CPU.
 
     There its backward pass in bfloat16 takes 0.9 of 1.2 seconds of a step of a small encoder. Not
     all models go through the attention interface, so that the call itself is caught.
@@ -81,7 +82,7 @@ COMPARED = 24  # tensors of the written model that are read back
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What a training run produced."""
+    """Result of a training run."""
 
     folder: Path  # that was written
     facts: TrainingFacts  # record of the run
@@ -99,7 +100,7 @@ def finetune(
     say: Say | None = None,
     begun: float | None = None,
 ) -> Finetuned:
-    """Trains a model, converted or not, and writes the result, as `tcompress.finetune` does.
+    """Train a model, converted or not, and write the result, as `tcompress.finetune` does.
 
     The output appears when all is finished; where it was stopped, the same call goes on. `say`
     hears of what the user should know, such as a smaller batch. A limit in minutes counts from when
@@ -146,36 +147,36 @@ class _Run:
     begun: float
 
     def go(self, progress: Progress, say: Say) -> Finetuned:
-        with self._workplace() as place:
+        with self._workplace() as workplace:
             # All processes have to know, and the main one alone looks.
-            done = broadcast_object_list([place is not None and place.published])[0]
+            done = broadcast_object_list([workplace is not None and workplace.published])[0]
             checkpoints = Checkpoints(partial_folder(self.output) / "checkpoints")
             resumed = done or checkpoints.last() is not None
             if done:
-                found = read_manifest(self.output)
-                assert found is not None  # it was written before the output was published
-                facts = found.training[-1]
+                manifest = read_manifest(self.output)
+                assert manifest is not None  # it was written before the output was published
+                facts = manifest.training[-1]
                 self.accelerator.wait_for_everyone()
-                if place is not None:
-                    place.discard()
+                if workplace is not None:
+                    workplace.discard()
             else:
-                if place is None:  # this process has nothing to say
+                if workplace is None:  # this process has nothing to say
                     progress, say = Silent(), lambda text: None
                 else:
                     best = sum(value.nbytes for value in self.setup.trained.values())
-                    place.need(self.source.store.total_bytes + 2 * best)
+                    workplace.need(self.source.store.total_bytes + 2 * best)
                 run = self.setup, self.accelerator, checkpoints, progress, say
                 spent = time.perf_counter() - self.begun
                 facts = self._train(Loop(*run, spent=spent))
-                if place is not None:
-                    self._write(place.model, facts)
-                    place.publish(force=self.force)
+                if workplace is not None:
+                    self._write(workplace.model, facts)
+                    workplace.publish(force=self.force)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
         return Finetuned(self.output, facts, resumed)
 
     def _workplace(self) -> AbstractContextManager[Workplace | None]:
-        """Opens the working folder in the main process; bad input leaves nothing behind."""
+        """Open the working folder in the main process; bad input leaves nothing behind."""
         if not self.accelerator.is_main_process:
             return nullcontext()
         identity = identity_of(
@@ -191,17 +192,18 @@ class _Run:
                 "device": self.accelerator.device.type,
             }
         )
-        place = Workplace(self.output, identity, force=self.force)
+        workplace = Workplace(self.output, identity, force=self.force)
 
         def keeps(error: BaseException) -> bool:
             # What was trained so far is worth keeping, bad input is not.
-            begun = Checkpoints(place.folder / "checkpoints").last() or any(place.model.iterdir())
-            return bool(begun) or not isinstance(error, InputError)
+            checkpoint = Checkpoints(workplace.folder / "checkpoints").last()
+            begun = checkpoint is not None or any(workplace.model.iterdir())
+            return begun or not isinstance(error, InputError)
 
-        return place.working(keeps)
+        return workplace.working(keeps)
 
     def _train(self, loop: Loop) -> TrainingFacts:
-        """Trains, and records the run."""
+        """Train, and record the run."""
         setup, options = self.setup, self.setup.options
         self.accelerator.init_trackers("tcompress")
         low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
@@ -221,7 +223,7 @@ class _Run:
             settings=options.model_dump(mode="json", exclude_defaults=True),
             steps=state.step,
             seconds=round(state.seconds, 2),
-            validation=loop.validated,
+            validation=setup.validated,
             environment={
                 **environment(),
                 "device": name,
@@ -232,7 +234,7 @@ class _Run:
         )
 
     def _write(self, folder: Path, facts: TrainingFacts) -> None:
-        """Writes the model; `config.json`, which makes it loadable, comes with the weights."""
+        """Write the model; `config.json`, which makes it loadable, comes with the weights."""
         store = self.source.store
         kinds = Counter(store.dtype(key) for key in store.keys())  # noqa: SIM118 - no mapping
         stored = [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
@@ -275,21 +277,21 @@ class _Run:
         names = [name for name in weights if written.keymap.has(name)]
         for name in names[:: max(1, len(names) // COMPARED)]:
             with unloadable():
-                found = written.tensor(name)
+                tensor = written.tensor(name)
             value, keys = weights[name].cpu(), written.keymap.sources(name).keys
             if keys[0] in rounded:
                 if len(keys) > 1:  # rounded in parts
                     continue
                 value = unpack(pack(value, rounded[keys[0]]))
-            if not torch.equal(found, value):
+            if not torch.equal(tensor, value):
                 raise differs(name, "its values are others")
 
 
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     device = pick_device(options.device)
     # Processes find one another only if accelerate is told that they are on a CPU.
-    alone = options.device == "auto" and not torch.accelerator.is_available()
-    cpu = options.device == "cpu" or alone
+    cpu = options.device == "cpu"
+    cpu = cpu or (options.device == "auto" and not torch.accelerator.is_available())
     precision = options.mixed_precision
     if precision == "auto":
         on_gpu = torch.cuda.is_available() and not cpu
@@ -297,13 +299,13 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
     if options.device.startswith("cuda:"):
         torch.cuda.set_device(options.device)
     # It takes the CPU where it does not know the name of a device, unless it is told.
-    told = {} if cpu or device.type in KINDS else {"ACCELERATE_TORCH_DEVICE": str(device)}
+    variables = {} if cpu or device.type in KINDS else {"ACCELERATE_TORCH_DEVICE": str(device)}
     if not PartialState._shared_state or PartialState().num_processes == 1:
         # Accelerate keeps the settings of the run before, and refuses others.
         AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        with patch_environment(**told):
-            made = Accelerator(
+        with patch_environment(**variables):
+            accelerator = Accelerator(
                 cpu=cpu,
                 mixed_precision=precision,
                 log_with=list(options.trackers) or None,
@@ -315,11 +317,11 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
     except ValueError as error:
         hint = "choose another `--mixed-precision`, `--track` or `--device`"
         raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error
-    if precision == "fp16" and made.device.type == "cpu":
+    if precision == "fp16" and accelerator.device.type == "cpu":
         hint = "choose `--mixed-precision bf16`, or `no`"
         raise InputError("mixed precision in float16 needs a GPU", hint)
-    absent = {*options.trackers, "all"} - {"all", *map(str, made.log_with)}
+    absent = {*options.trackers, "all"} - {"all", *map(str, accelerator.log_with)}
     if absent:
         hint = f"`pip install {' '.join(sorted(absent))}`, or leave `--track` out"
         raise InputError(f"the loggers {listed(sorted(absent))} are not installed", hint)
-    return made
+    return accelerator

@@ -9,46 +9,40 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
-from tcompress.blockwise.output_sampler import VARIANTS, sampler_of
-from tcompress.data.sentences import embeds_texts
-from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
-from tcompress.training.checkpoints import Checkpoints, RunState
+from tcompress.training.checkpoints import Checkpoints, RunState, save_memory
 from tcompress.training.final_rounding import SAMPLES, round_model
-from tcompress.training.losses import Losses, examples_in, is_out_of_memory, tokens_in
-from tcompress.training.mixing import FEWEST, JUDGED, SHARES, batches_of, best_mix
+from tcompress.training.losses import Losses, examples_in, tokens_in
+from tcompress.training.memory_limits import FittingLosses
+from tcompress.training.mixing import JUDGED, best_mix, mixing_validations
 from tcompress.training.objectives import Batch
 from tcompress.training.optimizers import optimizer_of
-from tcompress.training.rates import EXAMPLES, find_rate, rate_for
+from tcompress.training.rates import rate_for, tested_rate
 from tcompress.training.rounded import RoundedWeights
-from tcompress.training.setup import (
+from tcompress.training.schedule import (
     HEALING_STEPS,
     SURE,
     Pace,
-    Setup,
-    block_steps,
-    blocks_first,
     highest_rate,
     learning_rate,
     total_steps,
 )
+from tcompress.training.setup import Setup
+from tcompress.training.step_numbers import StepNumbers, check_finite
+from tcompress.training.teacher_outputs import TeacherOutputs
 
 READ_EVERY = 10
 """Steps after which the host reads what they computed, and waits for the device so long."""
-
-LIGHTER = 3.0
-"""Times as long as to compare outputs a pass takes in the first validation, which warms up."""
 
 WRITING = 4.0
 """Times as long as opening the model takes writing it, with opening and comparing what was."""
@@ -59,19 +53,19 @@ SLOW = 0.5
 
 @contextmanager
 def stopping(say: Callable[[str], None]) -> Iterator[threading.Event]:
-    """Lets Ctrl-C set the event, to stop after the step; a second one stops at once."""
-    asked = threading.Event()
+    """Let Ctrl-C set the event, to stop after the step; a second one stops at once."""
+    interrupted = threading.Event()
 
     def hear(number: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        interrupted.set()
         say("stopping after this step")
 
     main = threading.current_thread() is threading.main_thread()  # which alone receives signals
     before = signal.signal(signal.SIGINT, hear) if main else None
     try:
-        yield asked
+        yield interrupted
     finally:
         if before is not None:
             signal.signal(signal.SIGINT, before)
@@ -104,64 +98,62 @@ class Loop:
         )
         if setup.teacher_observer is not None:
             setup.teacher_observer.model.to(device)  # type: ignore[arg-type]
-        self.losses = Losses(setup, self.accelerator, self.model)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
-        if options.minutes is not None:  # until it is known how many they allow
+        if options.minutes is not None:  # until it is clear how many they allow
             self.state.total = min(self._most, HEALING_STEPS)
-        again = [data.train] if self._most > self.per_epoch else []
-        self.losses.keep_outputs(self.checkpoints.folder, data.validation, *again)
         self.state.parts = min(options.accumulate, options.batch_size)
         self.rounded = RoundedWeights.of(setup.model, setup.source, setup.roundings)
         self.pace = Pace(options.minutes, options.evaluate_every, self.spent)
-        self._told = False  # how many steps the time allows
-        self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm of steps, on the device
-        self._loss = math.nan  # of the last step that was read
+        self._has_told_steps = False  # that the time allows
+        self.numbers = StepNumbers(setup, self.accelerator)
         self._validation = 0.0  # time that the first validation took, the same in all processes
         self._start = time.perf_counter()  # less the time before it was resumed
         self._now = 0.0  # time after the last step, the same in all processes
-
-    @property
-    def validated(self) -> str:
-        """Name of the validated number."""
-        task = self.setup.task
-        return "validation loss" if task is None or task.validated == "loss" else task.validated
+        again = [data.train] if self._most > self.per_epoch else []
+        teachers = TeacherOutputs(setup, self.accelerator)
+        teachers = teachers.cached(self.checkpoints.folder, data.validation, *again)
+        teachers = teachers.with_targets(self.checkpoints.folder, self.progress)
+        self.losses = Losses(setup, self.accelerator, self.model, teachers)
+        self.fitting = FittingLosses(self.losses, self.optimizer, self.rounded, self.say)
 
     def run(self) -> RunState:
-        """Trains from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
-        self.losses.read_texts(self.checkpoints.folder, self.progress)
-        if (found := self.checkpoints.last()) is not None:
-            self.accelerator.load_state(str(found))
-            self.state = self.checkpoints.read_state(found)
+        """Train from the last checkpoint on; Ctrl-C is raised once a checkpoint is written."""
+        if (checkpoint := self.checkpoints.last()) is not None:
+            self.accelerator.load_state(str(checkpoint))
+            self.state = self.checkpoints.read_state(checkpoint)
             self._start = time.perf_counter() - self.state.seconds
         self.losses.prepare_objectives()
         state = self.state
         if state.rate is None and not state.step:
-            state.rate = self._test_rate()
+            state.rate = tested_rate(self.losses, self.optimizer, self._gradients, state.parts)
         self.progress.stage("training", state.total, "steps")
         self.progress.advance(state.step)
         if not state.curve:
             before = self._seconds()
             self._validate()
             self._validation = self._seconds() - before
-        self._agree(asked=False)
-        self.pace.reserve(self._validation * (1 + self._mixing) + self._writing)
+        self._agree(interrupted=False)
+        mixing = mixing_validations(self.setup)
+        self.pace.reserve(self._validation * (1 + mixing) + self._writing)
         self.pace.note(state.step, self._now)
         begun = state.step
         self.model.train()
-        with stopping(self.say) as asked:
+        with stopping(self.say) as interrupted:
             while not self._finished():
                 for batch in self._batches():
                     self._step(batch)
-                    self._between_steps(begun, asked=asked.is_set())
+                    self._between_steps(begun, interrupted=interrupted.is_set())
                     if self._finished():
                         break
         if state.curve[-1].step != state.step:
             self._validate()
         if state.best_step != state.step:
             self._restore_best()
-        self._mix()
-        self._round()
+        if mixing and state.best_step:
+            self._mix()
+        if self.rounded.later:
+            self._round()
         state.seconds = self._seconds()
         return state
 
@@ -170,104 +162,67 @@ class Loop:
         """Seconds to write the model, and to open and compare what was written."""
         return WRITING * self.setup.opening
 
-    @property
-    def _mixing(self) -> float:
-        """Least that it takes to compare mixtures, in validations; nothing where none is made."""
-        setup, teacher = self.setup, self.setup.teacher_observer
-        alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
-        if not setup.imitates or (setup.kind == "states" and not alike):
-            return 0.0  # they put out other things
-        held = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
-        held *= VARIANTS if embeds_texts(setup.source) else 1
-        # The teacher and each share, where a validation is of the teacher and the student.
-        return (len(SHARES) + 1) * held / (2 * len(setup.data.validation)) / LIGHTER
-
     def _mix(self) -> None:
-        """Goes back as far on the way from the first weights as agrees best with the teacher."""
-        setup, state = self.setup, self.state
-        if not self._mixing or not state.best_step:
-            return
-        name = "comparing weights between the first and the best ones"
-        self.progress.stage(name, batches_of(setup.data.held), "batches")
-        sampler = sampler_of(setup.source, setup.options.seed)
-        how: dict[str, Any] = {"heard": self.progress.advance}
-        if setup.options.minutes is not None and self.accelerator.num_processes == 1:
+        """Go back as far on the way from the first weights as agrees best with the teacher."""
+        seconds = math.inf
+        if self.setup.options.minutes is not None and self.accelerator.num_processes == 1:
             self.pace.reserve(self._writing)
-            how["seconds"] = self.pace.left(self._seconds())
-        mix = best_mix(self.losses, self.checkpoints.best(0), sampler, self.rounded, **how)
-        state.share, state.sources = mix.share, [*mix.sources]
+            seconds = self.pace.left(self._seconds())
+        start = self.checkpoints.best(0)
+        mix = best_mix(self.losses, start, self.rounded, self.progress, seconds=seconds)
+        self.state.share, self.state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
 
     def _round(self) -> None:
-        """Gives weights the values that will be read, where they are stored in few bits."""
-        setup, rounded = self.setup, self.rounded
-        if not rounded.later:
-            return
-        data = setup.data.train
-        data.epoch = 0
-        count = min(SAMPLES, len(data))
-        order = torch.linspace(0, len(data) - 1, count).long().split(JUDGED)
-        batches = self.losses.loaded(data, [part.tolist() for part in order])
-        setup.model.eval()
-        round_model(setup.model, rounded.roundings, batches, self.losses.run_student)
-        self.state.best = self._validation_value()
+        """Give weights the values that will be read, where they are stored in few bits."""
+        losses, model = self.losses, self.setup.model
+        model.eval()
+        batches = losses.spread(SAMPLES, JUDGED)
+        round_model(model, self.rounded.roundings, batches, losses.run_student)
+        self.state.best = self.fitting.validate(self.state)
 
-    def _between_steps(self, begun: int, *, asked: bool) -> None:
+    def _between_steps(self, begun: int, *, interrupted: bool) -> None:
         state, options = self.state, self.setup.options
         if self._meets():
-            asked = self._agree(asked=asked)
+            interrupted = self._agree(interrupted=interrupted)
             self._keep_pace(sure=state.step - begun >= SURE)
         else:
-            asked = False  # until all have heard of it
+            interrupted = False  # until all have heard of it
         if state.step % options.evaluate_every == 0 or state.step == state.total:
             self._validate()
-        if asked or (state.step % options.checkpoint_every == 0 and state.step < state.total):
+        if interrupted or (state.step % options.checkpoint_every == 0 and state.step < state.total):
             self._save()
-        if asked:
+        if interrupted:
             raise KeyboardInterrupt
 
     def _meets(self) -> bool:
-        """Whether processes hear of one another after this step: where they wait anyway."""
+        """True if processes hear of one another after this step: where they wait anyway."""
         step, options = self.state.step, self.setup.options
         waits = step % options.evaluate_every == 0 or step % options.checkpoint_every == 0
         waits = waits or step == self.state.total or self._reads_now()
         return waits or self.accelerator.num_processes == 1
 
-    def _agree(self, *, asked: bool) -> bool:
-        """Takes the time and hears of Ctrl-C; all processes must stop after the same step."""
+    def _agree(self, *, interrupted: bool) -> bool:
+        """Take the time and hear of Ctrl-C; all processes must stop after the same step."""
         if self.accelerator.num_processes == 1:
             self._now = self._seconds()
-            return asked
-        own = [self._seconds(), self._validation, float(asked)]
-        told: Any = torch.tensor(own, device=self.accelerator.device)
-        self._now, self._validation, heard = self.accelerator.reduce(told, "mean").tolist()
+            return interrupted
+        numbers = [self._seconds(), self._validation, float(interrupted)]
+        shared: Any = torch.tensor(numbers, device=self.accelerator.device)
+        self._now, self._validation, heard = self.accelerator.reduce(shared, "mean").tolist()
         return bool(heard > 0)
 
     def _reads_now(self) -> bool:
-        """Whether the step is one of those whose numbers are read; alike in all processes."""
+        """True of steps whose numbers are read; alike in all processes."""
         each = self.pace.each(self._validation)
         return each is None or each > SLOW or self.state.step % READ_EVERY == 0
 
     def _read(self) -> None:
-        """Reads what the last steps computed, and ends the run where a number is not finite."""
-        if not self._unread:
-            return
-        computed = torch.stack([torch.stack(pair) for pair in self._unread], 1)
-        step = self.state.step - len(self._unread)
-        self._unread.clear()
-        if self.accelerator.num_processes > 1:
-            computed[0] = self.accelerator.reduce(computed[0], "sum")  # type: ignore[index]
-        for loss, norm in zip(*computed.tolist(), strict=True):
-            step += 1
-            self._check_finite("the loss", loss, step)
-            # A scaler of float16 meets infinite gradients at times, and leaves such steps out.
-            if self.accelerator.scaler is None:
-                self._check_finite("the gradient's norm", norm, step)
-            self.state.recent.append(loss)
-            self._loss = loss
+        """Read the losses of the last steps, and end the run where a number is not finite."""
+        self.state.recent += self.numbers.read(self.state.step)
 
     def _keep_pace(self, *, sure: bool) -> None:
-        """Fits the schedule into the time that there is."""
+        """Fit the schedule into the time that there is."""
         state = self.state
         self.pace.note(state.step, self._now)
         possible = self.pace.possible(self._validation)
@@ -275,8 +230,8 @@ class Loop:
             return
         state.total = min(possible, self._most)
         self.progress.shorten(state.total)
-        if sure and not self._told and state.total < self._most:
-            self._told = True
+        if sure and not self._has_told_steps and state.total < self._most:
+            self._has_told_steps = True
             self.say(f"{self.pace.minutes:g} minutes allow about {state.total:,} steps")
 
     def _step(self, batch: Batch) -> None:
@@ -290,10 +245,13 @@ class Loop:
         state.step += 1
         state.samples += examples_in(batch) * self.accelerator.num_processes
         state.tokens += tokens_in(batch) * self.accelerator.num_processes
-        self._unread.append((loss, loss.new_zeros(()) if norm is None else norm.to(loss)))
+        self.numbers.add(loss, norm)
         if self._reads_now():
             self._read()
         self.progress.advance(1, self._note())
+
+    def _gradients(self, batch: Batch) -> Tensor:
+        return self.fitting.gradients(batch, self.state)
 
     def _rate(self, step: int) -> float:
         options, state, untrained = self.setup.options, self.state, self.setup.untrained
@@ -302,97 +260,12 @@ class Loop:
             highest = rate_for(state.total, state.rate, highest)
         return learning_rate(options, step, state.total, untrained=untrained, highest=highest)
 
-    def _test_rate(self) -> float | None:
-        """Find the rate of short runs where none is given and a teacher is imitated alone."""
-        setup, options = self.setup, self.setup.options
-        count = min(EXAMPLES, len(setup.data.train) // 2)
-        given = options.learning_rate is not None or setup.task is not None
-        alone = blocks_first(options) or not setup.imitates
-        if given or alone or setup.untrained or not count:
-            return None
-        size = max(1, options.batch_size // self.state.parts)
-        while True:
-            try:
-                return self._rate_found(count, size)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                clear_device_cache(garbage_collection=True)
-                if size == 1:
-                    return None  # the first step says what to do
-                size //= 2
-            finally:
-                self.optimizer.zero_grad(set_to_none=True)
-
-    def _rate_found(self, count: int, size: int) -> float:
-        """Find the highest rate by two times so many examples, of which `size` are read at once."""
-        setup = self.setup
-        one, two = (
-            [part.tolist() for part in torch.arange(first, first + count).split(size)]
-            for first in (0, count)
-        )
-        self.model.train()
-        for batch in self.losses.on_host(one):
-            self._gradients(batch)
-        self.model.eval()
-        return find_rate(
-            setup.trained,
-            self.losses.loss_on(two),
-            highest=highest_rate(setup.options),
-            batch_size=setup.options.batch_size * self.accelerator.num_processes,
-        )
-
-    def _check_finite(self, what: str, value: float, step: int) -> None:
-        if not math.isfinite(value):
-            options, untrained = self.setup.options, self.setup.untrained
-            own = highest_rate(options, untrained=untrained)
-            usual = options.model_copy(update={"learning_rate": None})
-            lower = min(own / 4, highest_rate(usual, untrained=untrained))
-            raise TrainingError(
-                f"{what} is {value} at step {step:,}",
-                f"lower the learning rate, such as `--lr {lower:g}`, or train in float32: "
-                "`--mixed-precision no`",
-            )
-
-    def _gradients(self, batch: Batch) -> Tensor:
-        """Gradients of one step; where memory runs out, the batch is cut into smaller pieces."""
-        state, count = self.state, examples_in(batch)
-        alone = state.step < block_steps(self.setup.options, state.total)
-        while True:
-            try:
-                with self.rounded.applied(self.setup.trained, quick=True):
-                    return self.losses.gradients(batch, state.parts, alone=alone)
-            except RuntimeError as error:
-                # Another process would wait for ever for the gradients of this one.
-                final = state.parts >= count or self.accelerator.num_processes > 1
-                self._check_memory(error, -(-count // state.parts), final=final)
-            self.optimizer.zero_grad(set_to_none=True)
-            state.parts *= 2
-            clear_device_cache()
-            self.say(
-                f"memory ran out; going on with {-(-count // state.parts)} examples at a time, "
-                "which changes nothing else"
-            )
-
-    def _check_memory(self, error: RuntimeError, count: int, *, final: bool) -> None:
-        """Passes lack of memory with so many examples at a time, unless fewer are impossible."""
-        if not is_out_of_memory(error):
-            raise error
-        if final:
-            raise TrainingError(
-                f"memory ran out at step {self.state.step + 1:,} with {count} examples at a time",
-                "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
-                "`--gradient-checkpointing`",
-            ) from error
-
     def _note(self) -> str:
-        state, validation = self.state, self._validation
-        note = f"loss {self._loss:.4g}  {self.validated} {state.curve[-1].validation:.4g}"
-        each, left = self.pace.each(validation), self.pace.ahead(state.total, validation)
-        if each is None or left is None:
-            return note
-        rate = state.tokens / state.step / each
-        return f"{note}  {rate:,.0f} tokens/s  {int(left) // 60}:{int(left) % 60:02d} left"
+        state, pace, validation = self.state, self.pace, self._validation
+        each, seconds = pace.each(validation), pace.ahead(state.total, validation)
+        numbers = f"loss {self.numbers.last_loss:.4g}  {self.setup.validated}"
+        note = f"{numbers} {state.curve[-1].validation:.4g}"
+        return note if each is None or seconds is None else note + _speed(state, each, seconds)
 
     def _finished(self) -> bool:
         patience = self.setup.options.patience
@@ -411,8 +284,8 @@ class Loop:
     def _validate(self) -> None:
         state, task = self.state, self.setup.task
         self._read()
-        value = self._validation_value()
-        self._check_finite(f"the {self.validated}", value, state.step)
+        value = self.fitting.validate(state)
+        check_finite(self.setup, f"the {self.setup.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,
             loss=sum(state.recent) / len(state.recent) if state.recent else None,
@@ -420,28 +293,11 @@ class Loop:
             learning_rate=self._rate(max(0, state.step - 1)),
             seconds=round(self._seconds(), 2),
         )
-        state.recent.clear()
-        state.curve.append(point)
+        is_best = state.add(point, higher_is_better=task is not None and task.higher_is_better)
         self.accelerator.log(point.model_dump(exclude_none=True), step=state.step)
-        higher = task is not None and task.higher_is_better
-        if state.best is not None and not (value > state.best if higher else value < state.best):
-            state.stale += 1
-            return
-        state.best, state.best_step, state.stale = value, state.step, 0
-        if self.accelerator.is_main_process:
+        if is_best and self.accelerator.is_main_process:
             weights = {name: item.detach().cpu() for name, item in self.setup.trained.items()}
             self.checkpoints.keep_best(weights, state.step)
-
-    def _validation_value(self) -> float:
-        """The validated number, with smaller batches where memory runs out."""
-        size = max(1, self.setup.options.batch_size // self.state.parts)
-        while True:
-            try:
-                with self.rounded.applied(self.setup.trained):
-                    return self.losses.validate(size)
-            except RuntimeError as error:
-                self._check_memory(error, size, final=size == 1)
-                size //= 2
 
     def _restore_best(self) -> None:
         self.accelerator.wait_for_everyone()
@@ -455,12 +311,10 @@ class Loop:
         self._read()
         self.state.seconds = self._seconds()
         main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        self.checkpoints.save(self.state, self._save_state, wait, main)
+        self.checkpoints.save(self.state, partial(save_memory, self.accelerator), wait, main)
 
-    def _save_state(self, folder: Path) -> None:
-        """Saves everything, as it is in memory.
 
-        In safetensors it would leave out what shares memory, for which it takes empty parameters
-        too, once they are on a GPU; and it would not load what it had left out.
-        """
-        self.accelerator.save_state(str(folder), safe_serialization=False)
+def _speed(state: RunState, each: float, seconds: float) -> str:
+    """Speed of steps that take `each` so long, and time to the last one."""
+    rate = state.tokens / state.step / each
+    return f"  {rate:,.0f} tokens/s  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

@@ -13,13 +13,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MAKERS
 
 from tcompress.training.objectives import Batch
 
-_MADE = ("sdpa", "eager")
+_MAKERS = ("sdpa", "eager")
 _LOOKS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
 @contextmanager
 def unread_masks(batch: Batch) -> Iterator[None]:
-    """Tells what a batch that is still on the CPU says of padding.
+    """Tell models of the padding in a batch that is still on the CPU.
 
     Where no token is padding no mask is needed, and kernels are faster. To see that, Transformers
     reads the mask in every forward pass, and the host waits until the device has come so far.
@@ -30,9 +30,9 @@ def unread_masks(batch: Batch) -> Iterator[None]:
         return
     padded = not all(bool(mask.all()) for mask in masks)
     full = set[torch.Size]() if padded else {mask.shape for mask in masks}
-    before = {name: MAKERS[name] for name in _MADE}
+    before = {name: MAKERS[name] for name in _MAKERS}
     for name, maker in before.items():
-        MAKERS.register(name, partial(_made, maker, full))
+        MAKERS.register(name, partial(_mask, maker, full))
     try:
         yield
     finally:
@@ -40,7 +40,7 @@ def unread_masks(batch: Batch) -> Iterator[None]:
             MAKERS.register(name, maker)
 
 
-def _made(
+def _mask(
     maker: Callable[..., Tensor | None],
     full: set[torch.Size],
     *args: Any,

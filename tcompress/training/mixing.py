@@ -8,7 +8,7 @@ them are compared by how far outputs are from the teacher's, on samples held out
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log
 from statistics import fmean, stdev
@@ -18,60 +18,85 @@ from torch import Tensor, nn
 
 from tcompress.artifact.manifest import SourceAgreement
 from tcompress.blockwise.comparison import OutputComparison
-from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import VARIANTS, sampler_of
+from tcompress.data.sentences import embeds_texts
+from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
+from tcompress.training.setup import Setup
 from tcompress.training.text_agreement import TextComparison
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of the way from the start to the end."""
+"""Shares of the way from the start to the end."""
 
 JUDGED = 16
 """Samples that are compared at once; the more such batches, the smaller is a difference seen."""
 
 FEWEST = 8
-"""Such batches of each source that time is kept for."""
+"""Batches of each source that time is kept for."""
 
 LEAST = 3
-"""Of each source, however little time is left: fewer tell nothing."""
+"""Batches of each source, however little time is left: fewer tell nothing."""
 
 SURE = 1.96
 """Standard errors that a source has to be worse by to count as harmed."""
 
+LIGHTER = 3.0
+"""Times as long as to compare outputs a pass takes in the first validation, which warms up."""
+
 NO_AGREEMENTS: Mapping[float, Mapping[str, float]] = {}
 
 Changes = Mapping[str, Sequence[float]]
-"""How far outputs are from the teacher's, of every batch, by source."""
+"""Distances of outputs from the teacher's, of every batch, by source."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Where on the line the weights are, and what healing did on each source."""
+    """Weights on the line, and what healing did on each source."""
 
     share: float
     sources: tuple[SourceAgreement, ...]
 
 
+def mixing_validations(setup: Setup) -> float:
+    """Least time that comparing mixtures takes, in validations; 0 where none is made."""
+    teacher = setup.teacher_observer
+    alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
+    if not setup.imitates or (setup.kind == "states" and not alike):
+        return 0.0  # they put out other things
+    count = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
+    count *= VARIANTS if embeds_texts(setup.source) else 1
+    # The teacher and each share, where a validation is of the teacher and the student.
+    return (len(SHARES) + 1) * count / (2 * len(setup.data.validation)) / LIGHTER
+
+
 def best_mix(
     losses: Losses,
     start: Mapping[str, Tensor],
-    sampler: OutputSampler,
     rounded: RoundedWeights,
+    progress: Progress,
     *,
     seconds: float = inf,
-    heard: Callable[[], None] = lambda: None,
 ) -> Mix:
-    """Gives the model the best weights between these and its own.
+    """Give the model the best weights between its first ones and its present ones.
 
-    After so many `seconds` a few batches of every source are enough; `heard` is told of each batch.
+    Args:
+        losses: Of the run.
+        start: The first weights, by name.
+        rounded: The weights as they will be stored.
+        progress: Hears of batches.
+        seconds: After these a few batches of every source are enough.
     """
-    setup = losses.setup
+    setup, teachers = losses.setup, losses.teachers
+    name = "comparing weights between the first and the best ones"
+    progress.stage(name, batches_of(setup.data.held), "batches")
+    sampler = sampler_of(setup.source, setup.options.seed)
     line = _Line(setup.trained, start)
-    texts = losses.targets is not None and losses.targets.kind == "vectors"
-    found: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
-    compared: dict[float, OutputComparison | TextComparison] = {
+    texts = teachers.targets is not None and teachers.targets.kind == "vectors"
+    changes: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
+    comparisons: dict[float, OutputComparison | TextComparison] = {
         share: TextComparison(setup.sentences) if texts else OutputComparison(sampler)
         for share in SHARES
     }
@@ -81,16 +106,16 @@ def best_mix(
         for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
             if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
-            inputs, taught = losses.taught_on(setup.data.held[source], batch, sampler)
+            inputs, taught = teachers.of_held_out(setup.data.held[source], batch, sampler)
             for share in SHARES:
                 line.go(share)
                 with rounded.applied(setup.trained, state=share):
-                    own = setup.observer.run(inputs).output
-                change = compared[share].add(source, taught, own, inputs)
-                found[share].setdefault(source, []).append(change)
-            heard()
-    agreements = {share: compared[share].agreement for share in SHARES}
-    share = chosen(found, agreements)
+                    output = setup.observer.run(inputs).output
+                change = comparisons[share].add(source, taught, output, inputs)
+                changes[share].setdefault(source, []).append(change)
+            progress.advance()
+    agreements = {share: comparisons[share].agreement for share in SHARES}
+    share = chosen(changes, agreements)
     line.go(share)
     return Mix(
         share,
@@ -100,7 +125,7 @@ def best_mix(
                 start=agreements[0.0].get(source),
                 end=agreements[1.0].get(source),
                 kept=agreements[share].get(source),
-                harmed=source in harmed(found, agreements, 1.0),
+                harmed=source in harmed(changes, agreements, 1.0),
             )
             for source in setup.data.held
         ),
@@ -108,23 +133,23 @@ def best_mix(
 
 
 def _by_turns(losses: Losses, held: Mapping[str, Encoded]) -> Iterator[tuple[str, Batch]]:
-    """Takes a batch of every source in turn, as long as there are any."""
+    """Yield a batch of every source in turn, as long as there are any."""
     for part in held.values():
         part.epoch = 0
-    left = {
+    remaining = {
         source: iter(losses.loaded(part, in_order(part, JUDGED))) for source, part in held.items()
     }
-    while left:
-        for source, batches in [*left.items()]:
+    while remaining:
+        for source, batches in [*remaining.items()]:
             batch = next(batches, None)
             if batch is None:
-                del left[source]
+                del remaining[source]
             else:
                 yield source, batch
 
 
 def batches_of(held: Mapping[str, Encoded]) -> int:
-    """How many batches are compared, where there is time for all."""
+    """Number of batches that are compared, where there is time for all."""
     return sum(-(-len(part) // JUDGED) for part in held.values())
 
 
@@ -150,7 +175,7 @@ def chosen(
     changes: Mapping[float, Changes],
     agreements: Mapping[float, Mapping[str, float]] = NO_AGREEMENTS,
 ) -> float:
-    """Takes the share of least change, in the geometric mean of the sources, that harms none.
+    """Choose the share of least change, in the geometric mean of the sources, that harms none.
 
     Of those that are as near by what differences of batches leave open it is the smallest, as what
     the fit had right is on no held-out sample. The start, share 0, harms none.
@@ -158,23 +183,23 @@ def chosen(
     harmless = [share for share in changes if not harmed(changes, agreements, share)]
 
     def mean(share: float) -> float:
-        return fmean(log(max(fmean(own), 1e-300)) for own in changes[share].values())
+        return fmean(log(max(fmean(values), 1e-300)) for values in changes[share].values())
 
     best = changes[min(harmless, key=mean)]
     return min(share for share in harmless if _is_as_near(best, changes[share]))
 
 
 def is_worse(before: Sequence[float], after: Sequence[float]) -> bool:
-    """Whether batches changed by more than their differences leave open."""
+    """True if batches changed by more than their differences leave open."""
     gap, error = _gap(before, after)
     return gap > SURE * error
 
 
-def _is_as_near(best: Changes, other: Changes) -> bool:
-    """Whether a share is within one standard error of the best, over all sources."""
+def _is_as_near(best: Changes, candidate: Changes) -> bool:
+    """True if a share is within one standard error of the best, over all sources."""
     gaps = [
-        [value / max(fmean(own), 1e-300) for value in _gap(own, other[source])]
-        for source, own in best.items()
+        [value / max(fmean(values), 1e-300) for value in _gap(values, candidate[source])]
+        for source, values in best.items()
     ]
     return sum(gap for gap, _ in gaps) <= sum(error**2 for _, error in gaps) ** 0.5
 
@@ -194,7 +219,7 @@ class _Line:
         self._end = {name: value.detach().clone() for name, value in trained.items()}
 
     def go(self, share: float) -> None:
-        """Gives the model the weights that are so far on the way."""
+        """Give the model the weights that are so far on the way."""
         with torch.no_grad():
             for name, value in self._trained.items():
                 value.copy_(torch.lerp(self._start[name], self._end[name], share))

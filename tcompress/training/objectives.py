@@ -30,7 +30,7 @@ _PROJECTIONS = ("q", "k", "v")
 
 @dataclass
 class Observed:
-    """What one forward pass computed."""
+    """Outputs of one forward pass."""
 
     output: Any = None  # what the model returned
     states: list[Tensor] = field(default_factory=list)  # of observed blocks: (examples, tokens, d)
@@ -49,49 +49,51 @@ class Observed:
         return self._returned("last_hidden_state")
 
     def _returned(self, name: str) -> Tensor | None:
-        found = getattr(self.output, name, None)
-        return found if isinstance(found, Tensor) else None
+        value = getattr(self.output, name, None)
+        return value if isinstance(value, Tensor) else None
 
 
 class Observer:
-    """Runs a model and reads off what (some) blocks compute, and the last one's `projections`."""
+    """A model whose runs show what (some) blocks compute, and the last one's `projections`."""
 
     def __init__(
         self, model: PreTrainedModel, roles: Roles, blocks: Sequence[int], projections: bool
     ) -> None:
         self.model = model
         self.modules = [model.get_submodule(roles.blocks[index].name) for index in blocks]
-        self._seen: Observed | None = None
+        self._outputs: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
         for layer in roles.blocks[blocks[-1]].layers if projections else ():
             module = model.get_submodule(layer.name)
             sizes = {part.name: part.size for part in layer.parts}
-            wanted = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}
-            if wanted and not isinstance(module, UnusedProjection):
+            projects = layer.role in _PROJECTIONS or sizes.keys() & {*_PROJECTIONS}
+            if projects and not isinstance(module, UnusedProjection):
                 module.register_forward_hook(partial(self._keep_projection, sizes))
 
     def run(self, batch: Mapping[str, Tensor], runner: nn.Module | None = None) -> Observed:
-        """Runs the model, or a wrapper of it."""
+        """Run the model, or a wrapper of it."""
         # Blocks that are computed again in the backward pass must not be observed again.
-        seen = self._seen = Observed()
+        outputs = self._outputs = Observed()
         try:
-            seen.output = (runner or self.model)(**batch)
+            outputs.output = (runner or self.model)(**batch)
         finally:
-            self._seen = None
-        return seen
+            self._outputs = None
+        return outputs
 
     def _keep_state(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._seen is not None:
+        if self._outputs is not None:
             # What a block returns may be a tuple that starts with its state.
-            self._seen.states.append(output[0] if isinstance(output, tuple | list) else output)
+            self._outputs.states.append(output[0] if isinstance(output, tuple | list) else output)
 
     def _keep_projection(
         self, sizes: Mapping[str, int], module: nn.Module, args: Any, output: Tensor
     ) -> None:
-        if self._seen is not None:
+        if self._outputs is not None:
             pieces = zip(sizes, output.split([*sizes.values()], -1), strict=True)
-            self._seen.projections |= {role: item for role, item in pieces if role in _PROJECTIONS}
+            self._outputs.projections |= {
+                role: item for role, item in pieces if role in _PROJECTIONS
+            }
 
 
 class TokenTeachers:
@@ -102,22 +104,22 @@ class TokenTeachers:
         self.model = nn.ModuleList([observer.model for observer in observers])
 
     def run(self, batch: Mapping[str, Tensor]) -> Observed:
-        """Runs all of them; one by itself as it is."""
+        """Run all of them; a single one as it is."""
         if len(self._observers) == 1:
             return self._observers[0].run(batch)
         mean: Tensor | None = None
         for observer in self._observers:
             logits = observer.run(batch).logits
             assert logits is not None  # of models without a head there is only one
-            said = logits.float().log_softmax(-1)
-            mean = said if mean is None else torch.logaddexp(mean, said)
+            logs = logits.float().log_softmax(-1)
+            mean = logs if mean is None else torch.logaddexp(mean, logs)
         assert mean is not None
         return Observed(SimpleNamespace(logits=mean - log(len(self._observers))))
 
 
 @contextmanager
 def fed_with(modules: Sequence[nn.Module], states: Sequence[Tensor]) -> Iterator[None]:
-    """Feeds every block but the first the teacher's state, so that each is trained alone."""
+    """Feed every block but the first the teacher's state, so that each is trained alone."""
     with ExitStack() as hooks:
         for module, state in zip(modules[1:], states, strict=False):
             feed = partial(_feed, state)
@@ -138,7 +140,7 @@ def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Roles:
 
 
 def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
-    """Which rows of a state count: padding does not.  # (examples, tokens)."""
+    """Mask of the rows of a state that count: padding does not.  # (examples, tokens)."""
     for name in ("attention_mask", "decoder_attention_mask"):
         mask = batch.get(name)
         if mask is not None and mask.shape == state.shape[:2]:
@@ -146,9 +148,9 @@ def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
     return torch.ones(state.shape[:2], dtype=torch.bool, device=state.device)
 
 
-def embedded(sentences: SentenceEncoder, batch: Batch, seen: Observed) -> Tensor:
+def embedded(sentences: SentenceEncoder, batch: Batch, outputs: Observed) -> Tensor:
     """One vector for each text.  # (texts, width)."""
-    states = seen.final if seen.final is not None else seen.states[-1]
+    states = outputs.final if outputs.final is not None else outputs.states[-1]
     return sentences(states.float(), token_mask(batch, states))
 
 
@@ -164,7 +166,7 @@ Unit = Literal["examples", "tokens", "targets"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What objectives may depend on."""
+    """Settings that objectives may depend on."""
 
     temperature: float = 2.0  # softening of the teacher's logits
     per_token: bool = False  # whether logits are predictions of tokens, rather than of examples
@@ -190,8 +192,8 @@ class Objective(ABC):
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         """Sum of the term over a batch; without a teacher what it computed is empty."""
 
-    def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
-        """Looks at the teacher on some batches before training begins."""
+    def prepare(self, passes: Iterable[tuple[Batch, Observed]]) -> None:  # noqa: B027 - optional
+        """Look at the teacher on some batches before training begins."""
 
 
 class TaskLoss(Objective):
@@ -228,19 +230,20 @@ class Logits(Objective):
         if self.setting.independent:
             pair = student.logits.float() / soft, teacher.logits.float() / soft
             return _binary_divergence(*pair).sum() * soft**2
-        own = log_softmax(student.logits.float() / soft, -1)
-        wanted = log_softmax(teacher.logits.float() / soft, -1)
+        student_logs = log_softmax(student.logits.float() / soft, -1)
+        teacher_logs = log_softmax(teacher.logits.float() / soft, -1)
         # The squared temperature lets the gradient keep its size.
-        lost = kl_div(own, wanted, reduction="none", log_target=True).sum(-1) * soft**2
+        lost = kl_div(student_logs, teacher_logs, reduction="none", log_target=True)
+        lost = lost.sum(-1) * soft**2
         if lost.ndim > 1:
             lost = lost * token_weights(batch, lost)
         return lost.sum()
 
 
-def _binary_divergence(own: Tensor, wanted: Tensor) -> Tensor:
-    """Divergence of probabilities of yes and no from those wanted, by logits."""
+def _binary_divergence(student: Tensor, teacher: Tensor) -> Tensor:
+    """Divergence of probabilities of yes and no from the teacher's, by logits."""
     parts = [
-        logsigmoid(sign * wanted).exp() * (logsigmoid(sign * wanted) - logsigmoid(sign * own))
+        logsigmoid(sign * teacher).exp() * (logsigmoid(sign * teacher) - logsigmoid(sign * student))
         for sign in (1, -1)
     ]
     return parts[0] + parts[1]
@@ -276,10 +279,10 @@ class Embedding(Objective):
     unit = "examples"
     anchors: Tensor | None = None
 
-    def prepare(self, seen: Iterable[tuple[Batch, Observed]]) -> None:
-        """Takes the anchors from the first batches."""
+    def prepare(self, passes: Iterable[tuple[Batch, Observed]]) -> None:
+        """Take the anchors from the first batches."""
         rows: list[Tensor] = []
-        for batch, teacher in seen:
+        for batch, teacher in passes:
             rows.append(self._embed(batch, teacher))
             if sum(map(len, rows)) >= ANCHORS:
                 break
@@ -287,18 +290,16 @@ class Embedding(Objective):
             self.anchors = torch.cat(rows)[:ANCHORS]
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        own, wanted = self._embed(batch, student), self._embed(batch, teacher)
-        lost = (own - wanted).square().sum(-1)
+        error = self._embed(batch, student) - self._embed(batch, teacher)
+        lost = error.square().sum(-1)
         if self.anchors is not None:
-            lost = lost + ((own - wanted) @ self.anchors.mT).square().mean(-1) * own.shape[-1]
+            lost = lost + (error @ self.anchors.mT).square().mean(-1) * error.shape[-1]
         return lost.sum()
 
-    def _embed(self, batch: Batch, seen: Observed) -> Tensor:
-        return (
-            seen.mapped
-            if seen.mapped is not None
-            else embedded(self.setting.sentences, batch, seen)
-        )
+    def _embed(self, batch: Batch, outputs: Observed) -> Tensor:
+        if outputs.mapped is not None:
+            return outputs.mapped
+        return embedded(self.setting.sentences, batch, outputs)
 
 
 class Similarities(Objective):
@@ -312,22 +313,25 @@ class Similarities(Objective):
     unit = "examples"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        own, taught = self.vectors(batch, student, teacher)
-        return self.between(own, taught, *(teacher.peers or (own.detach(), taught)))
+        vectors, taught = self.vectors(batch, student, teacher)
+        return self.between(vectors, taught, *(teacher.peers or (vectors.detach(), taught)))
 
     def vectors(self, batch: Batch, student: Observed, teacher: Observed) -> tuple[Tensor, Tensor]:
         """Embeddings of length 1 by both.  # (texts, d), (texts, D)."""
-        own = embedded(self.setting.sentences, batch, student)
+        vectors = embedded(self.setting.sentences, batch, student)
         if teacher.vectors is not None:
-            return own, teacher.vectors
-        return own, embedded(self.setting.sentences, batch, teacher)
+            return vectors, teacher.vectors
+        return vectors, embedded(self.setting.sentences, batch, teacher)
 
-    def between(self, own: Tensor, taught: Tensor, peers: Tensor, taught_peers: Tensor) -> Tensor:
+    def between(
+        self, vectors: Tensor, taught: Tensor, peers: Tensor, taught_peers: Tensor
+    ) -> Tensor:
         """Sum over texts of the mean over their peers, as large as that of `embedding`."""
-        total = own.new_zeros(())
-        for rows, wanted in zip(own.split(_ROWS), taught.split(_ROWS), strict=True):
-            total = total + (rows @ peers.mT - wanted @ taught_peers.mT).square().mean(-1).sum()
-        return total * own.shape[-1]
+        total = vectors.new_zeros(())
+        for rows, taught_rows in zip(vectors.split(_ROWS), taught.split(_ROWS), strict=True):
+            error = rows @ peers.mT - taught_rows @ taught_peers.mT
+            total = total + error.square().mean(-1).sum()
+        return total * vectors.shape[-1]
 
 
 _ROWS = 1024  # texts whose cosines with all others are computed at once
@@ -351,25 +355,25 @@ class Attention(Objective):
                 "none",
                 "leave it out of `objectives`",
             )
-        own, wanted = student.projections, teacher.projections
-        return torch.stack([self._divergence(batch, own[k], wanted[k]) for k in kinds]).mean()
+        pairs = [(student.projections[kind], teacher.projections[kind]) for kind in kinds]
+        return torch.stack([self._divergence(batch, *pair) for pair in pairs]).mean()
 
     def _divergence(self, batch: Batch, student: Tensor, teacher: Tensor) -> Tensor:
         mask = token_mask(batch, student)
-        seen = mask[:, None, None, :]
+        visible = mask[:, None, None, :]
         if self.setting.causal:
-            seen = seen & torch.ones_like(mask[0]).expand(mask.shape[1], -1).tril()
-        own, wanted = self._relations(student, seen), self._relations(teacher, seen)
-        lost = kl_div(own, wanted, reduction="none", log_target=True)
-        lost = lost.masked_fill(~seen, 0.0).sum(-1).mean(1)
+            visible = visible & torch.ones_like(mask[0]).expand(mask.shape[1], -1).tril()
+        logs, taught = (self._relations(rows, visible) for rows in (student, teacher))
+        lost = kl_div(logs, taught, reduction="none", log_target=True)
+        lost = lost.masked_fill(~visible, 0.0).sum(-1).mean(1)
         return (lost * token_weights(batch, lost)).sum()
 
-    def _relations(self, rows: Tensor, seen: Tensor) -> Tensor:
+    def _relations(self, rows: Tensor, visible: Tensor) -> Tensor:
         heads = self.setting.heads if rows.shape[-1] % self.setting.heads == 0 else 1
         split = rows.float().unflatten(-1, (heads, -1)).transpose(1, 2)
         scores = split @ split.mT / split.shape[-1] ** 0.5
         # A finite floor: rows of padding would give NaN, whose gradient no mask takes away.
-        return log_softmax(scores.masked_fill(~seen, -1e4), -1)
+        return log_softmax(scores.masked_fill(~visible, -1e4), -1)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {

@@ -23,7 +23,7 @@ _GRAIN = 128  # sizes of batches on a GPU are multiples of it
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """Replaces singular values by about one, in float32.  # (n, rows, columns).
+    """Replace singular values by about one, in float32.  # (n, rows, columns).
 
     PyTorch's own Muon computes in bfloat16, which is slow on most CPUs, and takes one matrix. It
     divides by the Frobenius norm and needs five steps; the Schatten 8-norm, which the first step
@@ -38,20 +38,20 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     square = gram @ gram
     size = _norm(square) ** 0.25
     x, gram, square = x / size, gram / size**2, square / size**4
-    whole = polynomial = _polynomial(gram, square)
+    product = polynomial = _polynomial(gram, square)
     for _ in range(_STEPS - 1):
         gram = polynomial @ gram @ polynomial
         polynomial = _polynomial(gram, gram @ gram)
-        whole = polynomial @ whole
-    x = whole @ x
+        product = polynomial @ product
+    x = product @ x
     return x.mT if tall else x
 
 
 def _polynomial(gram: Tensor, square: Tensor) -> Tensor:
     first, third, fifth = _QUINTIC
-    found = third * gram + fifth * square
-    found.diagonal(dim1=-2, dim2=-1).add_(first)
-    return found
+    polynomial = third * gram + fifth * square
+    polynomial.diagonal(dim1=-2, dim2=-1).add_(first)
+    return polynomial
 
 
 def _norm(matrices: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _norm(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.AdamW):
-    """Moves matrices by orthogonalised momentum, and what is in other groups as AdamW does.
+    """Optimizer of matrices by orthogonalised momentum, of what is in other groups as AdamW.
 
     Groups with `matrices` hold parameters of two or more dimensions: those of three are as many
     matrices as they have slices, those of more are a matrix of their first and second half.
@@ -71,7 +71,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Takes one step."""
+        """Take one step."""
         moved = [
             (group, [value for value in group["params"] if value.grad is not None])
             for group in self.param_groups
@@ -82,22 +82,22 @@ class Muon(torch.optim.AdamW):
             for parameter in parameters:
                 parameter.grad = None  # AdamW passes over it
         loss = super().step(closure)
-        for (group, parameters), own in zip(moved, gradients, strict=True):
-            for parameter, gradient in zip(parameters, own, strict=True):
+        for (group, parameters), values in zip(moved, gradients, strict=True):
+            for parameter, gradient in zip(parameters, values, strict=True):
                 parameter.grad = gradient
             if parameters:
                 self._move(parameters, group["lr"], group["weight_decay"])
         return loss
 
     def _move(self, parameters: list[Tensor], rate: float, decay: float) -> None:
-        """Moves parameters by their orthogonalised momenta."""
+        """Move parameters by their orthogonalised momenta."""
         alike: dict[Any, list[int]] = defaultdict(list)
         updates = [as_matrices(update) for update in self._momenta(parameters)]
         for index, update in enumerate(updates):
             alike[_batch_shape(update), update.device].append(index)
         for (shape, _), indices in alike.items():
-            made = orthogonalised_together([updates[index] for index in indices], shape)
-            for index, update in zip(indices, made, strict=True):
+            matrices = orthogonalised_together([updates[index] for index in indices], shape)
+            for index, update in zip(indices, matrices, strict=True):
                 updates[index] = update.reshape(parameters[index].shape)
         torch._foreach_mul_(parameters, 1 - rate * decay)
         torch._foreach_add_(parameters, updates, alpha=-rate * _SPECTRAL)
@@ -109,9 +109,9 @@ class Muon(torch.optim.AdamW):
             if not (state := self.state[parameter]):
                 state["momentum"] = torch.zeros_like(gradient)
                 state["step"] = torch.zeros(())  # which AdamW looks for when it is loaded
-        kept = [self.state[parameter]["momentum"] for parameter in parameters]
-        torch._foreach_lerp_(kept, gradients, 1 - _MOMENTUM)
-        return torch._foreach_lerp(gradients, kept, _MOMENTUM)
+        momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
+        return torch._foreach_lerp(gradients, momenta, _MOMENTUM)
 
 
 def _batch_shape(matrices: Tensor) -> tuple[int, ...]:
@@ -128,7 +128,7 @@ def _batch_shape(matrices: Tensor) -> tuple[int, ...]:
 
 
 def orthogonalised_together(parts: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-    """Orthogonalises matrices in one batch of a shape, in which all of them have room."""
+    """Orthogonalise matrices in one batch of a shape, in which all of them have room."""
     counts = [len(part) for part in parts]
     if all(part.shape[1:] == shape for part in parts):
         return [*orthogonalised(torch.cat(parts)).split(counts)]
@@ -138,7 +138,7 @@ def orthogonalised_together(parts: list[Tensor], shape: tuple[int, ...]) -> list
 
 
 def _room(batch: Tensor, part: Tensor) -> Tensor:
-    """What matrices take of a batch, in which the tall ones lie on their side."""
+    """Room of matrices in a batch, in which the tall ones lie on their side."""
     rows, columns = part.shape[-2:]
     if rows > columns:
         return batch[:, :columns, :rows].mT
@@ -146,7 +146,7 @@ def _room(batch: Tensor, part: Tensor) -> Tensor:
 
 
 def as_matrices(tensor: Tensor) -> Tensor:
-    """Reads a tensor as matrices.  # (n, rows, columns)."""
+    """Read a tensor as matrices.  # (n, rows, columns)."""
     if tensor.ndim <= 3:
         return tensor.reshape(-1, *tensor.shape[-2:])
     half = tensor.ndim // 2
@@ -154,7 +154,7 @@ def as_matrices(tensor: Tensor) -> Tensor:
 
 
 def optimizer_of(setup: Setup, *, fused: bool | None = None) -> torch.optim.Optimizer:
-    """Makes the optimizer of a run; vectors do not decay, and AdamW alone can be `fused`."""
+    """Make the optimizer of a run; vectors do not decay, and AdamW alone can be `fused`."""
     trained, options = setup.trained.values(), setup.options
     kind = options.optimizer or ("muon" if options.task is None else "adamw")
     decay = options.weight_decay
@@ -170,11 +170,12 @@ def optimizer_of(setup: Setup, *, fused: bool | None = None) -> torch.optim.Opti
         for value in matrices
         if kind == "muon" and id(value) not in tables and value.numel()
     ]
-    known = {*map(id, moved)}
+    by_muon = {*map(id, moved)}
+    by_adam = [value for value in matrices if id(value) not in by_muon]
     groups = [
         {"params": moved, "weight_decay": decay, "matrices": True},
-        {"params": [own for own in matrices if id(own) not in known], "weight_decay": decay},
-        {"params": [own for own in trained if own.ndim <= 1], "weight_decay": 0.0},
+        {"params": by_adam, "weight_decay": decay},
+        {"params": [value for value in trained if value.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return Muon(groups) if kind == "muon" else torch.optim.AdamW(groups, lr=0.0, fused=fused)

@@ -12,18 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf, isfinite
+from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
+from tcompress.training.losses import Losses, is_out_of_memory
+from tcompress.training.objectives import Batch
+from tcompress.training.schedule import blocks_first, highest_rate
+
 EXAMPLES = 64
-"""That gradients are of, and as many others that losses are of."""
+"""Examples that gradients are of, and as many others that losses are of."""
 
 MOVES = 2.5
 """The rate, in moves of least loss and with one example in a step."""
 
 HALVINGS = 5
-"""Of the highest rate, at most."""
+"""Halvings of the highest rate, at most."""
 
 SHORT = 100
 """Steps of a run to which that rate applies; it grows as the root of them in longer ones."""
@@ -43,19 +49,19 @@ def find_rate(
     """
     moves = MOVES * batch_size**0.5
     start = {name: value.detach().clone() for name, value in trained.items()}
-    rate, least = highest / 2**HALVINGS, inf
+    rate, lowest = highest / 2**HALVINGS, inf
     for halvings in range(HALVINGS + 1):
-        tried = highest / 2**halvings
+        candidate = highest / 2**halvings
         with torch.no_grad():
             for name, value in trained.items():
                 if value.grad is not None:
                     # Of float16 it may be no number, as scales are still to be found.
-                    value.copy_(start[name] - tried / moves * value.grad.sign().nan_to_num())
-        found = float(loss())
-        if found > least:
+                    value.copy_(start[name] - candidate / moves * value.grad.sign().nan_to_num())
+        measured = float(loss())
+        if measured > lowest:
             break  # it rises again, towards that of the start
-        if isfinite(found):
-            rate, least = tried, found
+        if isfinite(measured):
+            rate, lowest = candidate, measured
     with torch.no_grad():
         for name, value in trained.items():
             value.copy_(start[name])
@@ -63,5 +69,56 @@ def find_rate(
 
 
 def rate_for(steps: int, rate: float, highest: float) -> float:
-    """Give the rate of a run of so many steps, of what was found for short ones."""
+    """Rate of a run of so many steps, from that of short ones."""
     return min(highest, rate * max(1.0, steps / SHORT) ** 0.5)
+
+
+def tested_rate(
+    losses: Losses, optimizer: Any, gradients: Callable[[Batch], Tensor], parts: int
+) -> float | None:
+    """Find the rate of short runs where none is set and a teacher is imitated alone.
+
+    Args:
+        losses: Of the run.
+        optimizer: Its gradients are cleared.
+        gradients: Adds the gradients of a batch.
+        parts: Pieces that a batch is cut into.
+    """
+    setup, options = losses.setup, losses.setup.options
+    count = min(EXAMPLES, len(setup.data.train) // 2)
+    is_set = options.learning_rate is not None or setup.task is not None
+    alone = blocks_first(options) or not setup.imitates
+    if is_set or alone or setup.untrained or not count:
+        return None
+    size = max(1, options.batch_size // parts)
+    while True:
+        try:
+            return _rate_on(losses, gradients, count, size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            clear_device_cache(garbage_collection=True)
+            if size == 1:
+                return None  # the first step says what to do
+            size //= 2
+        finally:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def _rate_on(losses: Losses, gradients: Callable[[Batch], Tensor], count: int, size: int) -> float:
+    """Find the rate on two times so many examples, of which `size` are read at once."""
+    setup = losses.setup
+    first, second = (
+        [part.tolist() for part in torch.arange(start, start + count).split(size)]
+        for start in (0, count)
+    )
+    losses.model.train()
+    for batch in losses.on_host(first):
+        gradients(batch)
+    losses.model.eval()
+    return find_rate(
+        setup.trained,
+        losses.loss_on(second),
+        highest=highest_rate(setup.options),
+        batch_size=setup.options.batch_size * losses.accelerator.num_processes,
+    )

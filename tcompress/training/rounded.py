@@ -43,7 +43,7 @@ class RoundedWeights:
         trained = (name for name, value in model.named_parameters() if value.requires_grad)
         chosen = {name: by_name[name] for name in trained if name in by_name}
         terms = rounded_terms(model, chosen)
-        later = {id(own) for term in terms for own in term.parameters.values()}
+        later = {id(value) for term in terms for value in term.parameters.values()}
         names = (name for name, value in model.named_parameters() if id(value) in later)
         return cls(chosen, frozenset(names))
 
@@ -54,7 +54,7 @@ class RoundedWeights:
         """Round the weights while passes run, forward and backward.
 
         They are rounded as they will be stored. Where they were in the same `state` before, scales
-        are known. A `quick` pass takes the usual ones: to look for better takes ten times as long.
+        are those. A `quick` pass takes the usual ones: to look for better takes ten times as long.
         """
         chosen = {name: trained[name] for name in self.roundings if name not in self.later}
         scales = self._scales.get(state)
@@ -62,14 +62,14 @@ class RoundedWeights:
             scales = {name: self._look(name, value, quick) for name, value in chosen.items()}
         if state is not None:
             self._scales[state] = scales
-        whole = {name: value.data for name, value in chosen.items()}
+        unrounded = {name: value.data for name, value in chosen.items()}
         try:
             for name, value in chosen.items():
-                value.data = nearest(whole[name], scales[name], self.roundings[name])
+                value.data = nearest(unrounded[name], scales[name], self.roundings[name])
             yield
         finally:
             for name, value in chosen.items():
-                value.data = whole[name]
+                value.data = unrounded[name]
 
     def _look(self, name: str, value: Tensor, quick: bool) -> Tensor:
         rounding = self.roundings[name]
@@ -107,7 +107,7 @@ def _by_name(
 
 
 def storage_of(source: SourceModel, options: Finetune, manifest: Manifest | None) -> Storage | None:
-    """Tell in how many bits the result is stored: as asked for, or as the model is.
+    """Storage of the result: in the bits of the options, or as the model is stored.
 
     Raises:
         PlanError: Bits are asked for a word embedding, and the model has none.
@@ -121,7 +121,7 @@ def storage_of(source: SourceModel, options: Finetune, manifest: Manifest | None
 def roundings_of(
     source: SourceModel, options: Finetune, manifest: Manifest | None
 ) -> dict[str, Rounding | None]:
-    """Give the rounding of every stored tensor, by key; None for one that stays as it is."""
+    """Rounding of every stored tensor, by key; None for one that stays as it is."""
     store = source.store
     keys = [*store.keys()]
     if options.bits is None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,9 @@ from tcompress.training.objectives import (
     loaded_roles,
 )
 from tcompress.training.rounded import round_frozen, roundings_of
+from tcompress.training.schedule import blocks_first, texts_beside
 from tcompress.training.targets import TextTeacher
+from tcompress.training.task_heads import with_head
 from tcompress.training.tasks import TASKS, Task
 from tcompress.training.teacher import blocks_to_imitate, check_length
 from tcompress.training.teaching import (
@@ -51,134 +52,7 @@ from tcompress.training.teaching import (
     predicted,
     predicts,
 )
-from tcompress.training.training_data import (
-    BESIDE,
-    Data,
-    check_training_data,
-    head_options,
-    load_data,
-)
-
-HEALING_STEPS, TASK_EPOCHS = 1000, 3.0  # where neither steps nor epochs are given
-HEALING_RATE, TASK_RATE = 1e-3, 1e-4  # where no rate is given; measured in docs/healing-measured.md
-SCRATCH_RATE = 1e-3  # likewise for models that begin at random; measured in docs/scratch.md
-
-_FIRST = 5  # steps, or
-_EARLY = 0.1  # part of the time, before the pace is taken for known
-SURE = 25  # steps after which it hardly changes any more
-_FEWEST_BESIDE = 32  # texts: two batches of them show a difference
-_ENDLESS = 10**9  # steps that only a limit of time ends
-
-
-def total_steps(options: Finetune, per_epoch: int) -> int:
-    """Number of optimizer steps, from those in a pass over the data."""
-    if options.steps is not None:
-        return options.steps
-    if options.epochs is None and options.task is None:
-        return HEALING_STEPS if options.minutes is None else _ENDLESS
-    return max(1, round((options.epochs or TASK_EPOCHS) * per_epoch))
-
-
-def texts_beside(options: Finetune) -> int:
-    """Number of texts that ship to compare mixtures on: a short run is not judged for longer."""
-    if options.steps is None:
-        return BESIDE
-    return min(BESIDE, max(_FEWEST_BESIDE, options.steps * options.batch_size // 8))
-
-
-def block_steps(options: Finetune, total: int) -> int:
-    """Number of first steps in which each block is trained alone, of so many in all."""
-    if not blocks_first(options):
-        return 0
-    return total // 4 if options.block_steps is None else options.block_steps
-
-
-def blocks_first(options: Finetune) -> bool:
-    """Whether a run begins with blocks alone; the number of such steps asks for them too."""
-    return options.stage == "blocks" or options.block_steps is not None
-
-
-def highest_rate(options: Finetune, *, untrained: bool = False) -> float:
-    """The learning rate after warming up; `untrained` weights are as they began at random."""
-    if options.learning_rate is not None:
-        return options.learning_rate
-    if untrained:
-        return SCRATCH_RATE
-    return HEALING_RATE if options.task is None else TASK_RATE
-
-
-def learning_rate(
-    options: Finetune,
-    step: int,
-    total: int,
-    *,
-    untrained: bool = False,
-    highest: float | None = None,
-) -> float:
-    """Learning rate after so many steps of all; the `highest` is that of the options by default."""
-    highest = highest or highest_rate(options, untrained=untrained)
-    warm = round(options.warmup * total)
-    if step < warm:
-        return highest * (step + 1) / warm
-    done = min(1.0, (step - warm) / max(1, total - warm))
-    if options.schedule == "cosine":
-        return highest * (0.5 * (1 + math.cos(math.pi * done)))
-    return highest * (1 - done) if options.schedule == "linear" else highest
-
-
-@dataclass
-class Pace:
-    """Knows what steps take, with a validation `every` so many, and how many a limit allows."""
-
-    minutes: float | None
-    every: int = 100
-    spent: float = 0.0  # seconds of the limit that went by before time is told
-    _after: float = 0.0
-    _times: list[tuple[int, float]] = field(default_factory=list)
-    _last: tuple[int, float] = (0, 0.0)
-
-    def reserve(self, seconds: float) -> None:
-        """Keep time for what follows the last step; it gets a half at most."""
-        self._after = 0.0 if self.minutes is None else min(seconds, 30 * self.minutes)
-
-    def note(self, step: int, seconds: float) -> None:
-        """Takes the time after a step; the first call comes before the steps that count."""
-        if len(self._times) < 3:
-            self._times.append((step, seconds))
-        self._last = step, seconds
-
-    def each(self, validation: float = 0.0) -> float | None:
-        """Seconds of a step, apart from those of validations in between; None while unknown."""
-        step, seconds = self._last
-        if len(self._times) < 2:
-            return None
-        before, start = self._times[min(1, len(self._times) - 2)]  # the first step is a slow one
-        inside = (step - 1) // self.every - max(0, before - 1) // self.every
-        return max((seconds - start - inside * validation) / (step - before), 1e-9)
-
-    def possible(self, validation: float = 0.0) -> int | None:
-        """Steps in all that the limit allows; None without one and while the pace is unknown."""
-        each, (step, seconds) = self.each(validation), self._last
-        if self.minutes is None or each is None:
-            return None
-        if step - self._times[0][0] <= _FIRST and seconds < _EARLY * 60 * self.minutes:
-            return None
-        return step + max(0, int(self.left(seconds) / (each + validation / self.every)))
-
-    def ahead(self, total: int, validation: float = 0.0) -> float | None:
-        """Seconds that the steps up to so many will take; None while the pace is unknown."""
-        each, (step, seconds) = self.each(validation), self._last
-        if each is None:
-            return None
-        validations = -(-total // self.every) - step // self.every
-        return min((total - step) * each + validations * validation, self.left(seconds))
-
-    def left(self, seconds: float) -> float:
-        """Returns the seconds that the limit leaves for steps; infinite where there is none."""
-        if self.minutes is None:
-            return math.inf
-        return 60 * self.minutes - self.spent - self._after - seconds
-
+from tcompress.training.training_data import Data, check_training_data, load_data
 
 _REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
 _OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
@@ -204,8 +78,14 @@ class Setup:
     kind: Kind = "states"
 
     @property
+    def validated(self) -> str:
+        """Name of the validated number."""
+        task = self.task
+        return "validation loss" if task is None or task.validated == "loss" else task.validated
+
+    @property
     def imitates(self) -> bool:
-        """Whether there is a teacher."""
+        """True if there is a teacher."""
         return self.teacher_observer is not None or bool(self.readers)
 
     @property
@@ -222,7 +102,7 @@ def set_up(
     manifest: Manifest | None,
     progress: Progress | None = None,
 ) -> Setup:
-    """Loads data and models, and decides what is trained on what."""
+    """Load data and models, and decide what is trained on what."""
     from_random = manifest is not None and manifest.source.init == "random"
     depth = None if manifest is None else manifest.plan.depth
     teaching = arranged(source, teachers, options, depth)
@@ -236,7 +116,7 @@ def set_up(
     for teacher in teaching.beside:
         check_length(teacher, max(data.train.lengths + data.validation.lengths))
     set_seed(options.seed)
-    head = head_options(task, data, source, first if "logits" in names else None)
+    data, head = with_head(task, data, source, first if "logits" in names else None)
     task = task and task.suited_to(data.labels)
     begun = time.perf_counter()
     model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
@@ -255,10 +135,10 @@ def set_up(
     if teaching.beside:
         observing = partial(_observing, teaching, options, roles, depth, projections=projections)
         watched = [observing(teacher) for teacher in teaching.beside]
-        for seen in watched:
+        for watcher in watched:
             if "logits" in names:
-                _check_logits(model, seen.model)
-            _tell_padding(seen.model, data.pad)
+                _check_logits(model, watcher.model)
+            _tell_padding(watcher.model, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     _tell_padding(model, data.pad)
     if not (first is None if options.dropout is None else options.dropout):
@@ -307,7 +187,7 @@ def _observing(
     *,
     projections: bool,
 ) -> Observer:
-    """Loads a teacher that runs beside the student."""
+    """Load a teacher that runs beside the student."""
     model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
     roles, blocks = loaded_roles(teacher, model), list[int]()
     if teaching.kind == "states":
@@ -316,7 +196,7 @@ def _observing(
 
 
 def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:
-    """Refuses, before any work, what a run on a model made of the source would meet."""
+    """Refuse, before any work, what a run on a model made of the source would meet."""
     problems = Problems()
     with problems.collected():
         pick_device(options.device)
@@ -371,9 +251,9 @@ def _default_weights(
         names += default_objectives(teaching.kind)
     elif teaching.teachers:
         names.append("hidden")
-        own = predicts(source, options)
+        prediction = predicts(source, options)
         reads_text = source.model_class.main_input_name == "input_ids"
-        if own is not None and own == predicted(teaching.teachers[0].model_class):
+        if prediction is not None and prediction == predicted(teaching.teachers[0].model_class):
             names.append("logits")
         elif options.task is None and reads_text and not inputs_of(source).decoder:
             names.append("embedding")
@@ -381,7 +261,7 @@ def _default_weights(
 
 
 def _tell_padding(model: PreTrainedModel, pad: int) -> None:
-    """Lets heads that read the last token of a text know padding, where the config is silent."""
+    """Let heads that read the last token of a text know padding, where the config is silent."""
     if "SequenceClassification" not in type(model).__name__:
         return
     config: Any = model.config.get_text_config()
@@ -392,18 +272,18 @@ def _tell_padding(model: PreTrainedModel, pad: int) -> None:
 def _choose_trained(
     model: PreTrainedModel, roles: Roles, options: Finetune, *, from_random: bool
 ) -> None:
-    """Freezes what is not trained; of a model that began at random nothing may stay as it is."""
-    how, inside = options.train, list[str]()
+    """Freeze what is not trained; of a model that began at random nothing may stay as it is."""
+    how, paths = options.train, list[str]()
     if how == "auto":
         how = "all" if options.task or from_random else "blocks"
     if how == "blocks":
-        inside = [block.name for block in roles.blocks] + _paths(model, StructuredEmbedding)
+        paths = [block.name for block in roles.blocks] + _paths(model, StructuredEmbedding)
     elif how == "rewritten":
-        inside = _paths(model, *_REWRITTEN)
-        if not inside:
+        paths = _paths(model, *_REWRITTEN)
+        if not paths:
             hint = "train `blocks` or `all` of it instead"
             raise InputError("no layer of the model is rewritten", hint)
-    prefixes = tuple(f"{path}." for path in inside)
+    prefixes = tuple(f"{path}." for path in paths)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(how == "all" or name.startswith(prefixes))
 
@@ -413,7 +293,7 @@ def _paths(model: PreTrainedModel, *kinds: type[nn.Module]) -> list[str]:
 
 
 def drop_nothing(model: nn.Module) -> None:
-    """Turns dropout and layer dropping off, wherever a module has them."""
+    """Turn dropout and layer dropping off, wherever a module has them."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -425,7 +305,7 @@ def drop_nothing(model: nn.Module) -> None:
 def _sentences_and_task(
     source: SourceModel, options: Finetune, names: Iterable[str]
 ) -> tuple[SentenceEncoder, Task | None]:
-    """How sentences become embeddings, where that matters, and the task."""
+    """Pooling of sentences to embeddings, where that matters, and the task."""
     sentences = PLAIN
     if options.task == "sts":
         sentences = SentenceEncoder.of(source)
@@ -443,12 +323,13 @@ def _readers(
         return ()
     labels = label_names(model.config) if teaching.kind == "classes" else ()
     for teacher in teaching.readers if labels else ():
-        if (other := len(label_names(teacher.config))) != len(labels):
-            text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {other}"
+        if (count := len(label_names(teacher.config))) != len(labels):
+            text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {count}"
             raise InputError(text, _OTHER_TEACHER)
     length = options.data.max_length
-    made = [TextTeacher.of(own, length, teaching.kind, labels) for own in teaching.readers]
-    return tuple(made)
+    return tuple(
+        TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.readers
+    )
 
 
 def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
@@ -460,6 +341,8 @@ def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
             f"{other_kind or 'nothing'}",
             _OTHER_TEACHER,
         )
-    own, other = getattr(model.config, "num_labels", 0), getattr(teacher.config, "num_labels", 0)
-    if kind != "tokens" and own != other:
-        raise InputError(f"the model predicts {own} classes, its teacher {other}", _OTHER_TEACHER)
+    labels, taught = (getattr(item.config, "num_labels", 0) for item in (model, teacher))
+    if kind != "tokens" and labels != taught:
+        raise InputError(
+            f"the model predicts {labels} classes, its teacher {taught}", _OTHER_TEACHER
+        )

@@ -1,4 +1,4 @@
-"""What teachers say of whole texts: computed once before the first step, kept while a run lasts.
+"""Outputs of teachers for whole texts: computed before the first step, kept while a run lasts.
 
 Teachers read texts with their own tokenizers, so that they may be of any width and family. Of
 embeddings, those of several teachers stand beside each other: cosines of the joined vectors are the
@@ -8,8 +8,8 @@ mean of the teachers' cosines. Of classes it is the mean of their probabilities.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -78,7 +78,7 @@ class TextTeacher:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which outputs are kept: float16 leaves cosines four digits."""
+        """Type that outputs are kept in: float16 leaves cosines four digits."""
         return torch.float16 if self.kind == "vectors" else torch.float32
 
     def identity(self, texts: Iterable[Text]) -> str:
@@ -117,7 +117,7 @@ class TextTeacher:
         """
         rows, device = self.rows(texts), next(model.parameters()).device
         order = sorted(range(len(rows)), key=lambda row: -len(rows[row]["input_ids"]))
-        found: list[Tensor] = []
+        parts: list[Tensor] = []
         for start in range(0, len(order), _AT_ONCE):
             chosen = [rows[row] for row in order[start : start + _AT_ONCE]]
             batch = {
@@ -125,12 +125,12 @@ class TextTeacher:
             }
             output = model(**batch)
             if self.kind == "vectors":
-                found.append(
+                parts.append(
                     self.sentences(output.last_hidden_state.float(), batch["attention_mask"]).cpu()
                 )
             else:
-                found.append(output.logits.float().cpu())
-        computed = torch.cat(found)
+                parts.append(output.logits.float().cpu())
+        computed = torch.cat(parts)
         if not bool(computed.isfinite().all()):
             raise TrainingError(
                 f"the teacher `{self.source.id}` gives NaN or infinity for a text",
@@ -141,13 +141,14 @@ class TextTeacher:
         return computed[torch.tensor(order).argsort()].to(self.dtype)
 
 
+@dataclass(frozen=True, eq=False)
 class Targets:
-    """What teachers say of the texts of a run, by example. Use `Targets.of`."""
+    """Outputs of teachers for the texts of a run, by example. Use `Targets.of`."""
 
-    def __init__(self, table: Tensor, kind: Literal["vectors", "classes"]) -> None:
-        self.table, self.kind = table, kind  # (texts, width or classes)
-        self.mapped: Tensor | None = None  # embeddings in the student's space: (texts, width)
-        self._rows: dict[Encoded, Tensor] = {}  # of the table: (examples, texts of one)
+    kind: Literal["vectors", "classes"]
+    table: Tensor  # (texts, width or classes)
+    rows: Mapping[Encoded, Tensor]  # of the table: (examples, texts of one)
+    mapped: Tensor | None = None  # embeddings in the student's space: (texts, width)
 
     @classmethod
     def of(
@@ -160,7 +161,7 @@ class Targets:
         *,
         independent: bool = False,
     ) -> Targets:
-        """Read what is kept in the folder, and compute what is not; processes share the work.
+        """Read outputs that the folder has, and compute the others; processes share the work.
 
         Args:
             teachers: One or several, all for `vectors` or all for `classes`.
@@ -175,35 +176,35 @@ class Targets:
             TrainingError: A teacher gives NaN or infinity.
         """
         numbers: dict[Text, int] = {}
-        for own in data:
-            for example in own.texts or ():
+        for examples in data:
+            for example in examples.texts or ():
                 for text in example:
                     numbers.setdefault(text, len(numbers))
         texts = [*numbers]
         _check_room(teachers, len(texts))
         progress.stage("teachers read the texts", len(texts) * len(teachers), "texts")
         tables = [
-            torch.cat([*_kept(teacher, texts, folder, accelerator, progress)])
+            torch.cat([*_outputs_of(teacher, texts, folder, accelerator, progress)])
             for teacher in teachers
         ]
         kind = teachers[0].kind
-        made = cls(_joined(tables, kind, independent=independent), kind)
-        for own in data:
-            rows = [[numbers[text] for text in example] for example in own.texts or ()]
-            made._rows[own] = torch.tensor(rows)
-            own.tells_places = True
-        return made
+        rows: dict[Encoded, Tensor] = {}
+        for examples in data:
+            of_texts = [[numbers[text] for text in row] for row in examples.texts or ()]
+            rows[examples] = torch.tensor(of_texts)
+            examples.tells_places = True
+        return cls(kind, _joined(tables, kind, independent=independent), rows)
 
-    def observed(self, data: Encoded, places: Tensor, device: torch.device) -> Observed:
-        """What the teachers say of examples, as if they had been run.  # places: (examples,)."""
-        rows = self._rows[data][places.cpu()].flatten()
-        said = self.table[rows].to(device, torch.float32)
+    def observed(self, data: Encoded, indices: Tensor, device: torch.device) -> Observed:
+        """Outputs for examples, as if the teachers had been run.  # indices: (examples,)."""
+        rows = self.rows[data][indices.cpu()].flatten()
+        outputs = self.table[rows].to(device, torch.float32)
         if self.kind == "classes":
-            return Observed(SimpleNamespace(logits=said))
+            return Observed(SimpleNamespace(logits=outputs))
         mapped = None if self.mapped is None else self.mapped[rows].to(device)
-        return Observed(vectors=said, mapped=mapped)
+        return Observed(vectors=outputs, mapped=mapped)
 
-    def fit_map(self, data: Encoded, embed: Callable[[list[int]], Tensor], path: Path) -> None:
+    def fit_map(self, data: Encoded, embed: Callable[[list[int]], Tensor], path: Path) -> Targets:
         """Bring the teachers' embeddings into the student's space, as near as turning allows.
 
         They are projected on their own principal axes, as many as the student has (PCA about the
@@ -218,37 +219,37 @@ class Targets:
         """
         if not path.is_file():
             count = min(len(data), _FITTED)
-            own = embed([*range(count)]).double().cpu()
-            rows = self._rows[data][:count].flatten()
-            map_ = _turning(self.table, self.table[rows].double(), own)
+            student = embed([*range(count)]).double().cpu()
+            rows = self.rows[data][:count].flatten()
+            map_ = _turning(self.table, self.table[rows].double(), student)
             _write(path, "map", map_.float())
         map_ = load_file(path)["map"]
         parts = (normalize(part.float() @ map_, dim=-1) for part in self.table.split(2**14))
-        self.mapped = torch.cat([*parts])
+        return replace(self, mapped=torch.cat([*parts]))
 
 
-def _turning(table: Tensor, taught: Tensor, own: Tensor) -> Tensor:
+def _turning(table: Tensor, taught: Tensor, student: Tensor) -> Tensor:
     """Map of the teachers' space into the student's.  # (all, D), (n, D), (n, d) -> (D, d)."""
     moments = torch.zeros(table.shape[1], table.shape[1], dtype=torch.float64)
     for part in table.split(2**14):
         moments += part.double().mT @ part.double()
     _, axes = torch.linalg.eigh(moments)  # in ascending order
-    axes = axes.flip(-1)[:, : own.shape[1]]
-    left, sizes, right = torch.linalg.svd((taught @ axes).mT @ own, full_matrices=False)
+    axes = axes.flip(-1)[:, : student.shape[1]]
+    u, sizes, vh = torch.linalg.svd((taught @ axes).mT @ student, full_matrices=False)
     # Where texts are fewer than axes, nothing says where the others are to be turned to.
-    told = sizes > _LEAST * sizes.max()
-    return axes @ left[:, told] @ right[told]
+    nonzero = sizes > _LEAST * sizes.max()
+    return axes @ u[:, nonzero] @ vh[nonzero]
 
 
 def _check_room(teachers: Sequence[TextTeacher], count: int) -> None:
     sizes = [_width(teacher) * _SIZES[teacher.dtype] for teacher in teachers]
     needed = count * sum(sizes)
     if needed > MOST_BYTES:
-        most = MOST_BYTES // sum(sizes)
+        limit = MOST_BYTES // sum(sizes)
         raise InputError(
             f"what the teachers say of {count:,} texts takes {needed / 2**30:.1f} GiB, at most "
             f"{MOST_BYTES / 2**30:g} are kept",
-            f"train on fewer texts: `--samples {most:,}`".replace(",", ""),
+            f"train on fewer texts: `--samples {limit:,}`".replace(",", ""),
         )
 
 
@@ -259,7 +260,7 @@ def _width(teacher: TextTeacher) -> int:
     return int(getattr(config, "hidden_size", 0) or 1024)
 
 
-def _kept(
+def _outputs_of(
     teacher: TextTeacher,
     texts: Sequence[Text],
     folder: Path,
@@ -267,13 +268,14 @@ def _kept(
     progress: Progress,
 ) -> Iterator[Tensor]:
     """A teacher's outputs, chunk by chunk; which texts are in one does not depend on anything."""
-    place = folder / f"targets-{teacher.identity(texts)}"
+    subfolder = folder / f"targets-{teacher.identity(texts)}"
     firsts = range(0, len(texts), CHUNK)
-    files = [place / f"{first:09d}.outputs" for first in firsts]
-    own = [*zip(firsts, files, strict=True)][accelerator.process_index :: accelerator.num_processes]
-    if any(not file.is_file() for _, file in own):
+    files = [subfolder / f"{first:09d}.outputs" for first in firsts]
+    chunks = [*zip(firsts, files, strict=True)]
+    chunks = chunks[accelerator.process_index :: accelerator.num_processes]
+    if any(not file.is_file() for _, file in chunks):
         model = load_model(teacher.source, dtype=torch.float32, device=accelerator.device)
-        for first, file in own:
+        for first, file in chunks:
             chunk = texts[first : first + CHUNK]
             if not file.is_file():
                 _write(file, "outputs", teacher.outputs(model, chunk))
@@ -290,8 +292,8 @@ def _write(path: Path, name: str, value: Tensor) -> None:
     """Write a tensor to a file that has its name from the moment that it is complete."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path) as other:
-            save_file({name: value.contiguous()}, other)
+        with beside(path) as unfinished:
+            save_file({name: value.contiguous()}, unfinished)
     except Exception as error:  # safetensors wraps errors of the disk in its own
         raise TrainingError(
             f"what teachers say of texts cannot be written ({type(error).__name__}: "
@@ -301,14 +303,14 @@ def _write(path: Path, name: str, value: Tensor) -> None:
 
 
 def _joined(tables: Sequence[Tensor], kind: str, *, independent: bool) -> Tensor:
-    """One table of what several teachers say."""
+    """One table of the outputs of several teachers."""
     if len(tables) == 1:
         return tables[0]
     if kind == "vectors":
         return torch.cat([table / len(tables) ** 0.5 for table in tables], -1)
-    said = torch.stack([*tables]).double()
-    if said.shape[-1] == 1:
-        return said.mean(0).float()
+    scores = torch.stack([*tables]).double()
+    if scores.shape[-1] == 1:
+        return scores.mean(0).float()
     if independent:
-        return torch.logit(said.sigmoid().mean(0)).float()
-    return (said.log_softmax(-1).logsumexp(0)).float()
+        return torch.logit(scores.sigmoid().mean(0)).float()
+    return (scores.log_softmax(-1).logsumexp(0)).float()

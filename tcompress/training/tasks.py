@@ -37,11 +37,11 @@ class Task(ABC):
         self.sentences = sentences
 
     def prepare(self, examples: Examples) -> Examples:
-        """Completes examples as they are read."""
+        """Complete examples as they are read."""
         return examples
 
     def expand(self, examples: Examples, seed: int) -> Examples:
-        """Makes examples out of those that are trained, or validated, on."""
+        """Make examples out of those that are trained, or validated, on."""
         return examples
 
     def suited_to(self, labels: Classes) -> Task:
@@ -49,11 +49,11 @@ class Task(ABC):
         return self
 
     @abstractmethod
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
         """Sum of the loss over labels."""
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        """What is predicted for each example; for tasks that are validated by it."""
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
+        """Predictions for each example; for tasks that are validated by it."""
         raise NotImplementedError
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
@@ -70,11 +70,11 @@ class Classification(Task):
     validated = "accuracy"
     higher_is_better = True
 
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        return cross_entropy(_logits(seen), batch["labels"], reduction="sum")
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
+        return cross_entropy(_logits(outputs), batch["labels"], reduction="sum")
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        return _logits(seen).argmax(-1)
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
+        return _logits(outputs).argmax(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         return float((predictions == labels).double().mean())
@@ -99,12 +99,12 @@ class _Several(Classification):
 
     validated = "micro_f1"
 
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        logits = _logits(seen)
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
+        logits = _logits(outputs)
         return binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        return _logits(seen) > 0
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
+        return _logits(outputs) > 0
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         """F1 over all labels of all examples; 0 where none is right."""
@@ -126,18 +126,19 @@ class RankedClassification(Classification):
 
     validated = "auc"
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        return _logits(seen).softmax(-1)
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
+        return _logits(outputs).softmax(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         """A mean over the classes that can be told apart."""
         areas = []
         for index in [1] if predictions.shape[1] == 2 else range(predictions.shape[1]):
-            own = labels == index
-            if 0 < (inside := int(own.sum())) < len(own):
-                inner, outer = (predictions[where, index].double() for where in (own, ~own))
+            is_class = labels == index
+            if 0 < (count := int(is_class.sum())) < len(labels):
+                rows = (is_class, ~is_class)
+                inner, outer = (predictions[where, index].double() for where in rows)
                 ranked = mannwhitneyu(inner.numpy(), outer.numpy(), method="asymptotic")
-                areas.append(ranked.statistic / (inside * (len(own) - inside)))
+                areas.append(ranked.statistic / (count * (len(labels) - count)))
         return float(np.mean(areas)) if areas else 0.0
 
 
@@ -150,19 +151,19 @@ class VolumeClassification(RankedClassification):
 
 
 class ResponseSelection(RankedClassification):
-    """Whether the second text answers the first; most pairs are wrong, so accuracy says nothing."""
+    """A second text that answers the first, or not; most do not, so accuracy says nothing."""
 
     name = "response-selection"
     needs = Needs((2, 2))
     fewest_held = 2 * (WRONG_PAIRS + 1)
 
     def prepare(self, examples: Examples) -> Examples:
-        """Calls the pairs right ones; wrong ones come later, once data is held out."""
+        """Call the pairs right ones; wrong ones come later, once data is held out."""
         classes = ("other response", "right response")
         return replace(examples, targets=[1] * len(examples), labels=Classes(classes, (0, 1)))
 
     def expand(self, examples: Examples, seed: int) -> Examples:
-        """Adds pairs of each first text with second texts of others, as class 0."""
+        """Add pairs of each first text with second texts of others, as class 0."""
         (first, second), count = examples.texts, WRONG_PAIRS
         distinct = list(dict.fromkeys(second))
         if len(distinct) <= count:
@@ -172,10 +173,10 @@ class ResponseSelection(RankedClassification):
                 hint="give more pairs",
             )
         wrong = others(places_of(second, distinct), count, len(distinct), seed).flatten()
-        one = first + [text for text in first for _ in range(count)]
-        two = second + [distinct[index] for index in wrong.tolist()]
+        contexts = first + [text for text in first for _ in range(count)]
+        responses = second + [distinct[index] for index in wrong.tolist()]
         targets = [1] * len(first) + [0] * (count * len(first))
-        return replace(examples, texts=(one, two), targets=targets)
+        return replace(examples, texts=(contexts, responses), targets=targets)
 
 
 class Regression(Task):
@@ -187,11 +188,11 @@ class Regression(Task):
     validated = "spearman"
     higher_is_better = True
 
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        return (self.predictions(seen, batch) - batch["labels"]).square().sum()
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
+        return (self.predictions(outputs, batch) - batch["labels"]).square().sum()
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
-        return _logits(seen).squeeze(-1)
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
+        return _logits(outputs).squeeze(-1)
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         """Spearman's rank correlation; 0 where scores or predictions are constant."""
@@ -207,15 +208,15 @@ class Similarity(Regression):
     head = None
     needs = Needs((2, 2), target="score")
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
         """Cosines of the rows 2 i and 2 i + 1."""
-        rows = embedded(self.sentences, batch, seen)
+        rows = embedded(self.sentences, batch, outputs)
         first, second = rows.unflatten(0, (-1, 2)).unbind(1)
         return (first * second).sum(-1)
 
 
 class Forecasting(Regression):
-    """What comes next in a series, by squared error; validated by the mean absolute error."""
+    """Continuation of a series, by squared error; validated by the mean absolute error."""
 
     name = "forecasting"
     head = "forecasting"
@@ -223,9 +224,9 @@ class Forecasting(Regression):
     validated = "mae"
     higher_is_better = False
 
-    def predictions(self, seen: Observed, batch: Batch) -> Tensor:
+    def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
         """Forecasts.  # (examples, horizon, variables)."""
-        return seen.output.prediction_outputs.float()
+        return outputs.output.prediction_outputs.float()
 
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         return float((predictions - labels).abs().double().mean())
@@ -238,8 +239,8 @@ class CausalLM(Task):
     head: ClassVar[Head | None] = "causal-lm"
     needs = Needs((1, 1))
 
-    def loss(self, seen: Observed, batch: Batch) -> Tensor:
-        logits, labels = _logits(seen).flatten(0, 1), batch["labels"].flatten()
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
+        logits, labels = _logits(outputs).flatten(0, 1), batch["labels"].flatten()
         return cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
 
 
@@ -267,13 +268,13 @@ TASKS: dict[str, type[Task]] = {
 """All tasks by name."""
 
 
-def _logits(seen: Observed) -> Tensor:
-    assert seen.logits is not None  # the head was asked for when the model was loaded
-    return seen.logits.float()
+def _logits(outputs: Observed) -> Tensor:
+    assert outputs.logits is not None  # the head was asked for when the model was loaded
+    return outputs.logits.float()
 
 
 def masked(ids: Tensor, special: Tensor, mask_token: int, words: int, seed: list[int]) -> Batch:
-    """Masks tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any of `words`."""
+    """Mask tokens as BERT does: of 15 % chosen, 80 % by the mask, 10 % by any of `words`."""
     rng = np.random.default_rng(seed)
     draw = torch.from_numpy(rng.random(len(ids)))
     chosen = (draw < 0.15) & ~special

@@ -18,39 +18,39 @@ from tcompress.vocabulary.cut import cut_vocabulary
 
 
 def find_teachers(
-    asked: Sequence[str],
+    names: Sequence[str],
     manifest: Manifest | None,
     token: str | None = None,
     *,
     trust: bool = False,
     dense: SourceModel | None = None,
 ) -> list[SourceModel]:
-    """Open the teachers that are asked for; `dense` is `source`, where nothing is converted yet."""
-    problems, found = Problems(), list[SourceModel]()
-    for name in asked:
+    """Open teachers by name; `dense` is `source`, where nothing is converted yet."""
+    problems, teachers = Problems(), list[SourceModel]()
+    for name in names:
         with problems.collected():
             if name == "source" and manifest is None and dense is not None:
                 teacher: SourceModel | None = dense
             else:
                 teacher = find_teacher(name, manifest, token, trust=trust)
-            if teacher is None and len(asked) > 1:
+            if teacher is None and len(names) > 1:
                 raise InputError(
                     f"`{name}` is no teacher here: the model was not converted from another one",
                     "name its dense model by its folder, or leave it out",
                 )
-            found += [] if teacher is None else [teacher]
+            teachers += [] if teacher is None else [teacher]
     problems.report()
-    return found
+    return teachers
 
 
 def find_teacher(
-    asked: str, manifest: Manifest | None, token: str | None = None, *, trust: bool = False
+    name: str, manifest: Manifest | None, token: str | None = None, *, trust: bool = False
 ) -> SourceModel | None:
-    """Opens the teacher that is asked for: `source`, `none`, or a model."""
-    if asked == "none":
+    """Open a teacher: `source`, `none`, or a model."""
+    if name == "none":
         return None
-    if asked != "source":
-        return with_tokens_of(manifest, open_checked(asked, token=token, trust=trust))
+    if name != "source":
+        return with_tokens_of(manifest, open_checked(name, token=token, trust=trust))
     if manifest is None or not manifest.plan.compresses:
         return None
     facts = manifest.source
@@ -95,29 +95,31 @@ def _text(source: SourceModel) -> Any:
 
 
 def blocks_to_imitate(
-    student: Roles, teacher: Roles, asked: Sequence[int], depth: DepthPlan | None = None
+    student: Roles, teacher: Roles, blocks: Sequence[int], depth: DepthPlan | None = None
 ) -> list[int]:
-    """The teacher's block for each of the student's: as asked or planned, or at equal distances."""
-    own, others = len(student.blocks), len(teacher.blocks)
-    if not asked and depth is not None and (depth.kept, depth.blocks) == (own, others):
+    """The teacher's block for each of the student's: given, planned, or at equal distances."""
+    count, available = len(student.blocks), len(teacher.blocks)
+    if not blocks and depth is not None and (depth.kept, depth.blocks) == (count, available):
         return list(depth.target_blocks)
-    if not asked:
-        if own > others:
+    if not blocks:
+        if count > available:
             hint = "give a teacher with at least as many blocks"
-            raise InputError(f"the model has {own} blocks, but its teacher only {others}", hint)
-        return [(index + 1) * others // own - 1 for index in range(own)]
-    wrong = [index for index in asked if not 0 <= index < others]
-    if len(asked) != own or wrong or list(asked) != sorted(asked):
+            raise InputError(
+                f"the model has {count} blocks, but its teacher only {available}", hint
+            )
+        return [(index + 1) * available // count - 1 for index in range(count)]
+    wrong = [index for index in blocks if not 0 <= index < available]
+    if len(blocks) != count or wrong or list(blocks) != sorted(blocks):
         raise InputError(
-            f"`teacher_blocks` are {list(asked)}, expected {own} blocks from 0 to {others - 1} in "
-            "ascending order",
+            f"`teacher_blocks` are {list(blocks)}, expected {count} blocks from 0 to "
+            f"{available - 1} in ascending order",
             "one for each block of the model",
         )
-    return list(asked)
+    return list(blocks)
 
 
 def check_length(teacher: SourceModel, longest: int) -> None:
-    """Compares the tokens of the longest text with the positions that the teacher has."""
+    """Compare the tokens of the longest text with the positions that the teacher has."""
     limit = longest_text(teacher, inputs_of(teacher))
     if limit is not None and longest > limit:
         text = f"texts have up to {longest} tokens, but the teacher `{teacher.id}` takes {limit}"

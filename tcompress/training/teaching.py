@@ -1,4 +1,4 @@
-"""How teachers are imitated: one that is alike runs beside the student, others read texts first.
+"""Ways to imitate teachers: one that is alike runs beside the student, others read texts first.
 
 A teacher of the student's width and tokenizer shows it all that it computes. Of any other one only
 what is said of a whole text can be compared: embeddings, classes; or of the next token, where both
@@ -33,7 +33,7 @@ _PREDICTED = {
 _HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
 
 Kind = Literal["states", "logits", "vectors", "classes"]
-"""What is compared: all (`states`), tokens' `logits`; of whole texts `vectors` or `classes`."""
+"""Outputs that are compared: all (`states`), tokens' `logits`; `vectors` or `classes` of texts."""
 
 _COMPARABLE: dict[Kind, tuple[str, ...]] = {
     "logits": ("logits",),
@@ -63,13 +63,14 @@ class Teaching:
 
 
 def predicted(kind: type[PreTrainedModel]) -> str | None:
-    """What the logits of a class of models are about."""
-    found = (what for what, parts in _PREDICTED.items() if any(p in kind.__name__ for p in parts))
-    return next(found, None)
+    """Subject of the logits of a class of models."""
+    name = kind.__name__
+    subjects = (what for what, parts in _PREDICTED.items() if any(part in name for part in parts))
+    return next(subjects, None)
 
 
 def predicts(student: SourceModel, options: Finetune) -> str | None:
-    """What the student's logits are about once it has the head of its task."""
+    """Subject of the student's logits once it has the head of its task."""
     head = TASKS[options.task].head if options.task else None
     return predicted(student.model_class) if head is None else _HEADS.get(head, "classes")
 
@@ -95,8 +96,8 @@ def arranged(
     problems = Problems()
     kind = _kind(student, options)
     if kind is None:
-        said = [text for teacher in teachers for text in _all_differences(student, teacher)]
-        text = "; ".join(said) or "the model has several teachers"
+        texts = [text for teacher in teachers for text in _all_differences(student, teacher)]
+        text = "; ".join(texts) or "the model has several teachers"
         what = f"a `{student.model_class.__name__}`"
         if options.task is not None:
             what += f" with the task `{options.task}`"
@@ -122,22 +123,22 @@ def differences(student: SourceModel, teacher: SourceModel) -> list[str]:
     reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
     if reads != other_reads:
         return [f"the model reads `{reads}`, its teacher `{teacher.id}` `{other_reads}`"]
-    found = []
+    texts = []
     for name, words in (("hidden_size", "width"), ("vocab_size", "vocabulary")):
-        own, other = (_number(model, name) for model in (student, teacher))
-        if own is not None and other is not None and own != other:
-            found.append(f"the model has {words} {own:,}, its teacher `{teacher.id}` {other:,}")
-    if not found and not _same_pieces(student, teacher):
-        found.append(f"the model has another tokenizer than its teacher `{teacher.id}`")
-    return found
+        size, taught = (_number(model, name) for model in (student, teacher))
+        if size is not None and taught is not None and size != taught:
+            texts.append(f"the model has {words} {size:,}, its teacher `{teacher.id}` {taught:,}")
+    if not texts and not _same_pieces(student, teacher):
+        texts.append(f"the model has another tokenizer than its teacher `{teacher.id}`")
+    return texts
 
 
 def _fewer_blocks(student: SourceModel, teacher: SourceModel) -> list[str]:
     """Say that a teacher has not a block for each of the student's, if so."""
-    own, other = (_number(model, "num_hidden_layers") for model in (student, teacher))
-    if own is None or other is None or own <= other:
+    count, taught = (_number(model, "num_hidden_layers") for model in (student, teacher))
+    if count is None or taught is None or count <= taught:
         return []
-    return [f"the model has {own} blocks, but its teacher `{teacher.id}` only {other}"]
+    return [f"the model has {count} blocks, but its teacher `{teacher.id}` only {taught}"]
 
 
 def _all_differences(student: SourceModel, teacher: SourceModel) -> list[str]:
@@ -150,7 +151,7 @@ def _number(model: SourceModel, name: str) -> int | None:
 
 
 def _same_pieces(student: SourceModel, teacher: SourceModel) -> bool:
-    """Whether tokens mean the same to both; models without a tokenizer are taken at their word."""
+    """True if tokens mean the same to both; models without a tokenizer are taken at their word."""
     if student.model_class.main_input_name != "input_ids" or teacher.vocabulary is not None:
         return True
     files = [model.folder / "tokenizer.json" for model in (student, teacher)]
@@ -158,8 +159,7 @@ def _same_pieces(student: SourceModel, teacher: SourceModel) -> bool:
         if files[0].read_bytes() == files[1].read_bytes():
             return True
     with suppress(DataError):
-        own, other = (_pieces(model) for model in (student, teacher))
-        return own == other
+        return _pieces(student) == _pieces(teacher)
     return True
 
 
@@ -169,7 +169,7 @@ def _pieces(model: SourceModel) -> dict[str, int]:
 
 
 def _kind(student: SourceModel, options: Finetune) -> Kind | None:
-    """What can be compared with teachers that are not alike."""
+    """Outputs that can be compared with teachers that are not alike."""
     if student.model_class.main_input_name != "input_ids":
         return None
     what = predicts(student, options)
@@ -187,11 +187,11 @@ def _check(student: SourceModel, teacher: SourceModel, kind: Kind, options: Fine
     if kind == "vectors":
         _check_encoder(student, teacher)
         return
-    what, other = predicts(student, options), predicted(teacher.model_class)
-    if what != other and (what, other) != ("scores", "classes"):
+    what, taught = predicts(student, options), predicted(teacher.model_class)
+    if what != taught and (what, taught) != ("scores", "classes"):
         raise InputError(
             f"the objective `logits` compares predictions, but the model predicts {what}, its "
-            f"teacher `{teacher.id}`, a `{teacher.model_class.__name__}`, {other or 'nothing'}",
+            f"teacher `{teacher.id}`, a `{teacher.model_class.__name__}`, {taught or 'nothing'}",
             _OTHER_TASK,
         )
     if kind == "logits":
@@ -207,10 +207,10 @@ def _check_encoder(student: SourceModel, teacher: SourceModel) -> None:
             f"`{teacher.model_class.__name__}`, embeds none",
             "give an encoder, as sentence-transformers saves it",
         )
-    found = _all_differences(student, teacher)
-    if found and not SentenceEncoder.of(teacher).stated:
+    texts = _all_differences(student, teacher)
+    if texts and not SentenceEncoder.of(teacher).stated:
         raise InputError(
-            f"{'; '.join(found)}; embeddings could be compared, but `{teacher.id}` does not say "
+            f"{'; '.join(texts)}; embeddings could be compared, but `{teacher.id}` does not say "
             "how its tokens become one: it has no `modules.json`",
             f"{_ALIKE}, or an encoder with its pooling, as sentence-transformers saves it",
         )
@@ -221,10 +221,10 @@ def _check_vocabulary(student: SourceModel, teacher: SourceModel) -> None:
     if sizes[0] == sizes[1] and _same_pieces(student, teacher):
         return
     words = [f"{size:,}" if size is not None else "unknown" for size in sizes]
-    other = f"{words[1]}, as many but others" if sizes[0] == sizes[1] else words[1]
+    taught = f"{words[1]}, as many but others" if sizes[0] == sizes[1] else words[1]
     raise InputError(
         f"the objective `logits` compares tokens one by one, but the model has vocabulary "
-        f"{words[0]}, its teacher `{teacher.id}` {other}",
+        f"{words[0]}, its teacher `{teacher.id}` {taught}",
         "give a teacher with the model's own tokenizer",
     )
 
@@ -233,11 +233,11 @@ def _check_classes(student: SourceModel, teacher: SourceModel, options: Finetune
     head = TASKS[options.task].head if options.task else None
     if head is not None and not has_head(student, head):
         return  # its labels are those of the data, which are numbered like the teacher's
-    own, other = (label_names(model.config) for model in (student, teacher))
-    if order_of(own, other) is None:
+    labels, taught = (label_names(model.config) for model in (student, teacher))
+    if order_of(labels, taught) is None:
         raise InputError(
-            f"the model predicts {len(own)} classes ({few(own)}), its teacher `{teacher.id}` "
-            f"{len(other)} ({few(other)})",
+            f"the model predicts {len(labels)} classes ({few(labels)}), its teacher `{teacher.id}` "
+            f"{len(taught)} ({few(taught)})",
             _OTHER_TASK,
         )
 

@@ -1,4 +1,4 @@
-"""How near a student's embeddings are to those of teachers that read the texts by themselves."""
+"""Agreement of a student's embeddings with those of teachers that read the texts by themselves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def without_words(text: str, share: float) -> str:
     """
     words = text.split()
     drawn = np.random.default_rng([len(text), round(1000 * share)]).random(len(words))
-    left = [word for word, chance in zip(words, drawn, strict=True) if chance >= share]
-    return " ".join(left or words[:1]) or text
+    remaining = [word for word, chance in zip(words, drawn, strict=True) if chance >= share]
+    return " ".join(remaining or words[:1]) or text
 
 
 class TextComparison:
-    """Sums up by source how alike texts are to the teachers and to the student."""
+    """Likeness of texts to the teachers and to the student, summed up by source."""
 
     def __init__(self, sentences: SentenceEncoder) -> None:
         self._sentences = sentences
@@ -48,38 +48,38 @@ class TextComparison:
             What an affine map of the student's cosines, which changes no order, leaves of the
             teachers', squared: the mean of pairs of variants and of pairs of texts.
         """
-        own = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
+        student = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
         before, after = (
             normalize(vectors.double().cpu(), dim=-1).unflatten(0, (-1, VARIANTS))
-            for vectors in (taught, own)
+            for vectors in (taught, student)
         )
         self._vectors[source].append((before[:, 0], after[:, 0]))
-        one, weights = _cosines(before)
-        two, _ = _cosines(after)
-        one, two = (item - weights @ item for item in (one, two))
-        slope = (weights @ (one * two)) / (weights @ two.square()).clamp_min(1e-200)
-        return float(weights @ (one - slope.clamp_min(0.0) * two).square())
+        cosines, weights = _cosines(before)
+        fitted, _ = _cosines(after)
+        cosines, fitted = (item - weights @ item for item in (cosines, fitted))
+        slope = (weights @ (cosines * fitted)) / (weights @ fitted.square()).clamp_min(1e-200)
+        return float(weights @ (cosines - slope.clamp_min(0.0) * fitted).square())
 
     @property
     def agreement(self) -> dict[str, float]:
         """Rank correlation of the cosines of all texts with the teachers', by source."""
-        found: dict[str, float] = {}
+        correlations: dict[str, float] = {}
         for name, pairs in self._vectors.items():
             before, after = (torch.cat(side) for side in zip(*pairs, strict=True))
             rows = torch.triu_indices(len(before), len(before), 1).unbind()
-            one, two = ((vectors @ vectors.mT)[rows] for vectors in (before, after))
-            ranked = spearmanr(one, two).statistic if len(one) > 2 else np.nan
+            cosines, fitted = ((vectors @ vectors.mT)[rows] for vectors in (before, after))
+            ranked = spearmanr(cosines, fitted).statistic if len(cosines) > 2 else np.nan
             if not np.isnan(ranked):
-                found[name] = float(ranked)
-        return found
+                correlations[name] = float(ranked)
+        return correlations
 
 
 def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of variants of one text and of different texts, and weights of both halves."""
     first, second = torch.triu_indices(VARIANTS, VARIANTS, 1)
-    near = (vectors[:, first] * vectors[:, second]).sum(-1).flatten()
+    of_variants = (vectors[:, first] * vectors[:, second]).sum(-1).flatten()
     rows = torch.triu_indices(len(vectors), len(vectors), 1).unbind()
-    far = (vectors[:, 0] @ vectors[:, 0].mT)[rows]
-    parts = [part for part in (near, far) if len(part)]
+    of_texts = (vectors[:, 0] @ vectors[:, 0].mT)[rows]
+    parts = [part for part in (of_variants, of_texts) if len(part)]
     weights = [torch.full_like(part, 1 / (len(part) * len(parts))) for part in parts]
     return torch.cat(parts), torch.cat(weights)

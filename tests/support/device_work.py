@@ -21,9 +21,8 @@ from tcompress.hf.opening import pick_device
 from tcompress.planning.entries import Plan
 from tcompress.progress import Silent
 from tcompress.timing_model.clocks import LayerTimes, ModelClock
-from tcompress.training import mixing
+from tcompress.training import loop, mixing
 from tcompress.training.finetuning import Finetuned
-from tcompress.training.loop import Loop
 from tests.support import second_device
 from tests.support.conversions import (
     Made,
@@ -232,7 +231,7 @@ def _train(kind: str, models: Path, output: Path, **more: Any) -> Finetuned:
     if names := options.pop("teacher", None):
         options["teacher"] = [str(place / name) for name in names]
     mixes = patch.multiple(mixing, SHARES=(0.0, 0.5, 1.0), JUDGED=16)
-    with mixes if kind in _MIXED else patch.object(Loop, "_mixing", 0.0):
+    with mixes if kind in _MIXED else patch.object(loop, "mixing_validations", lambda _: 0.0):
         return train(place / options.pop("model"), output, data=data, **options)
 
 

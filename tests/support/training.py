@@ -23,6 +23,7 @@ from tcompress.training.finetuning import Finetuned, finetune
 from tcompress.training.losses import Losses
 from tcompress.training.setup import set_up
 from tcompress.training.teacher import find_teachers
+from tcompress.training.teacher_outputs import TeacherOutputs
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
 from tests.support.interrupted import die, until_killed
@@ -186,7 +187,9 @@ def losses_of(model: Path, **changes: Any) -> Losses:
     if options.gradient_checkpointing:
         setup.model.gradient_checkpointing_enable({"use_reentrant": False})
     AcceleratorState._reset_state(reset_partial_state=True)
-    made = Losses(setup, Accelerator(cpu=True), setup.model)
+    accelerator = Accelerator(cpu=True)
+    teachers = TeacherOutputs(setup, accelerator)
+    made = Losses(setup, accelerator, setup.model, teachers)
     made.prepare_objectives()
     setup.model.train()
     return made

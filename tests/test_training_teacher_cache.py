@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tcompress.training import kept
-from tcompress.training.kept import KeptOutputs
+from tcompress.training import teacher_cache
 from tcompress.training.objectives import Observed
+from tcompress.training.teacher_cache import TeacherCache
 
 LENGTHS = [3, 5, 1, 4]
 
@@ -39,7 +39,7 @@ class Teacher:
         return Observed(output, states, {"q": randn(longest, 4)})
 
 
-def _observed(store: KeptOutputs, teacher: Teacher, places: list[int]) -> Observed:
+def _observed(store: TeacherCache, teacher: Teacher, places: list[int]) -> Observed:
     return store.observed(torch.tensor(places), lambda: teacher(places))
 
 
@@ -58,7 +58,7 @@ def _rows(seen: Observed, places: list[int]) -> dict[int, list[Tensor]]:
 @pytest.mark.parametrize("classes", [(), (3,), (0, 3)])
 def test_texts_get_what_was_computed_first(tmp_path: Path, classes: tuple[int, ...]) -> None:
     teacher = Teacher(classes)
-    store = KeptOutputs(tmp_path / "new" / "kept", LENGTHS, logits=bool(classes))
+    store = TeacherCache(tmp_path / "new" / "kept", LENGTHS, logits=bool(classes))
     first = _rows(_observed(store, teacher, [1, 3]), [1, 3])
     exact = Teacher(classes)([1, 3])
     for own, wanted in zip(first.values(), _rows(exact, [1, 3]).values(), strict=True):
@@ -77,7 +77,7 @@ def test_texts_get_what_was_computed_first(tmp_path: Path, classes: tuple[int, .
 
 def test_texts_are_padded_as_the_batch_is(tmp_path: Path) -> None:
     """A batch may be cut into pieces, whose own texts may be shorter than its longest."""
-    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    store = TeacherCache(tmp_path / "kept", LENGTHS, logits=False)
     for _ in range(2):
         seen = store.observed(torch.tensor([0, 2]), lambda: Teacher()([0, 1]), 5)
         assert seen.states[0].shape == (2, 5, 6)
@@ -87,8 +87,8 @@ def test_texts_are_padded_as_the_batch_is(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
     teacher, later = Teacher(), Teacher()
     later.calls = 50
-    first = _observed(KeptOutputs(tmp_path / "kept", LENGTHS, logits=False), teacher, [0, 1, 2])
-    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    first = _observed(TeacherCache(tmp_path / "kept", LENGTHS, logits=False), teacher, [0, 1, 2])
+    store = TeacherCache(tmp_path / "kept", LENGTHS, logits=False)
     seen = _observed(store, later, [2, 1])  # to know of what shape they are
     assert_close(seen.states[0][1], first.states[0][1], rtol=0, atol=0)
     _observed(store, later, [0, 3])  # one of them is known
@@ -98,9 +98,9 @@ def test_a_run_that_goes_on_finds_them(tmp_path: Path) -> None:
 
 
 def test_without_room_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_BYTES", 100)
+    monkeypatch.setattr(teacher_cache, "MOST_BYTES", 100)
     teacher = Teacher()
-    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    store = TeacherCache(tmp_path / "kept", LENGTHS, logits=False)
     for calls in (1, 2):
         seen = _observed(store, teacher, [0, 1])
         assert teacher.calls == calls
@@ -112,16 +112,16 @@ def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept.os, "posix_fallocate", full, raising=False)
+    monkeypatch.setattr(teacher_cache.os, "posix_fallocate", full, raising=False)
     teacher = Teacher()
-    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    store = TeacherCache(tmp_path / "kept", LENGTHS, logits=False)
     for calls in (1, 2):
         _observed(store, teacher, [0, 1])
         assert teacher.calls == calls
 
 
 def test_two_stacks_are_not_kept(tmp_path: Path) -> None:
-    store = KeptOutputs(tmp_path / "kept", LENGTHS, logits=False)
+    store = TeacherCache(tmp_path / "kept", LENGTHS, logits=False)
     seen = Observed(None, [torch.zeros(2, 5, 4), torch.zeros(2, 7, 4)])
     runs: list[Any] = []
     for _ in range(2):

@@ -1,0 +1,238 @@
+"""Examples as a model's inputs: texts, windows, hidden words, pictures, volumes and series."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from tcompress.blockwise.output_sampler import LEFT_OUT
+from tcompress.data.encoding import TextEncoder, image_reader
+from tcompress.data.examples import Examples
+from tcompress.data.grids import as_input
+from tcompress.data.inputs import (
+    IGNORED,
+    SERIES,
+    VOLUMES,
+    Inputs,
+    frames_of,
+    grid_shape,
+    image_shape,
+    inputs_of,
+)
+from tcompress.data.pictures import decode
+from tcompress.data.sentences import PLAIN, SentenceEncoder
+from tcompress.errors import DataError
+from tcompress.models import SourceModel
+from tcompress.training.batches import Encoded, Row, Text
+from tcompress.training.tasks import Task, masked
+from tcompress.training.text_agreement import without_words
+
+COMPARED = 2**14  # tokens of each source that mixtures of weights are compared on
+
+
+@dataclass(frozen=True)
+class ExampleEncoder:
+    """Encoder of examples for a model and a task, if there is one. Use `ExampleEncoder.of`."""
+
+    source: SourceModel
+    task: Task | None
+    seed: int
+    inputs: Inputs
+    sentences: SentenceEncoder
+    texts: TextEncoder | None  # of a model that reads texts
+
+    @classmethod
+    def of(
+        cls, source: SourceModel, task: Task | None, seed: int, max_length: int
+    ) -> ExampleEncoder:
+        """Open the tokenizer of a model that reads texts.
+
+        Raises:
+            DataError: The model reads what cannot be trained on, or what the task has not.
+        """
+        inputs, model = inputs_of(source), source.model_class.__name__
+        _check_inputs(source, inputs)
+        # Healing reads texts as the encoder will, and so does a task that compares embeddings.
+        embeds = task is None or task.name == "sts"
+        sentences = SentenceEncoder.imitated(source) if embeds else PLAIN
+        texts = sentences.reader(source, inputs, max_length) if inputs.text else None
+        if task is not None:
+            grid = SERIES if task.needs.window else VOLUMES if task.needs.volume else None
+            if inputs.grid != grid:
+                what = {VOLUMES: "volumes", SERIES: "series", None: "neither volumes nor series"}
+                text = f"`{model}` reads {what[inputs.grid]}, its task {what[grid]}"
+                raise DataError(text, "choose another task, or a model for this one")
+        return cls(source, task, seed, inputs, sentences, texts)
+
+    @property
+    def model(self) -> str:
+        """Name of the model's class."""
+        return self.source.model_class.__name__
+
+    @property
+    def is_causal(self) -> bool:
+        """True of models that write text."""
+        return "CausalLM" in self.model or "LMHead" in self.model
+
+    def encode(self, examples: Examples, purpose: str) -> Encoded:
+        """Encode examples, of which there must be some for the purpose."""
+        encoded = self._encoded(examples) if len(examples) else None
+        if encoded is None or not len(encoded):
+            hint = "give more data, or other columns"
+            raise DataError(f"`{examples.name}` leaves nothing to {purpose}", hint)
+        return encoded
+
+    def by_source(self, parts: Iterable[Examples], *, variants: bool) -> dict[str, Encoded]:
+        """Encode the first examples of every source, which mixtures are compared on.
+
+        With `variants`, texts are followed by themselves without some of their words.
+        """
+        sources: dict[str, Encoded] = {}
+        for part in filter(len, parts):
+            encoded, same = self._encoded(part), 1
+            while (name := part.name if same == 1 else f"{part.name} ({same})") in sources:
+                same += 1  # files of one name, in several folders
+            if len(encoded):  # a few words may be too short to compare anything on
+                first = encoded.first(COMPARED)
+                sources[name] = self._with_variants(first) if variants else first
+        return sources
+
+    def _with_variants(self, held: Encoded) -> Encoded:
+        """Follow every text by itself without some of its words."""
+        assert self.texts is not None
+        columns = [[text for ((text, *_), *_) in held.texts or ()]]
+        columns += [[without_words(text, share) for text in columns[0]] for share in LEFT_OUT]
+        prompted = (self.sentences.default.before(column) for column in columns)
+        rows = [*zip(*map(self.texts.encode, prompted), strict=True)]
+        texts = [tuple((text,) for text in row) for row in zip(*columns, strict=True)]
+        chosen = [index for index, row in enumerate(rows) if all(row)]
+        return Encoded.of([rows[i] for i in chosen], texts=[texts[i] for i in chosen])
+
+    def _encoded(self, examples: Examples) -> Encoded:
+        if self.task is not None:
+            examples = self.task.expand(examples, self.seed)
+        name = None if self.task is None else self.task.name
+        if self.inputs.grid == SERIES:
+            return self._series(examples)
+        if self.inputs.grid is not None or self.texts is None:
+            read = self._picture_reader(examples)
+            labels = None if examples.targets is None else _targets_of(examples)
+            return Encoded([0] * len(examples), lambda index, _: [read(index)], labels)
+        # Of a model that writes text long texts may be cut anywhere.
+        if name == "causal-lm" or (name is None and self.is_causal):
+            return _windows(self.texts, examples, with_labels=name == "causal-lm")
+        if name == "masked-lm":
+            return _masked(self.texts, examples, self.seed)
+        return self._texts(self.texts, examples)
+
+    def _texts(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        pairs = self.task is not None and self.task.name == "sts"
+        prompted = [self.sentences.default.before(list(texts)) for texts in examples.texts]
+        columns = [(column,) for column in prompted] if pairs else [prompted]
+        encoded = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
+        plain = [*zip(*examples.texts, strict=True)]  # without prompts, which are the model's own
+        texts: list[tuple[Text, ...]] = (
+            [tuple((text,) for text in pair) for pair in plain]
+            if pairs
+            else [(pair,) for pair in plain]
+        )
+        labels = None
+        if examples.targets is not None:
+            labels = _targets_of(examples)
+            if pairs:
+                low, high = labels.min(), labels.max()
+                labels = (labels - low) / (high - low).clamp_min(1e-12)
+        elif not pairs:
+            texts = [text for text, rows in zip(texts, encoded, strict=True) if all(rows)]
+            encoded = [rows for rows in encoded if all(rows)]
+        if not all(all(rows) for rows in encoded):
+            hint = "remove rows with empty texts"
+            raise DataError(f"`{examples.name}` has texts without any token", hint)
+        return Encoded.of(encoded, labels, texts)
+
+    def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
+        """Make the function that reads a picture or a volume, by its index."""
+        volumes, images = examples.volumes, examples.images
+        if volumes is not None:
+            return lambda index: {VOLUMES: as_input(volumes[index])}
+        process = image_reader(self.source, needed=True)
+        channels, name = image_shape(self.source.config)[0], f"`{examples.name}`"
+        return lambda index: {"pixel_values": process(decode(images[index], channels, name))}
+
+    def _series(self, examples: Examples) -> Encoded:
+        windows = examples.windows
+        assert windows is not None  # the model reads series
+
+        def read(index: int, epoch: int) -> list[Row]:
+            row = {SERIES: windows.past(index)}
+            return [row if self.task is None else {**row, "labels": windows.future(index)}]
+
+        return Encoded([0] * len(windows), read)
+
+    def check_shape(self, examples: Examples) -> None:
+        """Compare volumes, or the variables of a series, with the model."""
+        shape = examples.shape
+        if shape is not None and shape != (expected := grid_shape(self.source, self.inputs)):
+            text = f"`{examples.name}` has inputs of shape {shape}, the model takes {expected}"
+            raise DataError(text, "give data of that shape, or a model for this one")
+
+
+def _check_inputs(source: SourceModel, inputs: Inputs) -> None:
+    how = "train it with its own scripts"
+    clips = inputs.image and frames_of(source.config)
+    what = "sound" if inputs.audio else "clips" if clips else ""
+    if inputs.image and inputs.text and not what:
+        what = "texts and pictures together"
+        how = "train its towers alone, or with their own scripts"
+    if what:
+        hint = f"{how}: a converted model is an ordinary model"
+        name = source.model_class.__name__
+        raise DataError(f"`{name}` takes {what}, which cannot be trained on yet", hint)
+
+
+def _windows(encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> Encoded:
+    """Texts one after another, cut into windows of equal length."""
+    end, stream = encoder.end, list[int]()
+    for ids in encoder.encode_whole(examples.texts[0]):
+        stream += ids if end is None or not ids or ids[-1] == end else [*ids, end]
+    rows: list[tuple[Row]] = []
+    for window in torch.tensor(stream, dtype=torch.long).split(encoder.limit):
+        # The last one is shorter; one that is too short to predict anything is dropped.
+        if len(window) > 1:
+            row = {"input_ids": window, "attention_mask": torch.ones_like(window)}
+            if with_labels:
+                row["labels"] = torch.cat([window[1:], window.new_tensor([IGNORED])])
+            rows.append((row,))
+    return Encoded.of(rows)
+
+
+def _masked(encoder: TextEncoder, examples: Examples, seed: int) -> Encoded:
+    """Texts with hidden words, others in every epoch."""
+    tokenizer = encoder.tokenizer
+    if tokenizer.mask_token_id is None:
+        hint = "choose the task `causal-lm`, or another model"
+        raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
+    special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
+    words = encoder.vocabulary or len(tokenizer)
+    rows = [row for row in encoder.encode(examples.texts[0]) if row]
+
+    def read(index: int, epoch: int) -> list[Row]:
+        ids, seeds = rows[index]["input_ids"], [seed, epoch, index]
+        hidden = masked(ids, torch.isin(ids, special), tokenizer.mask_token_id, words, seeds)
+        return [{**rows[index], **hidden}]
+
+    return Encoded([len(row["input_ids"]) for row in rows], read)
+
+
+def _targets_of(examples: Examples) -> Tensor:
+    """Targets of examples: (examples,), or with several labels marks (examples, classes)."""
+    if not examples.labels.several:
+        return torch.tensor(examples.targets)
+    marks = torch.zeros(len(examples), len(examples.labels))
+    for row, ids in enumerate(cast(list[tuple[int, ...]], examples.targets)):
+        marks[row, [*ids]] = 1.0
+    return marks

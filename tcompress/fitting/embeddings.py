@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, SourceError
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.layer_fits import WIDER, FittedLayer
 from tcompress.linalg.moments import is_finite, relative_error
 from tcompress.models import SourceModel, read_finite

@@ -141,7 +141,7 @@ def fit_on_data(
         inputs,
         plan,
         conversion.data,
-        whole=source if deeper else conversion.dense,
+        dense_source=source if deeper else conversion.dense,
         tables=tables,
         sampler=sampler,
     )

@@ -31,13 +31,13 @@ from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTabl
 
 @dataclass
 class BlockFitter:
-    """Walks two streams through the model and fits every block on the way."""
+    """A walk of two streams through the model, on which every block is fitted."""
 
     inputs: FitInputs
     plan: Plan
     data: CalibrationData  # batches held out are only measured on
     _: KW_ONLY
-    whole: SourceModel
+    dense_source: SourceModel
     """The dense model with all its blocks, where `inputs.source` lacks some. Its states are the
     targets, so that the blocks that stay make up for those that are gone."""
     tables: Mapping[str, StructuredEmbedding]
@@ -51,11 +51,11 @@ class BlockFitter:
         source = self.inputs.source
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
-        names = [block.name for block in roles_of(self.whole).blocks]
+        names = [block.name for block in roles_of(self.dense_source).blocks]
         head = self.sampler is not None
-        self._model = PartialModel(self.whole, names, self.inputs.device, head=head)
+        self._model = PartialModel(self.dense_source, names, self.inputs.device, head=head)
         for path, table in self.tables.items():
-            for name in (path, *tied_to(self.whole, path)):
+            for name in (path, *tied_to(self.dense_source, path)):
                 module = self._model.model.get_submodule(name)
                 if isinstance(module, nn.Embedding):  # the output head is never reached
                     branch = Branch(module, TiedTable(table, module))

@@ -49,7 +49,7 @@ Group = tuple[LayerPlan, ...]
 
 @dataclass(frozen=True, eq=False)
 class FitInputs:
-    """What fits need beside what the layers read.
+    """Statistics and settings of fits, all but what the layers read.
 
     Attributes:
         source: The dense model.
@@ -151,7 +151,7 @@ def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[...,
 
 @dataclass(frozen=True, eq=False)
 class BlockRewriter:
-    """Fits the layers of one block after the other, and runs copies of blocks with them.
+    """Maker of copies of blocks in which layers are replaced, as they are fitted one by one.
 
     Attributes:
         inputs: What fits need beside what the layers read.

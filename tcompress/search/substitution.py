@@ -76,13 +76,13 @@ class Substitute:
 
 @dataclass
 class SubstitutionWalk:
-    """Runs the dense model beside passes that differ from it in one substitute each.
+    """Passes that differ from the dense model's in one substitute each.
 
     A pass follows the dense one up to the block of its substitute, which is fitted there, and
     computes from there on.
 
     Attributes:
-        inputs: What fits need.
+        inputs: Statistics and settings of fits.
         attention: Plans of attentions that are replaced in the block of a substitute.
         data: What substitutes are fitted to, and judged by.
         sampler: Compares outputs.
@@ -180,13 +180,13 @@ def judged_batches(
     bytes_per_token: int,
 ) -> list[Mapping[str, Tensor]]:
     """Batches held out, cut to what is enough and to what all passes have memory for."""
-    places = [*data.holdout] or [*range(len(data.batches))]
-    batches = [data.batches[place] for place in places]
-    whole = [*map(extended, batches)]
-    samples = sum(len(next(iter(batch.values()))) for batch in whole)
-    tokens = sum(_tokens(batch) for batch in whole)
-    most = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
-    step = max(1, round(max(samples / JUDGED, tokens / most)))
+    indices = [*data.holdout] or [*range(len(data.batches))]
+    batches = [data.batches[index] for index in indices]
+    uncut = [*map(extended, batches)]
+    samples = sum(len(next(iter(batch.values()))) for batch in uncut)
+    tokens = sum(_tokens(batch) for batch in uncut)
+    limit = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
+    step = max(1, round(max(samples / JUDGED, tokens / limit)))
     cut = list[Mapping[str, Tensor]]()
     for batch in batches:
         size = len(next(iter(batch.values())))
@@ -253,7 +253,7 @@ def channel_substitutes(
 def in_question(
     substitutes: Sequence[Substitute], methods: Collection[str]
 ) -> dict[int, Substitute]:
-    """Pick those by these methods, by their place."""
+    """Pick those by these methods, by number."""
     return {n: item for n, item in enumerate(substitutes) if item.method in methods}
 
 
@@ -287,8 +287,8 @@ def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, floa
     """Compare what the output changes by with what was predicted.
 
     Args:
-        substitutes: All by the methods in question, by place.
-        changes: What the output changes by with those that were tried, by place.
+        substitutes: All by the methods in question, by number.
+        changes: Changes of the output with those that were tried, by number.
     """
     order = [*dict.fromkeys(item.block for item in substitutes.values())]
     tried = to_try(substitutes)
@@ -316,9 +316,9 @@ def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, floa
 
 
 def some_of(blocks: Sequence[str]) -> list[str]:
-    """Takes as many blocks as are tried, at equal distances, the first and the last one too."""
+    """Take as many blocks as are tried, at equal distances, the first and the last one too."""
     count = min(len(blocks), BLOCKS)
-    return [blocks[round(place)] for place in np.linspace(0, len(blocks) - 1, count)]
+    return [blocks[round(index)] for index in np.linspace(0, len(blocks) - 1, count)]
 
 
 def _between(factors: Mapping[int, float], index: int) -> float:
@@ -331,14 +331,14 @@ def _between(factors: Mapping[int, float], index: int) -> float:
 def count_of(
     block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
 ) -> int:
-    """Counts the substitutes of a block, by what it is made of alone."""
+    """Count the substitutes of a block, by what it is made of alone."""
     structured = without_width(methods)
-    found = len(_halves(block)) * len(structured)
+    count = len(_halves(block)) * len(structured)
     if WIDTH in methods:
-        whole = [whole_heads(item) for item in attentions if item.block == block.name]
-        joined = [*couplings(block), *filter(None, whole)]
-        found += sum(len(kept_sizes(coupling, fraction)) for coupling in joined)
-    return found
+        heads = [whole_heads(item) for item in attentions if item.block == block.name]
+        coupled = [*couplings(block), *filter(None, heads)]
+        count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)
+    return count
 
 
 def _halves(block: Block) -> list[list[Layer]]:
@@ -347,18 +347,18 @@ def _halves(block: Block) -> list[list[Layer]]:
     Those are apart since they may lose most different amounts: of a last attention that a mean is
     taken over the values cost a hundred times what the scores do.
     """
-    joined = [{*own.layers} for own in couplings(block)]
-    known = set[Layer]().union(*joined)
-    joined += [{*group} - known for group in block.groups]
-    found: list[set[Layer]] = []
-    for half in filter(None, joined):
-        for other in [other for other in found if other & half]:
-            found.remove(other)
-            half |= other
-        found.append(half)
-    return [[layer for layer in block.layers if layer in half] for half in found]
+    linked = [{*coupling.layers} for coupling in couplings(block)]
+    coupled = set[Layer]().union(*linked)
+    linked += [{*group} - coupled for group in block.groups]
+    halves: list[set[Layer]] = []
+    for half in filter(None, linked):
+        for overlapping in [earlier for earlier in halves if earlier & half]:
+            halves.remove(overlapping)
+            half |= overlapping
+        halves.append(half)
+    return [[layer for layer in block.layers if layer in half] for half in halves]
 
 
 def _shares_factors(entry: LayerPlan) -> bool:
     layouts = (layout for part in entry.parts for layout in part.terms)
-    return any(isinstance(structure(own.structure), SharesFactors) for own in layouts)
+    return any(isinstance(structure(layout.structure), SharesFactors) for layout in layouts)

@@ -65,6 +65,7 @@ class Flag:
         positional: Whether it is an argument.
         whole: Whether, of several sets of options, the name alone is typed.
         off: Whether recipes and keywords alone set it.
+        limits: What it limits, of a budget.
     """
 
     names: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Flag:
     positional: bool = False
     whole: bool = False
     off: bool = False
+    limits: Any = None
 
     def __call__(self, schema: dict[str, Any]) -> None:
         """Adds nothing to a JSON schema; pydantic calls what it keeps beside a field."""

@@ -1,17 +1,14 @@
 """A structure is three files: the example of CONTRIBUTING.md, added to a copy of the package."""
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.copied_tree import copied, example, in_tree
+
 FILES = (
     "tcompress/structures/blockdiag.py",
     "tcompress/structures/__init__.py",
@@ -62,31 +59,13 @@ print(json.dumps(done))
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package and its tests with the three blocks of the document put where they belong."""
-    folder = tmp_path_factory.mktemp("tree")
-    for name in ("tcompress", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    blocks = dict(re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    folder = copied(tmp_path_factory.mktemp("tree"))
+    blocks = example("## Add a structure")
     assert tuple(blocks) == FILES
     for name, code in blocks.items():
         with (folder / name).open("a", encoding="utf-8") as file:
             file.write(code)
     return folder
-
-
-def in_tree(tree: Path, *arguments: object, **environment: str) -> str:
-    """Runs Python on the copy."""
-    done = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=tree,
-        env={**os.environ, "PYTHONPATH": str(tree), **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.slow

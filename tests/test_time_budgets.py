@@ -23,12 +23,13 @@ from tcompress.latency.passes import Pass
 from tcompress.latency.predicted import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.convert_options import Budget
+from tcompress.options.budgets import Budget
 from tcompress.planning.entries import Form, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import predictions
 from tcompress.search.knapsack import allocate_within
-from tcompress.search.layer_times import TimeGoal
+from tcompress.search.layer_times import Time
+from tcompress.search.resources import Goal
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
 from tests.support.cli import run
 from tests.support.conversions import make
@@ -149,7 +150,8 @@ def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
         return [1 / (0.1 + extra * room * 1e-9)]
 
     clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
-    goal = TimeGoal(Budget("speedup", 4), clock, round(0.1e9))
+    time = Time(clock, times=Mock(), entries={}, threads=1)
+    goal = Goal(time, Budget("speedup", 4), round(0.1e9))
     solve: Any = int  # a plan is its room
     _, speed = goal.reach(solve, least=1_000_000)
     assert 4 * 0.98 <= speed <= 4 * 1.06

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, Literal
 
@@ -24,6 +23,18 @@ from tcompress.fields import (
     read_factors,
     read_kept,
 )
+from tcompress.options.budgets import (
+    Budget,
+    Bytes,
+    Limit,
+    Parameters,
+    Speedup,
+    bytes_of,
+    declare,
+    milliseconds_of,
+    parameters_of,
+    speedups_of,
+)
 from tcompress.options.method_options import (
     AnyMethod,
     AttentionSpec,
@@ -35,97 +46,6 @@ from tcompress.structures import Spec
 
 Positions = Literal["host", "standard", "linear", "exponential", "harmonic", "learned"]
 Norm = Literal["host", "tensor"]
-
-# How large a conversion may come out, or how much it may lose: one of several ways to say it.
-
-BudgetKind = Literal[
-    "target", "target_params", "target_bytes", "speedup", "latency", "max_error", "max_loss", "tol"
-]  # fmt: skip
-
-_PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = {
-    "B": 1,
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMG", 1)},
-    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
-}
-_MOST = 10**15  # more than any model has, and small enough to count with
-
-Parameters = (
-    Annotated[int, Field(gt=0, le=_MOST)]
-    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?[KMB]?$", examples=["30M"])]
-)
-Bytes = (
-    Annotated[int, Field(gt=0, le=_MOST)]
-    | Annotated[str, Field(pattern=r"^[0-9]{1,15}(\.[0-9]{1,15})?([KMG]i?)?B$", examples=["60MB"])]
-)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A limit: the option that sets it, and its number (of an error or fraction, or a count)."""
-
-    kind: BudgetKind
-    limit: float
-
-    @property
-    def is_size(self) -> bool:
-        """Whether it limits a size, which shapes alone tell."""
-        return self.kind in ("target", "target_params", "target_bytes")
-
-    @property
-    def is_time(self) -> bool:
-        """Whether it limits the time of a pass, which has to be measured."""
-        return self.kind in ("speedup", "latency")
-
-    @property
-    def is_error(self) -> bool:
-        """Whether it limits an error."""
-        return self.kind in ("max_error", "max_loss", "tol")
-
-    @property
-    def is_fraction(self) -> bool:
-        """Whether it is a share of the rewritten layers; other sizes are of the whole model."""
-        return self.kind == "target"
-
-    @property
-    def limits_each(self) -> bool:
-        """Whether it limits the error of each layer; other errors are sums over all layers."""
-        return self.kind == "tol"
-
-    @property
-    def unit(self) -> str:
-        """What a size counts."""
-        return "bytes" if self.kind == "target_bytes" else "parameters"
-
-    def __str__(self) -> str:
-        """Writes it as an option, such as `--target-params 30,000,000`."""
-        counts = self.is_size and not self.is_fraction
-        number = f"{self.limit:,.0f}" if counts else f"{self.limit:g}"
-        number += "ms" if self.kind == "latency" else ""
-        return f"--{self.kind.replace('_', '-')} {number}"
-
-
-def parameters_of(text: int | str) -> int:
-    """Reads a number of parameters such as `30M`."""
-    return _count(text, _PARAMETERS)
-
-
-def bytes_of(text: int | str) -> int:
-    """Reads a number of bytes such as `60MB` or `60MiB`."""
-    return _count(text, _BYTES)
-
-
-def milliseconds_of(text: str) -> float:
-    """Reads a time such as `5ms` or `0.2s`."""
-    return float(text[:-2]) if text.endswith("ms") else 1e3 * float(text[:-1])
-
-
-def _count(text: int | str, units: Mapping[str, int]) -> int:
-    if isinstance(text, int):
-        return text
-    unit = text.lstrip("0123456789.")
-    return int(float(text.removesuffix(unit)) * units.get(unit, 1))
-
 
 GOAL, METHOD, OUTPUT = "Goal", "Method", "Output"
 BLOCKS = "Blocks, embeddings and training from scratch"
@@ -219,7 +139,6 @@ class Calibration(Section):
         return self.model_copy(update={"max_length": longest})
 
 
-Speedup = Annotated[float, Field(gt=1, le=1000)]
 Channels = Annotated[int, Field(gt=0)] | Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -269,12 +188,6 @@ DEPTH = ("keep_layers", "drop_layers", "append_layers")
 
 WIDTHS = ("keep_neurons", "head_size")
 """Fields that say how many channels stay."""
-
-TIMES = ("speedup", "latency")
-SIZES = ("target", "target_params", "target_bytes")
-ERRORS = ("max_error", "max_loss")
-BUDGETS = (*SIZES, *TIMES, *ERRORS)
-"""Fields that say how large or slow a model may be, or what it may lose."""
 
 TWO_SIZES = "`rank` and `{}` are given together, and each sets the size; allowed is one of them"
 
@@ -371,13 +284,18 @@ class Convert(Section):
         metavar="data|N",
     )
     target: float | None = option(
-        None, "kept fraction of the rewritten layers' parameters", panel=GOAL, **FRACTION
+        None,
+        "kept fraction of the rewritten layers' parameters",
+        panel=GOAL,
+        **FRACTION,
+        limits=Limit("size", share=True),
     )
     target_params: Parameters | None = option(
         None,
         "most parameters of the whole model, such as `30M`; in place of `target`",
         panel=GOAL,
         metavar="N|30M",
+        limits=Limit("size", read=parameters_of, written="{:,.0f}"),
     )
     target_bytes: Bytes | None = option(
         None,
@@ -385,6 +303,7 @@ class Convert(Section):
         "files, some kilobytes, come on top",
         panel=GOAL,
         metavar="60MB",
+        limits=Limit("size", "bytes", bytes_of, "{:,.0f}"),
     )
     speedup: Speedup | tuple[Speedup, ...] | None = option(
         None,
@@ -395,6 +314,7 @@ class Convert(Section):
         panel=GOAL,
         metavar="FACTOR,...",
         read=read_factors,
+        limits=Limit("resource", "nanoseconds", speedups_of),
     )
     latency: str | None = option(
         None,
@@ -403,6 +323,7 @@ class Convert(Section):
         metavar="5ms",
         pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?m?s$",
         examples=["5ms"],
+        limits=Limit("resource", "nanoseconds", milliseconds_of, "{:g}ms"),
     )
     at: str | None = option(
         None,
@@ -423,6 +344,7 @@ class Convert(Section):
         "out; without data of the weights alone; in place of `target`",
         panel=GOAL,
         **FRACTION,
+        limits=Limit("error"),
     )
     max_loss: float | None = option(
         None,
@@ -432,6 +354,7 @@ class Convert(Section):
         "found, or with `at` the fastest",
         panel=GOAL,
         **FRACTION,
+        limits=Limit("error"),
     )
     allocation: Literal["loss", "uniform"] = option(
         "loss",
@@ -595,7 +518,8 @@ class Convert(Section):
         if tol_of(self.method) is not None:
             given.append("tol")
         times, others = (
-            [name for name in given if (name in TIMES) == timed] for timed in (True, False)
+            [name for name in given if (name in RESOURCES) == measured]
+            for measured in (True, False)
         )
         for names in (times, others):
             if len(names) > 1:
@@ -604,12 +528,13 @@ class Convert(Section):
         if times and others and others[0] not in SIZES:
             yield f"`{times[0]}` and `{others[0]}` are given together; allowed is one of them"
         if times and self.calibration.is_none:
-            yield f"`{times[0]}` shares time out by what is lost: choose a calibration source"
+            what = "time" if times[0] in TIMES else _LIMITS[times[0]].unit
+            yield f"`{times[0]}` shares {what} out by what is lost: choose a calibration source"
         if times and self.init == "random":
             yield f"`{times[0]}` is about trained weights: with `init: random` give a target"
         if times and (self.chooses_depth or getattr(self.method, "shares_factors", False)):
             yield f"`{times[0]}` sizes layers one by one: give a target instead"
-        if (self.at or self.threads) and not times and self.max_loss is None:
+        if (self.at or self.threads) and not {*times} & {*TIMES} and self.max_loss is None:
             yield "`at` and `threads` say at which pass time counts: give `speedup` or `latency`"
         if self.max_loss is not None and self.calibration.is_none:
             yield "`max_loss` is measured on data: choose a calibration source"
@@ -636,7 +561,7 @@ class Convert(Section):
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if self.fixes_width and self.method is not None and self.method.shares_factors:
             yield "factors are shared between weights of all channels: leave `share` out"
-        if self.fixes_width and (self._only_predicted or self.time_budget):
+        if self.fixes_width and (self._only_predicted or self.resource_budget):
             yield "`keep_neurons` and `head_size` leave nothing to such a budget: give a target"
         if self.fixes_width and self.init == "random":
             yield (
@@ -747,20 +672,17 @@ class Convert(Section):
 
     @property
     def budget(self) -> Budget | None:
-        """What limits the size, or the error, if anything does."""
-        if self.target_params is not None:
-            return Budget("target_params", parameters_of(self.target_params))
-        if self.target_bytes is not None:
-            return Budget("target_bytes", bytes_of(self.target_bytes))
-        if self.target is not None:
-            return Budget("target", self.target)
-        if self.max_error is not None:
-            return Budget("max_error", self.max_error)
-        if self.max_loss is not None:
-            return Budget("max_loss", self.max_loss)
+        """What limits the size, or the error, if anything does; else a resource."""
+        for name in (*reversed(SIZES), *ERRORS):
+            if (budget := self._budget_of(name)) is not None:
+                return budget
         if (tol := tol_of(self.method)) is not None:
             return Budget("tol", tol)
-        return self.time_budget
+        return self.resource_budget
+
+    def _budget_of(self, name: str) -> Budget | None:
+        value = getattr(self, name)
+        return None if value is None else Budget(name, _LIMITS[name].read(value))
 
     @property
     def speedups(self) -> tuple[float, ...]:
@@ -774,13 +696,16 @@ class Convert(Section):
         return self.time_budget is not None or (self.max_loss is not None and self.at is not None)
 
     @property
+    def resource_budget(self) -> Budget | None:
+        """What limits something that has to be measured, alone or beside a size."""
+        budgets = (self._budget_of(name) for name in RESOURCES)
+        return next((budget for budget in budgets if budget is not None), None)
+
+    @property
     def time_budget(self) -> Budget | None:
         """What limits the time of a pass, alone or beside a size."""
-        if self.speedup is not None:
-            return Budget("speedup", min(self.speedups))
-        if self.latency is not None:
-            return Budget("latency", milliseconds_of(self.latency))
-        return None
+        budget = self.resource_budget
+        return budget if budget is not None and budget.kind in TIMES else None
 
     def with_target(self, target: float | None, method: Spec | None = None) -> Convert:
         """The same with a kept fraction in place of any other budget, and maybe another method."""
@@ -802,7 +727,7 @@ class Convert(Section):
     @property
     def _only_predicted(self) -> bool:
         """Whether nothing but a prediction can tell what layers become."""
-        follows = self.time_budget or (self.budget is not None and self.budget.is_error)
+        follows = self.resource_budget or (self.budget is not None and self.budget.is_error)
         return bool(follows) or isinstance(self.method, AutoSpec)
 
     @property
@@ -819,3 +744,13 @@ class Convert(Section):
         if self.narrows:
             return True
         return self.by_loss or (self._asks_for_loss if weighs is None else weighs)
+
+
+_LIMITS = declare(Convert)
+SIZES, RESOURCES, ERRORS = (
+    tuple(name for name, limit in _LIMITS.items() if limit.what == what)
+    for what in ("size", "resource", "error")
+)
+TIMES = tuple(name for name in RESOURCES if _LIMITS[name].unit == "nanoseconds")
+BUDGETS = (*SIZES, *RESOURCES, *ERRORS)
+"""Fields that say how large or slow a model may be, or what it may lose."""

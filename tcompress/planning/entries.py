@@ -12,7 +12,7 @@ from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
 from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.vocabulary import Vocabulary
-from tcompress.options.convert_options import Budget, BudgetKind
+from tcompress.options.budgets import Budget
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.experts import child_of
@@ -327,7 +327,7 @@ class Coverage(Frozen):
 class BudgetPlan(Frozen):
     """What a conversion may keep, and how it was spent; errors are relative to leaving all out."""
 
-    kind: BudgetKind
+    kind: str  # name of the option
     limit: float  # a fraction, a number of parameters or bytes, or an error
     chosen: Literal["uniform", "loss", "later"]
     """How layers got their sizes: alike, by predicted loss, or not yet (those planned stand in)."""

@@ -256,7 +256,7 @@ def is_open_ended(budget: BudgetPlan | None) -> bool:
     """Whether sizes follow from what is measured when converting: a goal of time or agreement."""
     if budget is None or budget.chosen != "later":
         return False
-    return budget.asked.is_time or budget.asked.kind == "max_loss"
+    return budget.asked.is_resource or budget.asked.kind == "max_loss"
 
 
 def budget_rows(budget: BudgetPlan | None) -> list[Row]:

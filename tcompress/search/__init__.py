@@ -2,7 +2,8 @@
 
 `search` is the whole way and calls the others in order: `predictions` lists the candidates of
 `table` (of one layer `predict`, of several `width`, of word embeddings `bits`), `substitution`
-corrects their losses, `layer_times` gives them times, `budgets` spends the limits with `knapsack`.
+corrects their losses, `resources` and `layer_times` say what they take, `budgets` spends limits
+with `knapsack`.
 `trials` compares answers; `depth_search`, `loss_search` and `plain_width` look for one number.
 Open `search.py` first.
 """

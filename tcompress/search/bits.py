@@ -28,7 +28,8 @@ from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
 from tcompress.planning.storage import TABLE_RANKS
-from tcompress.search.table import BYTES, NANOSECONDS, Candidate, Site
+from tcompress.search.resources import RESOURCES
+from tcompress.search.table import BYTES, Candidate, Site
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -121,7 +122,7 @@ def table_site(
     for form, size in zip(forms, sizes, strict=True):
         plain = form == TableForm()
         change = 0.0 if plain else walk.change(dict(_tables(source, form, data, device)))
-        costs = {BYTES: size - min(sizes), NANOSECONDS: 0}
+        costs = {**dict.fromkeys(RESOURCES, 0), BYTES: size - min(sizes)}
         candidates.append(TableCandidate("", (), max(0.0, change) / unit, costs, form))
         advance("as it is" if plain else f"{form.rounding}")
     dense = candidates[0].costs

@@ -10,7 +10,7 @@ from math import fsum
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.convert_options import Budget
+from tcompress.options.budgets import Budget
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
@@ -57,7 +57,7 @@ class BudgetProblem:
         groups: Its layers, those together that read one input.
         predictions: What may be chosen from.
         table: What the word embedding may become, where that is chosen too.
-        room: Nanoseconds that the sites may take, where time is limited too, or alone.
+        room: What the sites may take of a resource that is limited too, or alone, by its unit.
     """
 
     recipe: Convert
@@ -66,7 +66,7 @@ class BudgetProblem:
     groups: Sequence[Sequence[LayerPlan]]
     predictions: Predictions
     table: TableSite | None = None
-    room: int | None = None
+    room: tuple[str, int] | None = None
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.
@@ -104,15 +104,15 @@ class BudgetProblem:
     def _of(self, layers: tuple[Site, ...]) -> BudgetProblem:
         return replace(self, predictions=replace(self.predictions, layers=layers))
 
-    def least_time(self, methods: Sequence[str]) -> int:
-        """Return nanoseconds that the fastest candidates of these methods take."""
+    def least(self, methods: Sequence[str], unit: str) -> int:
+        """Return what the candidates of these methods take that take least of a resource."""
         sites = self.sites(methods, may_stay=True)
-        return sum(min(item.costs[NANOSECONDS] for item in site.every) for site in sites)
+        return sum(min(item.costs[unit] for item in site.every) for site in sites)
 
     def solve(self, methods: Sequence[str]) -> Answer:
         """Spend the budget on candidates of these methods."""
-        if self._budget.is_time:
-            return self._in_time(methods)
+        if self._budget.is_resource:
+            return self._in_room(methods)
         if not self._budget.is_error:
             return self._within(methods)
         limit = self._budget.limit
@@ -129,9 +129,9 @@ class BudgetProblem:
             return Answer(plan, allocation.loss, allocation.cost)
         return Answer(plan, allocation.loss, plan.structured_rewritten + self._dense_left(plan))
 
-    def _in_time(self, methods: Sequence[str]) -> Answer:
+    def _in_room(self, methods: Sequence[str]) -> Answer:
         assert self.room is not None
-        allocation = self._allocated(self.sites(methods, may_stay=True), self.room)
+        allocation = self._allocated(self.sites(methods, may_stay=True), self.room[1])
         return Answer(self._plan(allocation), allocation.loss, allocation.cost)
 
     def _within(self, methods: Sequence[str]) -> Answer:
@@ -204,11 +204,11 @@ class BudgetProblem:
             return uniform(sites, room / sum(site.dense[resource] for site in sites), resource)
         budget = self.recipe.budget
         try:
-            if self.room is not None and not self._budget.is_time:
-                return allocate_within(sites, {resource: room, NANOSECONDS: self.room})
+            if self.room is not None and not self._budget.is_resource:
+                return allocate_within(sites, {resource: room, **dict([self.room])})
             return allocate(sites, room, resource)
         except PlanError as error:
-            if budget is None or budget.is_fraction or budget.is_time:
+            if budget is None or budget.is_fraction or budget.is_resource:
                 raise
             least = sum(min(item.costs[resource] for item in site.every) for site in sites)
             limit, spent = self._limits()
@@ -240,10 +240,10 @@ class BudgetProblem:
 
     @property
     def _resource(self) -> str:
-        """What candidates cost; beside a size, time is a second cost."""
-        if self._budget.is_time or (self._budget.is_error and self.recipe.counts_time):
-            return NANOSECONDS
-        return self._budget.unit if self._budget.is_size else PARAMETERS
+        """What candidates cost; beside a size, a limited resource is a second cost."""
+        if self._budget.is_error:
+            return NANOSECONDS if self.recipe.counts_time else PARAMETERS
+        return self._budget.unit
 
     @property
     def _alike(self) -> bool:

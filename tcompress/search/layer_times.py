@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from typing import Any
 
 import torch
 
 from tcompress.errors import PlanError
+from tcompress.latency.paired_timing import threads
 from tcompress.latency.predicted import (
     USUAL_PASS,
     LayerTimes,
@@ -19,17 +20,15 @@ from tcompress.latency.predicted import (
 )
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.convert_options import Budget
+from tcompress.options.budgets import Budget
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.search.predictions import Predictions
+from tcompress.search.resources import Resource
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
 from tcompress.search.width import forms_of
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
-TRIES = 3  # plans of one answer, each with the time that the last one missed made up for
-CLOSE = 0.02  # of the speed asked for: no better plan is looked for
-FAR = 0.1  # of the speed asked for, below it: perhaps it cannot be reached
 
 _NANO = 1e9
 
@@ -40,16 +39,71 @@ def clock_of(source: SourceModel, recipe: Convert, device: torch.device) -> Mode
     return ModelClock(source, work, device, dtype, named=recipe.at is not None)
 
 
+def speedup_asked(budget: Budget, clock: ModelClock) -> float:
+    """Return how many times as fast as the dense model a pass is to be."""
+    return budget.limit if budget.kind == "speedup" else 1e3 * clock.seconds / budget.limit
+
+
 @dataclass(frozen=True)
-class CandidateTimes:
-    """Times of the candidates of one model."""
+class Time(Resource):
+    """Time of a pass: layers are timed by themselves, planned models as a whole."""
+
+    unit = NANOSECONDS
+    stage = "timing layers"
 
     clock: ModelClock
     times: LayerTimes
     entries: Mapping[str, LayerPlan]  # by weight name in the checkpoint
+    threads: int | None
 
-    def timed(self, predictions: Predictions) -> Predictions:
+    @classmethod
+    def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Time:
+        """Time the dense model in the pass that a recipe is about."""
+        entries = {entry.key: entry for entry in plan.layers if entry.kind != "experts"}
+        width = min(entry.in_features for entry in entries.values())
+        with threads(recipe.threads):
+            clock = clock_of(source, recipe, device)
+            return cls(clock, clock.layer_times(width), entries, recipe.threads)
+
+    @property
+    def whole(self) -> float:
+        """Nanoseconds of the dense model."""
+        return _NANO * self.clock.seconds
+
+    @property
+    def where(self) -> str:
+        """The pass, for people."""
+        return str(self.clock.work)
+
+    def ratios(self, *plans: Plan) -> list[float]:
+        """Measure how many times as fast as the dense model such models are, weights aside."""
+        with threads(self.threads):
+            return self.clock.speedups(*plans)
+
+    def asked(self, budget: Budget) -> float:
+        """Return how many times as fast a pass is to be."""
+        return speedup_asked(budget, self.clock)
+
+    def facts(self, ratio: float) -> dict[str, Any]:
+        """Name what was measured, for the budget of a plan."""
+        return {"speedup": ratio, "at": self.where, "seconds": self.clock.seconds}
+
+    def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
+        """Say how fast the model can be at most, and what that would lose."""
+        error = plan.budget and plan.budget.error
+        lost = f", at a predicted error of {error:.2g}" if error is not None else ""
+        return PlanError(
+            f"`{budget}` is out of reach at {self.where}: the fastest candidates make "
+            f"the model {ratio:.3g} x as fast{lost}",
+            "allow more time, offer `--method width` or `auto`, or drop blocks too",
+        )
+
+    def priced(self, predictions: Predictions) -> Predictions:
         """Add their time to the costs of all candidates."""
+        with threads(self.threads):
+            return self._priced(predictions)
+
+    def _priced(self, predictions: Predictions) -> Predictions:
         widths = predictions.widths
         beside = self._beside([order.coupling for site in widths for order in site.orders])
         attentions = {site.key: beside["attention"] for site in widths if site.is_attention}
@@ -70,7 +124,7 @@ class CandidateTimes:
                 ]
                 extra[site.key] += more[-1] - fixed
             candidates = (
-                _with_time(item, round(self._products(item.forms) + _NANO * seconds))
+                item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
                 for item, seconds in zip(site.candidates, more, strict=True)
             )
             timed[index] = replace(site, candidates=tuple(candidates))
@@ -90,14 +144,6 @@ class CandidateTimes:
         layers, alone, quick = (tuple(map(of_layer, sites)) for sites in tables)
         joined = tuple(timed[index] for index in range(len(widths)))
         return replace(predictions, layers=layers, alone=alone, quick=quick, widths=joined)
-
-    def rest(self, layers: Iterable[Site]) -> int:
-        """Nanoseconds of the dense model that none of these layers takes.
-
-        None at least: a machine that slowed down after the model was timed tells less than nothing.
-        """
-        taken = sum(site.dense[NANOSECONDS] for site in layers)
-        return max(0, round(_NANO * self.clock.seconds) - taken)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -160,7 +206,7 @@ class CandidateTimes:
         )
         seconds = dict(zip(order, measured, strict=True))
         return [
-            _with_time(item, round(_NANO * seconds[index]) + more)
+            item.costing(self.unit, round(_NANO * seconds[index]) + more)
             for index, item in enumerate(candidates)
         ]
 
@@ -173,83 +219,3 @@ class CandidateTimes:
     def _matrix(self, entry: LayerPlan, form: Form) -> float:
         inputs = form.parts[0].terms[0].in_features
         return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
-
-
-def _with_time(item: Candidate, nanoseconds: int) -> Candidate:
-    return replace(item, costs={**item.costs, NANOSECONDS: nanoseconds})
-
-
-@dataclass(frozen=True)
-class TimeGoal:
-    """A pass that is to be so fast; what it is predicted to take is corrected by whole models."""
-
-    budget: Budget
-    clock: ModelClock
-    rest: int = 0
-    """Nanoseconds that the model takes beside the layers that are sized."""
-
-    @property
-    def speedup(self) -> float:
-        """How many times as fast as the dense model a pass is to be."""
-        if self.budget.kind == "speedup":
-            return self.budget.limit
-        return 1e3 * self.clock.seconds / self.budget.limit
-
-    @property
-    def room(self) -> float:
-        """Nanoseconds for layers, as far as single times add up."""
-        return _NANO * self.clock.seconds / self.speedup - self.rest
-
-    def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
-        """Plan with room for layers, in nanoseconds, until a model is as fast as asked for.
-
-        Args:
-            solve: Plans with so much room.
-            least: What the fastest candidates take.
-
-        Returns:
-            The plan and its speed.
-        """
-        tried: dict[int, tuple[Plan, float]] = {}
-        room = self.room
-        for attempt in range(2 * TRIES):
-            room = max(least, round(room))
-            if room in tried:
-                break
-            plan = solve(room)
-            [speed] = self.clock.speedups(plan)
-            tried[room] = plan, speed
-            # Another try tells less than the last ones where the machine is not at rest.
-            most = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
-            over = [speed / self.speedup - 1 for _, speed in tried.values()]
-            if any(-CLOSE <= own <= most for own in over):
-                break
-            room = self._next({own: speed for own, (_, speed) in tried.items()}, room)
-            far = max(over) < -FAR and attempt + 2 >= TRIES
-            if max(over) < 0 and (far or attempt + TRIES >= 2 * TRIES):
-                room = least  # whether it can be reached at all
-        fast = [own for own in tried.values() if own[1] >= self.speedup * (1 - CLOSE)]
-        if not fast:
-            raise self._out_of_reach(*max(tried.values(), key=lambda own: own[1]))
-        return min(fast, key=lambda own: (own[1] < self.speedup, own[1]))
-
-    def _next(self, speeds: Mapping[int, float], last: float) -> float:
-        """Room that is to have the speed asked for, by what others had."""
-        whole = _NANO * self.clock.seconds
-        aim = whole / self.speedup / (1 + CLOSE / 2)
-        slow = {room: whole / own for room, own in speeds.items() if whole / own > aim}
-        fast = {room: whole / own for room, own in speeds.items() if room not in slow}
-        if not slow or not fast:
-            return last + aim - whole / speeds[round(last)]
-        low, high = max(fast), min(slow)
-        share = (aim - fast[low]) / (slow[high] - fast[low])
-        return low + share * (high - low)
-
-    def _out_of_reach(self, plan: Plan, speed: float) -> PlanError:
-        error = plan.budget and plan.budget.error
-        lost = f", at a predicted error of {error:.2g}" if error is not None else ""
-        return PlanError(
-            f"`{self.budget}` is out of reach at {self.clock.work}: the fastest candidates make "
-            f"the model {speed:.3g} x as fast{lost}",
-            "allow more time, offer `--method width` or `auto`, or drop blocks too",
-        )

@@ -13,7 +13,8 @@ from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
 from tcompress.planning.planner import make_plan
-from tcompress.search.layer_times import CLOSE, TRIES, TimeGoal, clock_of
+from tcompress.search.layer_times import clock_of, speedup_asked
+from tcompress.search.resources import CLOSE, TRIES
 
 
 def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Plan:
@@ -26,7 +27,7 @@ def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch
     widths = possible_widths(source)
     with threads(recipe.threads):
         clock = clock_of(source, recipe, device)
-        wanted = TimeGoal(recipe.time_budget, clock).speedup
+        wanted = speedup_asked(recipe.time_budget, clock)
 
         def timed(width: int) -> tuple[Plan, float]:
             made = make_plan(with_width(recipe, width / widths.stop), source, plan.method)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -86,6 +87,19 @@ class Predictions:
     def methods(self) -> list[str]:
         """Names of the methods that are offered."""
         return [*(self.offers or ())]
+
+    def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
+        """Add what everything takes of a resource, by its other costs."""
+
+        def priced(site: Site) -> Site:
+            items = (item.costing(unit, cost(item.costs)) for item in site.candidates)
+            dense = {**site.dense, unit: cost(site.dense)} if site.dense else site.dense
+            return replace(site, candidates=tuple(items), dense=dense)
+
+        tables = (self.layers, self.alone, self.quick)
+        layers, alone, quick = (tuple(map(priced, sites)) for sites in tables)
+        widths = cast(tuple[WidthSite, ...], tuple(map(priced, self.widths)))
+        return replace(self, layers=layers, alone=alone, quick=quick, widths=widths)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,19 +21,19 @@ from tcompress.errors import PlanError
 from tcompress.fitting.block_rewrite import FitInputs
 from tcompress.fitting.channel_orders import read_reductions
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.latency.paired_timing import threads
-from tcompress.latency.predicted import ModelClock
 from tcompress.models import SourceModel
 from tcompress.options import Convert
+from tcompress.options.budgets import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of
 from tcompress.progress import Progress
 from tcompress.search.bits import TableSite, table_forms, table_site
 from tcompress.search.budgets import BudgetProblem
-from tcompress.search.layer_times import CandidateTimes, TimeGoal, clock_of
+from tcompress.search.layer_times import Time
 from tcompress.search.plain_width import plan_in_time
 from tcompress.search.predictions import Predictions, Predictor
+from tcompress.search.resources import RESOURCES, Goal, Resource
 from tcompress.search.substitution import (
     Factors,
     Substitute,
@@ -52,6 +52,18 @@ HOPELESS = 2.5
 """The same before candidates are tried, which changes predictions."""
 
 
+@dataclass(frozen=True)
+class Priced:
+    """Candidates with what they take of a resource."""
+
+    resource: Resource
+    predictions: Predictions
+
+    def goal(self, budget: Budget) -> Goal:
+        """Ask for models that take so little."""
+        return Goal(self.resource, budget, self.resource.rest(self.predictions.layers))
+
+
 @dataclass(frozen=True, eq=False)
 class Measurements:
     """What is measured of a model, for every budget; each part when it is first asked for."""
@@ -67,6 +79,8 @@ class Measurements:
     """Whether each method that takes all layers may be an answer by itself."""
     changes: dict[int, float] = field(default_factory=dict)
     """What the output changes by with the substitutes that were tried, by their place."""
+    resources: dict[str, Priced] = field(default_factory=dict)
+    """Those that were measured, by unit."""
     tables: dict[float, TableSite] = field(default_factory=dict)
     """Word embeddings, by what the output changes by for a predicted loss of one."""
 
@@ -76,22 +90,16 @@ class Measurements:
         parts = (self.source, self.recipe, self.plan, self.data, self.workdir, self.device)
         return Predictor.of(*parts, self.progress, several=self.several).run()
 
-    @cached_property
-    def clock(self) -> ModelClock:
-        """Times of whole models, in the pass that is asked for."""
-        return clock_of(self.source, self.recipe, self.device)
-
-    @cached_property
-    def timed(self) -> tuple[Predictions, int]:
-        """The same candidates with their times, and nanoseconds of what is no layer of them."""
-        self.progress.stage("timing layers", 1, "")
-        entries = {entry.key: entry for entry in self.plan.layers if entry.kind != "experts"}
-        width = min(entry.in_features for entry in entries.values())
-        with threads(self.recipe.threads):
-            times = CandidateTimes(self.clock, self.clock.layer_times(width), entries)
-            predictions = times.timed(self.predictions)
-        self.progress.advance(1, str(self.clock.work))
-        return predictions, times.rest(predictions.layers)
+    def priced(self, unit: str) -> Priced:
+        """Measure what candidates take of a resource, once."""
+        if unit not in self.resources:
+            kind = RESOURCES[unit]
+            self.progress.stage(kind.stage, 1, "")
+            resource = kind.of(self.source, self.recipe, self.plan, self.device)
+            predictions = resource.priced(self.predictions)
+            self.progress.advance(1, resource.where)
+            self.resources[unit] = Priced(resource, predictions)
+        return self.resources[unit]
 
     def factors(
         self, methods: Collection[str], workdir: FitWorkplace, progress: Progress
@@ -190,18 +198,16 @@ def answers(measured: Measurements, request: Request) -> dict[str, Plan]:
             "largest error gives them no size",
             "give a size instead, such as `--target 0.25`",
         )
-    if recipe.counts_time:
-        predictions, rest = measured.timed
-        limit = recipe.time_budget
-        goal = None if limit is None else TimeGoal(limit, measured.clock, rest)
-    else:
-        goal = None
+    goal = None
+    if (unit := _resource_of(recipe)) is not None:
+        priced = measured.priced(unit)
+        predictions, limit = priced.predictions, recipe.resource_budget
+        goal = None if limit is None else priced.goal(limit)
     groups = grouped(request.plan, measured.source)
     problem = BudgetProblem(recipe, measured.source, request.plan, groups, predictions)
     names = predictions.methods
-    room = None if goal is None else round(goal.room)
-    if room is not None:
-        names = _worth_trying(replace(problem, room=room), names)
+    if goal is not None:
+        names = _worth_trying(_limited(problem, goal, round(goal.room)), names)
     if measured.data is not None:
         factors = measured.factors(names, request.workdir, request.progress)
         problem = replace(problem, predictions=_scaled(predictions, factors))
@@ -209,6 +215,18 @@ def answers(measured: Measurements, request: Request) -> dict[str, Plan]:
         if recipe.chooses_table and storage is not None and storage.embeddings is not None:
             problem = replace(problem, table=measured.table(factors.usual))
     return _solved(problem, names, label, goal)
+
+
+def _resource_of(recipe: Convert) -> str | None:
+    """Name the resource that candidates are priced by, if any counts."""
+    budget = recipe.resource_budget
+    if budget is None:
+        return Time.unit if recipe.counts_time else None
+    return budget.unit
+
+
+def _limited(problem: BudgetProblem, goal: Goal, room: int) -> BudgetProblem:
+    return replace(problem, room=(goal.resource.unit, room))
 
 
 def _scaled(predictions: Predictions, factors: Factors) -> Predictions:
@@ -220,7 +238,7 @@ def _scaled(predictions: Predictions, factors: Factors) -> Predictions:
 
 
 def _solved(
-    problem: BudgetProblem, names: Sequence[str], label: str, goal: TimeGoal | None
+    problem: BudgetProblem, names: Sequence[str], label: str, goal: Goal | None
 ) -> dict[str, Plan]:
     """Spend the budget on all methods, and on each alone; whole models are timed where it counts.
 
@@ -228,21 +246,21 @@ def _solved(
         problem: The budget, and what it may be spent on.
         names: Methods that are worth it.
         label: Name of the answer that uses all of them.
-        goal: The pass that is to be fast, if one is.
+        goal: What models are to take little of, if anything.
     """
     predictions = problem.predictions
     whole = [name for name in predictions.whole if name in names]
 
     def answer(name: str, room: int | None) -> Plan:
-        limited = replace(problem, room=room)
+        limited = problem if goal is None or room is None else _limited(problem, goal, room)
         if name == label:
             return limited.best(names, whole)
         return limited.of_alone().best([name], [name])
 
-    def least(name: str) -> int:
+    def least(name: str, unit: str) -> int:
         if name == label:
-            return problem.least_time(names)
-        return problem.of_alone().least_time([name])
+            return problem.least(names, unit)
+        return problem.of_alone().least([name], unit)
 
     plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
@@ -255,11 +273,12 @@ def _solved(
         if all(plan.layers != other.layers for other in plans.values()):
             plans[name] = plan
     plans = dict(_in_question(plans))
-    if goal is not None:  # whole models are timed for those in question alone
-        untimed, plans = plans or {label: problem.plan}, {}
-        for name in untimed:
+    if goal is not None:  # whole models are measured for those in question alone
+        unmeasured, plans = plans or {label: problem.plan}, {}
+        for name in unmeasured:
             try:
-                plans[name] = _in_time(problem.recipe, goal, partial(answer, name), least(name))
+                plan, ratio = goal.reach(partial(answer, name), least(name, goal.resource.unit))
+                plans[name] = _with_facts(plan, goal.resource.facts(ratio))
             except PlanError as error:
                 refused.append(error)
     if not plans:
@@ -268,13 +287,14 @@ def _solved(
 
 
 def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
-    """List methods that a goal of time may use.
+    """List methods that a goal may use.
 
-    Others are too slow whatever they lose, or are predicted to lose many times as much as all
+    Others take too much whatever they lose, or are predicted to lose many times as much as all
     methods together, which use nothing of them.
     """
     assert problem.room is not None
-    fast = [n for n in names if problem.least_time([n]) <= problem.room] or [*names]
+    unit, room = problem.room
+    fast = [name for name in names if problem.least([name], unit) <= room] or [*names]
     try:
         together = problem.solve(fast)
     except PlanError:
@@ -292,15 +312,8 @@ def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
     return [name for name in fast if kinds[name] in used or not hopeless(name)]
 
 
-def _in_time(recipe: Convert, goal: TimeGoal, answer: Callable[[int], Plan], least: int) -> Plan:
-    with threads(recipe.threads):
-        plan, speed = goal.reach(answer, least)
-    return _with_speed(plan, goal.clock, speed)
-
-
-def _with_speed(plan: Plan, clock: ModelClock, speedup: float) -> Plan:
+def _with_facts(plan: Plan, facts: Mapping[str, Any]) -> Plan:
     assert plan.budget is not None
-    facts: dict[str, Any] = {"speedup": speedup, "at": str(clock.work), "seconds": clock.seconds}
     return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
 
@@ -315,11 +328,11 @@ def within_error(measured: Measurements, request: Request, error: float) -> Plan
         if not measured.predictions.layers:
             raise
         return None
-    if not request.recipe.counts_time or plan.budget is None:
+    if not request.recipe.counts_time or not measured.resources or plan.budget is None:
         return plan
-    with threads(request.recipe.threads):
-        [speed] = measured.clock.speedups(plan)
-    return _with_speed(plan, measured.clock, speed)
+    time = measured.priced(Time.unit).resource
+    [speedup] = time.ratios(plan)
+    return _with_facts(plan, time.facts(speedup))
 
 
 def _in_question(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:

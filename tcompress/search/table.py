@@ -43,6 +43,10 @@ class Candidate:
         assert form is not None
         return form
 
+    def costing(self, unit: str, cost: int) -> Candidate:
+        """Return the same that takes so much of one more resource."""
+        return replace(self, costs={**self.costs, unit: cost})
+
     def scaled(self, factor: float) -> Candidate:
         """Return the same with another loss, in proportion."""
         return replace(self, loss=self.loss * factor)

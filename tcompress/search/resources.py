@@ -1,0 +1,163 @@
+"""What a model takes that has to be measured, and plans that take no more than is allowed.
+
+To add a resource: a subclass of `Resource`, and a field of `Convert` with
+`limits=Limit("resource", unit)`; `tests/test_resource_contract.py` tries it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+
+from tcompress.errors import PlanError
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.options.budgets import Budget
+from tcompress.planning.entries import Plan
+from tcompress.search.predictions import Predictions
+from tcompress.search.table import Site
+
+TRIES = 3  # plans of one answer, each with what the last one missed made up for
+CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
+FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
+
+RESOURCES: dict[str, type[Resource]] = {}
+"""By the unit that they are counted in."""
+
+
+class Resource(ABC):
+    """Something that a model takes, and its candidates, in whole numbers of a unit."""
+
+    unit: ClassVar[str]
+    """Its name among costs, and in the limit of its option."""
+    stage: ClassVar[str] = "measuring layers"
+    """What is done while candidates are priced, for people."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        RESOURCES[cls.unit] = cls
+
+    @classmethod
+    @abstractmethod
+    def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Resource:
+        """Measure the dense model."""
+
+    @property
+    @abstractmethod
+    def whole(self) -> float:
+        """What the dense model takes."""
+
+    @property
+    def where(self) -> str:
+        """What it was measured on, for people."""
+        return self.unit
+
+    @abstractmethod
+    def priced(self, predictions: Predictions) -> Predictions:
+        """Add what they take to the costs of all candidates, and of layers as they are."""
+
+    @abstractmethod
+    def ratios(self, *plans: Plan) -> list[float]:
+        """Measure how many times less than the dense model such models take."""
+
+    @abstractmethod
+    def asked(self, budget: Budget) -> float:
+        """Return how many times less than the dense model a model is to take."""
+
+    def facts(self, ratio: float) -> dict[str, Any]:
+        """Name what was measured, for the budget of a plan."""
+        return {}
+
+    def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
+        """Say that a budget is too small, and how small it may be."""
+        least = budget.limit * self.asked(budget) / ratio
+        return PlanError(
+            f"`{budget}` is out of reach: the smallest possible is {least:.3g} {self.unit}",
+            "allow more, offer `--method width` or `auto`, or drop blocks too",
+        )
+
+    def rest(self, layers: Iterable[Site]) -> int:
+        """Count what the dense model takes beside these layers.
+
+        None at least: a machine that slowed down after the model was timed tells less than nothing.
+        """
+        return max(0, round(self.whole) - sum(site.dense[self.unit] for site in layers))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Models are to take so little; what they are predicted to take is corrected by whole ones.
+
+    Attributes:
+        resource: What is limited.
+        budget: The limit.
+        rest: What the model takes beside the layers that are sized.
+    """
+
+    resource: Resource
+    budget: Budget
+    rest: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times less than the dense model a model is to take."""
+        return self.resource.asked(self.budget)
+
+    @property
+    def room(self) -> float:
+        """What is left for layers, as far as what they take adds up."""
+        return self.resource.whole / self.ratio - self.rest
+
+    def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
+        """Plan with room for layers until a model takes as little as asked for.
+
+        Args:
+            solve: Plans with so much room.
+            least: What the smallest candidates take.
+
+        Returns:
+            The plan, and how many times less than the dense model it takes.
+
+        Raises:
+            PlanError: No plan takes so little.
+        """
+        tried: dict[int, tuple[Plan, float]] = {}
+        room = self.room
+        for attempt in range(2 * TRIES):
+            room = max(least, round(room))
+            if room in tried:
+                break
+            plan = solve(room)
+            [ratio] = self.resource.ratios(plan)
+            tried[room] = plan, ratio
+            # Another try tells less than the last ones where the machine is not at rest.
+            most = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
+            over = [ratio / self.ratio - 1 for _, ratio in tried.values()]
+            if any(-CLOSE <= excess <= most for excess in over):
+                break
+            room = self._next({before: ratio for before, (_, ratio) in tried.items()}, room)
+            far = max(over) < -FAR and attempt + 2 >= TRIES
+            if max(over) < 0 and (far or attempt + TRIES >= 2 * TRIES):
+                room = least  # whether it can be reached at all
+        fine = [item for item in tried.values() if item[1] >= self.ratio * (1 - CLOSE)]
+        if not fine:
+            plan, ratio = max(tried.values(), key=lambda item: item[1])
+            raise self.resource.out_of_reach(self.budget, plan, ratio)
+        return min(fine, key=lambda item: (item[1] < self.ratio, item[1]))
+
+    def _next(self, ratios: Mapping[int, float], last: float) -> float:
+        """Return the room that is to have the ratio asked for, by what others had."""
+        whole = self.resource.whole
+        aim = whole / self.ratio / (1 + CLOSE / 2)
+        large = {room: whole / ratio for room, ratio in ratios.items() if whole / ratio > aim}
+        small = {room: whole / ratio for room, ratio in ratios.items() if room not in large}
+        if not large or not small:
+            return last + aim - whole / ratios[round(last)]
+        low, high = max(small), min(large)
+        share = (aim - small[low]) / (large[high] - small[low])
+        return low + share * (high - low)

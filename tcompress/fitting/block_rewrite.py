@@ -154,7 +154,7 @@ class BlockRewriter:
     """Maker of copies of blocks in which layers are replaced, as they are fitted one by one.
 
     Attributes:
-        inputs: What fits need beside what the layers read.
+        inputs: Statistics and settings of fits.
         streams: Passes that wait at the block.
         layers: Plans of layers, of whatever block.
         attention: Plans of attentions that are replaced.
@@ -165,6 +165,7 @@ class BlockRewriter:
     layers: Sequence[LayerPlan]
     attention: Sequence[AttentionPlan] = ()
     _installed: dict[FactorsKey, FactorsModule] = field(default_factory=dict)
+    """Modules of factors that layers of several blocks share, once their owners are in place."""
 
     def rewrite(
         self,

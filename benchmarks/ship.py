@@ -32,10 +32,10 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 GOALS: dict[str, dict[str, Any]] = {
     "10MB": {"size": "10MB", "minutes": 12},
-    "6MB": {"size": "6MB", "minutes": 9},
-    "4MB": {"size": "4MB", "minutes": 9},
-    "6x": {"speedup": 6, "minutes": 9},
-    "10x": {"speedup": 10, "minutes": 9},
+    "6MB": {"size": "6MB", "minutes": 7},
+    "4MB": {"size": "4MB", "minutes": 7},
+    "6x": {"speedup": 6, "minutes": 7},
+    "10x": {"speedup": 10, "minutes": 7},
 }
 RUNTIMES = ("torch", "onnx", "onnx-int8", "onnx-q4")
 

@@ -28,6 +28,9 @@ FEWEST_EXAMPLES, MOST_EXAMPLES = 200, 1500
 """Labelled examples of a set: the fewest, and about as many as sets have."""
 FEWEST_REPEATS, MOST_REPEATS = 3, 9
 """Repetitions of a timed pass."""
+TIMINGS, ALIKE, REPEATS_OF_SEVERAL = (3, 6), 0.05, 5
+"""Timings of a pass that a goal goes by: fewest and most, how far the two fastest may differ, and
+the repetitions of each."""
 _SIZE, _SECONDS = 1024, 0.2  # of the matrices that are multiplied, and how long that goes on
 # Seconds, by eye from runs on MiniLM beside other work, so that they are rather too long: fixed
 # ones, for a block that is exported or fitted, and multiples of a dense pass of 1,024 tokens.
@@ -128,6 +131,7 @@ def _minutes(
     dense = 1024 * token
     export = _EXPORT_BLOCK * blocks + _EXPORT_PASSES * dense
     timing = _OPEN + (effort.repeats + 2) * _RUNTIMES * timed * token
+    timing *= 2 if effort.repeats >= MOST_REPEATS else 1  # some are timed several times
     fit = _FIT_BLOCK * blocks + _SAMPLE_PASSES * (effort.samples or MOST_SAMPLES) * dense
     examples = sets * (effort.examples or MOST_EXAMPLES)
     measuring = _EXAMPLE_PASSES * examples * dense

@@ -72,9 +72,9 @@ class _PaperProblem(BudgetProblem):
     def _refused(self, *_: Any) -> set[tuple[str, str]]:
         return set()
 
-    def _limits(self) -> tuple[int, int]:
+    def limits(self) -> tuple[int, int]:
         layers = self.predictions.layers
-        limit = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
+        limit = int(self.budget.limit * sum(site.dense[PARAMETERS] for site in layers))
         return limit, limit
 
 

@@ -17,7 +17,7 @@ from tcompress.conversion.estimate import estimate
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import (
+from tcompress.options.limits import (
     bytes_of,
     parameters_of,
 )

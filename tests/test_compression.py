@@ -1,6 +1,7 @@
 """One command from a dense model to a folder that ships."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoModel
 import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.workplace import partial_folder
+from tcompress.compression import stages
 from tcompress.errors import InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -30,11 +32,30 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 TYPED = ("compress", "bert", "--data", "texts.txt", "--smoke", "--minutes", "0.2", "-o", "small")
 
 
-def test_a_size_is_reached_in_pytorch(place: Path) -> None:
+def raising(kind: type[BaseException]) -> Callable[..., None]:
+    def act(*_: object, **__: object) -> None:
+        raise kind
+
+    return act
+
+
+def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dense = (place / "bert" / "model.safetensors").stat().st_size
     size = f"{int(0.8 * dense)}B"
     measured = ("--task", "sts", "--test-data", "pairs.jsonl")
-    done = run(*TYPED, "--runtime", "torch", "--size", size, *measured, "--json")
+    typed = (*TYPED, "--runtime", "torch", "--size", size, *measured)
+    with monkeypatch.context() as stopped:  # before the folder gets its name
+        stopped.setattr(stages, "write_records", raising(KeyboardInterrupt))
+        done = run(*typed)
+    assert done.code == 130
+    assert "Healing" in done.err
+    assert "stages that were finished are kept" in done.err
+    assert not (place / "small").exists()
+    done = run(*typed, "--json")
+    assert "Converting" not in done.err
+    assert "Healing" not in done.err
     assert done.code == 0, done.err
     rows = {row["name"]: row for row in done.document["rows"]}
     assert rows["this model"]["bytes"] <= 0.8 * dense < rows["dense"]["bytes"]
@@ -79,6 +100,17 @@ def test_a_dense_file_of_eight_bits_may_be_all_that_is_needed(place: Path) -> No
 def test_goals_that_contradict(options: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         read(Compress, options)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)])
+def test_a_size_out_of_reach_is_refused_before_any_work(more: tuple[str, ...], place: Path) -> None:
+    done = run(*TYPED, "--runtime", "torch", "--size", "10", *more)
+    assert done.code == 2
+    assert "`--size 10`, in bytes, is out of reach: the smallest possible is " in done.err
+    assert "allow more bytes" in done.err
+    assert "`--vocab data`" in done.err
+    assert "Measuring" not in done.err
+    assert not partial_folder(place / "small").exists()
 
 
 def test_paths_are_looked_at_first(place: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.artifact.manifest import Interval
+from tcompress.artifact.manifest import Alternative, Interval
 from tcompress.errors import DiskError
 from tcompress.reporting.model_report import report_of, with_baselines
 from tcompress.reporting.overview_charts import map_of
@@ -157,7 +157,7 @@ def test_the_top_says_smaller_faster_and_what_is_lost(bare: ModelReport) -> None
     words = Page(text).text
     assert "Size 44.2 kB 49.3% of the dense 89.6 kB" in words
     assert "Speed 2.00× 5.00 ms; dense 10.0 ms batch 8, length 32, cpu" in words
-    assert "Quality 94.4% of the accuracy of the dense model: 0.8500 of 0.9000" in words
+    assert "Quality 94.4% of the dense model's accuracy: 0.8500 of 0.9000" in words
     assert "gpt2-small is 2.0× smaller, runs at 2.00× the dense speed and keeps 94.4%" in words
 
 
@@ -177,7 +177,9 @@ def test_dense_at_int8_stands_beside_ours(bare: ModelReport) -> None:
     assert "dense at int8 23.3 MB in PyTorch 44.2 kB" in page.text
     assert "Speed 5.00×" in page.text
     assert "dense at int8 2.50× in PyTorch 2.00×" in page.text
-    assert "in PyTorch keeps 94.4% of the accuracy" in page.text  # of the file unknown
+    assert (
+        "in PyTorch keeps 94.4% of the dense model's accuracy" in page.text
+    )  # of the file unknown
     time, size = page.charts()[:2]
     unknown = "quality not measured"
     assert time.endswith(f"dense int8: 4 ms, {unknown}; A int8: 5 ms, {unknown}")
@@ -194,7 +196,7 @@ def test_the_top_is_about_the_file_that_ships(bare: ModelReport) -> None:
     page = Page(render_html([shipped]))
     assert "in its int8 file is 9.8× smaller, runs at 5.00× the dense speed" in page.text
     assert "2.00 ms in ONNX Runtime; dense in PyTorch 10.0 ms" in page.text
-    assert "Quality 88.9% of the accuracy of the dense model: 0.8000 of 0.9000" in page.text
+    assert "Quality 88.9% of the dense model's accuracy: 0.8000 of 0.9000" in page.text
     assert "in PyTorch 94.4%" in page.text
     assert "gpt2-small int8: 2 ms, 0.8" in page.charts()[0]
     line = next(row for row in rows_of(shipped) if row.label == "  of int8 file")
@@ -203,6 +205,26 @@ def test_the_top_is_about_the_file_that_ships(bare: ModelReport) -> None:
     time, size = Page(render_html([alone])).charts()[:2]
     assert "gpt2-small: 2 ms, 0.8" in time
     assert "gpt2-small: 9.1 kB, 0.8" in size
+
+
+def test_alternatives_that_were_measured_are_in_pictures_and_a_table(bare: ModelReport) -> None:
+    facts = [("dense", "torch", 89_600, 1.0, 0.9), ("dense", "onnx-int8", 23_000, 4.0, 0.89)]
+    facts += [("2 of 6 layers, not healed", "onnx-int8", 9_000, 8.0, 0.7)]
+    names = ("name", "runtime", "bytes", "ratio", "value")
+    beside = tuple(Alternative.model_validate(dict(zip(names, one, strict=True))) for one in facts)
+    eager = speed(8, same_runtime_milliseconds=4.0)
+    model = full(bare).model_copy(update={"speed": (eager,), "alternatives": beside})
+    page = Page(render_html([model]))
+    time, size = page.charts()[:2]
+    assert "dense int8: 2.5 ms, 0.89" in time
+    assert "2 of 6 layers, not healed int8: 1.25 ms, 0.7" in time
+    assert "dense int8: 23.0 kB, 0.89" in size
+    assert "2 of 6 layers, not healed onnx-int8 9.0 kB 8.00× 0.7000 0.778×" in page.text
+    assert "2 of 6" not in Page(render_html([model, bare])).charts()[0]
+    # Of other examples, the numbers are not drawn beside those of these.
+    other = (beside[0].model_copy(update={"value": 0.8}), *beside[1:])
+    drawn = Page(render_html([model.model_copy(update={"alternatives": other})])).charts()
+    assert "2 of 6" not in drawn[0]
 
 
 def test_files_of_a_dense_model_are_lent_to_what_was_made_of_it(

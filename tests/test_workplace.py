@@ -203,6 +203,21 @@ def test_a_clean_up_that_was_cut_short(tmp_path: Path) -> None:
     assert left(tmp_path) == ["out"]
 
 
+def test_a_killed_clean_up_leaves_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = work(tmp_path / "out", "new")
+    with monkeypatch.context() as patch:
+        patch.setattr(Workplace, "discard", lambda place: place.close())
+        place.publish(force=False, result={"speed": 2})
+    (place.folder / "journal.jsonl").unlink()  # the mark is the last to go
+    again = Workplace(tmp_path / "out", "x")
+    assert again.published
+    assert again.result == {"speed": 2}
+    again.discard()
+    assert left(tmp_path) == ["out"]
+
+
 # The working folder
 def test_the_lock_is_held_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner, refused = files.remove, []

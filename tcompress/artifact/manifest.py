@@ -175,6 +175,18 @@ class ExportedFile(_Section):
         return f"a batch of {batch}" if length is None else f"{batch} x {length}"
 
 
+class Alternative(_Section):
+    """A model that one would take in the place of this one, as it was measured beside it."""
+
+    name: str  # such as `dense` or `2 of 6 layers, not healed`
+    runtime: RuntimeName
+    bytes: int  # of what the runtime reads
+    ratio: float  # time of the dense model in PyTorch over its own
+    value: float | None = None  # of the number that quality is measured by
+    interval: Interval | None = None
+    agreement: float | None = None  # with the dense model
+
+
 class CurvePoint(_Section):
     """State of a training run after a step: `loss` is the mean since the point before."""
 
@@ -248,6 +260,7 @@ class Manifest(_Section):
     speed: list[Speed] = Field(default_factory=list)
     exports: list[ExportedFile] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
+    alternatives: list[Alternative] = Field(default_factory=list)
 
     @property
     def rebuilt(self) -> Rebuilt:

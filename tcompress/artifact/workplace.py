@@ -43,6 +43,16 @@ def unfinished(output: Path) -> dict[Path, int]:
     return found
 
 
+def holds_other_work(output: Path, identity: str) -> bool:
+    """Tells whether a run with other options left work beside an output, which a new one clears."""
+    folder = partial_folder(output)
+    try:
+        begun = (folder / "journal.jsonl").is_file() and not (folder / _MARK).is_file()
+        return begun and (folder / "identity").read_bytes() != identity.encode()
+    except OSError:
+        return False
+
+
 def check_place(output: Path) -> None:
     """Refuses, before any work, a place where no folder can be written, with an `InputError`."""
     output = Path(os.path.abspath(output.expanduser()))
@@ -140,7 +150,8 @@ def _digest(folder: Path) -> str:
 def _read_mark(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-        return {name: found[name] for name in ("folder", "config", "identity")}
+        facts = {name: found[name] for name in ("folder", "config", "identity")}
+        return {**facts, "result": found.get("result")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -261,15 +272,24 @@ class Workplace:
         done = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
         return max(0, self._needed - done)
 
-    def publish(self, *, force: bool) -> None:
-        """Puts the finished model folder in the place of the output, and removes the rest."""
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """What was said of an output that is published, while this folder is still there."""
+        found: dict[str, Any] | None = _read_mark(self.folder).get("result")
+        return found
+
+    def publish(self, *, force: bool, result: Mapping[str, Any] | None = None) -> None:
+        """Puts the finished model folder in the place of the output, and removes the rest.
+
+        A kill from then on leaves at least the `result` for the same command.
+        """
         self._finished = True
         _check_contents(self.output, force=force)
         for path in self.model.rglob("*"):
             files.sync(path)
         files.sync(self.model)
         number, config = files.number_of(self.model), _digest(self.model)
-        mark = {"folder": number, "config": config, "identity": self._identity}
+        mark = {"folder": number, "config": config, "identity": self._identity, "result": result}
         files.write_text(self.folder / _MARK, json.dumps(mark))
         if files.holds_something(self.output):
             files.swap(self.model, self.output, self.folder / "replaced")

@@ -11,7 +11,7 @@ import typer
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.compression.table import columns
+from tcompress.compression.table import PAGE, columns
 from tcompress.models.names import default_output_name
 from tcompress.options.commands import Hub, Manner, OneModel, Planned, Written
 from tcompress.options.compress_options import Compress
@@ -50,7 +50,7 @@ def compress(
         return
     from tcompress.compression import compress as run
 
-    what = partial(terminal.unwritten, folder)
+    what = partial(_unwritten, folder)
     quiet = manner.quiet
     with terminal.resumable(what, quiet=quiet, output=folder, overview=True) as heard:
         done = run(
@@ -68,6 +68,13 @@ def compress(
         _show(done, folder)
     if done.missed:
         raise typer.Exit(terminal.THRESHOLD)
+
+
+def _unwritten(folder: Path) -> str:
+    """Says what became of a run that was interrupted."""
+    if (folder / "config.json").is_file():
+        return f"`{folder}` is written"
+    return f"`{folder}` was not written, but stages that were finished are kept"
 
 
 def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: Manner) -> None:
@@ -94,13 +101,16 @@ def _show(done: Compressed, folder: Path) -> None:
     """Prints the table, and how the folder is used."""
     names = columns(done.rows, done.quality)
     table = terminal.table("model", *names, right=names[1:])
-    first = done.rows[0].quality
+    first = done.rows[0].quality or 0.0
     for row in done.rows:
         cells = [row.runtime, f"{row.bytes / 1e6:.1f}", f"{row.speedup:.2f} x"]
-        if row.quality is not None and first:
+        if row.quality is not None:
             low, high = row.interval or (None, None)
             around = "" if low is None or high is None else f" [{low:.3f}, {high:.3f}]"
-            cells.append(f"{row.quality:.4f}{around} ({row.quality / first:.3f} x)")
+            share = f" ({row.quality / first:.3f} x)" if first > 0 else ""
+            cells.append(f"{row.quality:.4f}{around}{share}")
+        elif done.quality is not None:
+            cells.append("")
         if "agreement" in names:
             cells.append("" if row.agreement is None else f"{row.agreement:.4f}")
         table.add_row(row.name, *cells)
@@ -111,7 +121,7 @@ def _show(done: Compressed, folder: Path) -> None:
     terminal.tell(f"{healed}.")
     terminal.tell(
         f"Wrote `{folder}`. What the runtime reads is `{done.file}`, with `config.json` and the "
-        "tokenizer; the rest is for PyTorch:"
+        "tokenizer; the rest is for PyTorch. To use it:"
     )
     for line in done.usage.splitlines():
         terminal.tell(f"    {line}")
@@ -119,4 +129,5 @@ def _show(done: Compressed, folder: Path) -> None:
         terminal.tell(f"Missed: {text}.")
     for note in done.notes:
         terminal.tell(f"note: {note}")
-    terminal.tell(f"Report: `tcompress report {terminal.typed(str(folder))} --html report.html`")
+    if (folder / PAGE).is_file():
+        terminal.tell(f"Page: `{folder / PAGE}`, which `tcompress report` writes anew.")

@@ -42,7 +42,7 @@ SCHEMA = 1
 _COMMANDS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u061c\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-_PIPE_WIDTH = 100  # of tables in files and pipes, unless COLUMNS says otherwise
+_PIPE_COLUMNS = 100  # of tables in files and pipes, unless COLUMNS says otherwise
 _SILENCED = {
     "DATASETS_VERBOSITY": "error",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -74,7 +74,7 @@ def _console(file: TextIO) -> Console:
             for text, style, control in super().render(*given, **options):
                 yield Segment(text if control else _COMMANDS.sub("\ufffd", text), style, control)
 
-    width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH
+    width = None if file.isatty() or "COLUMNS" in os.environ else _PIPE_COLUMNS
     return Safe(file=file, width=width, highlight=False, emoji=False, markup=False)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 from tcompress import files
 from tcompress.artifact.manifest import read_manifest
 from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
-from tcompress.compression.forecast import bytes_of_weights
-from tcompress.compression.static_row import TABLE, is_shown
+from tcompress.compression.forecast import bytes_of_weights, reason_of, smaller_ways
 from tcompress.compression.working import Work
 from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
+from tcompress.options.method_options import NARROWING
 from tcompress.search.shared_statistics import Statistics
 
 ATTEMPTS = 3
@@ -89,11 +89,9 @@ def _out_of_reach(work: Work, ask: Ask, error: PlanError) -> PlanError:
     """Say what a goal comes to for a conversion that cannot meet it."""
     asked = [f"{ask.speedup:.2f} x in PyTorch"] if ask.speedup else []
     asked += [f"{ask.bytes / 1e6:.2f} MB of weights"] if ask.bytes else []
-    text = f"the goal asks for {' and '.join(asked)}: {error.message}"
-    hint = "ask for less, or give `--vocab data`"
-    if is_shown(work.source, work.settings):
-        hint += f"; or take a {TABLE}, as model2vec makes it"
-    return PlanError(text if asked else error.message, hint)
+    reason = reason_of(error)
+    text = f"the goal asks for {' and '.join(asked)}, which is out of reach: {reason}"
+    return PlanError(text if asked else error.message, smaller_ways(work.source, work.settings))
 
 
 def _options(work: Work, ask: Ask) -> Convert:
@@ -104,9 +102,9 @@ def _options(work: Work, ask: Ask) -> Convert:
         calibration["source"] = list(goal.data)
     if work.effort.samples is not None:
         calibration["samples"] = work.effort.samples
-    said: dict[str, Any] = {"method": {"name": "width"}, "calibration": calibration}
+    said: dict[str, Any] = {"method": {"name": NARROWING}, "calibration": calibration}
     if ask.speedup is not None:
-        said |= {"speedup": ask.speedup, "at": goal.at, "threads": goal.threads}
+        said |= {"speedup": round(ask.speedup, 3), "at": goal.at, "threads": goal.threads}
         said |= {"device": "cpu"}
     if ask.bytes is not None:
         # What becomes of the word embedding is chosen with the sizes of layers.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from tcompress.compression.effort import Needs
 from tcompress.compression.static_row import TABLE, is_shown
+from tcompress.errors import PlanError
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
 from tcompress.options.choose import conversion
 from tcompress.options.compress_options import Compress
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
@@ -39,6 +42,47 @@ def bytes_of_weights(source: SourceModel, runtime: RuntimeName) -> int:
     return disk_bytes(source, make_plan(conversion({"bits": 8}), source), None)
 
 
+def check_size(source: SourceModel, settings: Compress) -> None:
+    """Refuse, before any work, a size below the smallest that layers and embeddings can take.
+
+    What tokens that are left out give is known only with the data.
+
+    Raises:
+        PlanError: It is out of reach; the message says the least.
+    """
+    runtime = settings.runtime or "onnx-int8"
+    if settings.most_bytes is None or settings.vocab is not None:
+        return
+    if bytes_of_weights(source, runtime) <= settings.most_bytes:
+        return
+    bits = {} if runtime == "torch" else {"bits": 8}
+    size = {"method": {"name": NARROWING}, "target_bytes": settings.most_bytes, **bits}
+    try:
+        make_plan(conversion(size), source)
+    except PlanError as error:
+        unit = "" if isinstance(settings.size, str) else ", in bytes,"
+        text = f"`--size {settings.size}`{unit} is out of reach: {reason_of(error)} in {runtime}"
+        raise PlanError(text, smaller_ways(source, settings)) from error
+
+
+def reason_of(error: PlanError) -> str:
+    """Give what is possible, without the option of a conversion that asked for more."""
+    return re.sub(r"^.* is out of reach( at [^:]*)?: ", "", error.message)
+
+
+def smaller_ways(source: SourceModel, settings: Compress) -> str:
+    """Say what to type where a goal is out of reach."""
+    more = "ask for less" if settings.size is None else "allow more bytes"
+    if settings.vocab is None:
+        hint = f"{more}, or leave out the tokens that your data does not need"
+        hint += ": `--vocab data`" if settings.data else ": `--vocab data --data FILE`"
+    else:
+        hint = f"{more}, or keep fewer tokens: `--vocab NUMBER`"
+    if is_shown(source, settings):
+        hint += f"; or take a {TABLE}, as model2vec makes it"
+    return hint
+
+
 def forecast(source: SourceModel, settings: Compress) -> Forecast:
     """Say what would be tried.
 
@@ -54,13 +98,10 @@ def forecast(source: SourceModel, settings: Compress) -> Forecast:
     goal += [f"to {settings.speedup:g} x the speed at {settings.at}"] if settings.speedup else []
     if settings.max_loss or not goal:
         goal = [f"as far as {settings.max_loss or 0.01:.2%} of agreement allows"]
-    if settings.most_bytes is not None and settings.vocab is None:
-        if as_it_is > settings.most_bytes:
-            size = {"method": {"name": "width"}, "target_bytes": settings.most_bytes}
-            bits = {} if runtime == "torch" else {"bits": 8}
-            make_plan(conversion({**size, **bits}), source)
-        elif settings.speedup is None:
-            wide, goal = "cut nothing", ["the dense file is small enough"]
+    check_size(source, settings)
+    cuts = settings.speedup is not None or settings.vocab is not None
+    if not cuts and settings.most_bytes is not None and as_it_is <= settings.most_bytes:
+        wide, goal = "cut nothing", ["the dense file is small enough"]
     export = "" if runtime == "torch" else "export and time the dense model; "
     rows = "the dense model and fewer layers"
     if is_shown(source, settings):

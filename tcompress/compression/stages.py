@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 import tcompress
+from tcompress import files
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.workplace import Workplace, check_output, identity_of
+from tcompress.artifact.workplace import Workplace, check_output, holds_other_work, identity_of
 from tcompress.compression import static_row
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.baselines import SHIPPED, baselines, measurement, row_of
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.effort import Effort, Needs, minutes_text
+from tcompress.compression.forecast import check_size
 from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
@@ -79,19 +81,21 @@ def compress(
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
         check_measurement(measurement(settings, Effort.least()), source, heads=True)
+    check_size(source, settings)
     facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
     identity = identity_of({**facts, "weights": source.store.fingerprint()})
+    if holds_other_work(output, identity):
+        say(f"What a run with other options left unfinished for `{output.name}` is not used.")
     place = Workplace(output, identity, force=force)
     with place.working():
         if place.published:  # a kill came after it
-            finished = place.notes("result")[-1]
+            finished = Compressed.of_json(place.result or {})
             place.discard()
-            return Compressed.of_json(finished["result"])
+            return finished
         work = Work(source, settings, place, progress or Silent(), say)
         work = replace(work, effort=_effort(work))
         result = _all_stages(replace(work, runtime=_runtime(work)))
-        place.note("result", result=result.to_json())
-        place.publish(force=force)
+        place.publish(force=force, result=result.to_json())
     return result
 
 
@@ -195,12 +199,13 @@ def _finished(work: Work, healed: Path, words: str, rows: list[Row]) -> Compress
             rows = [*rows, row_of(work, SHIPPED, shipped, "torch")]
     row = static_row.compared(work, row, shipped, rows)
     shutil.rmtree(work.place.model)
-    if shipped == work.original:
-        shutil.copytree(shipped, work.place.model)
-    else:
-        shipped.rename(work.place.model)
+    # What is finished keeps its name: after a kill the same command finds it. Records replace files
+    # and change none; but those of the user are never shared.
+    copy = files.second_name if work.is_ours(shipped) else shutil.copy2
+    shutil.copytree(shipped, work.place.model, copy_function=copy)
     trust = work.source.trust_remote_code
-    write_records(work.place.model, work.place.output.name, trust_remote_code=trust)
+    beside = [one for one in rows if one.name != SHIPPED]
+    write_records(work.place.model, work.place.output.name, beside, trust_remote_code=trust)
     manifest = read_manifest(work.place.model)
     exported = file_of(manifest, work.runtime)
     file = "model.safetensors" if exported is None else exported.file

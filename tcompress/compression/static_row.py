@@ -17,8 +17,8 @@ from tcompress.artifact.reader import open_checked
 from tcompress.compression.attempts import Goal, Measured
 from tcompress.compression.effort import minutes_text
 from tcompress.compression.static_vectors import (
-    LEAST_WIDTH,
-    MOST_WIDTH,
+    LEAST_DIMENSIONS,
+    MOST_DIMENSIONS,
     ROW_BYTES,
     StaticModule,
     table,
@@ -88,8 +88,8 @@ def build(work: Work, data: CalibrationData) -> StaticModule | None:
 
 def _width(goal: Goal, rows: int, most: int) -> int:
     """Choose the width that the bytes allow."""
-    width = MOST_WIDTH if goal.bytes is None else goal.bytes // rows - ROW_BYTES
-    return min(most, max(LEAST_WIDTH, min(MOST_WIDTH, width)))
+    width = MOST_DIMENSIONS if goal.bytes is None else goal.bytes // rows - ROW_BYTES
+    return min(most, max(LEAST_DIMENSIONS, min(MOST_DIMENSIONS, width)))
 
 
 def texts_of(work: Work) -> CalibrationData:

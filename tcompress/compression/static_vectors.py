@@ -18,7 +18,7 @@ from transformers.utils import ModelOutput
 
 from tcompress.data.sentences import SentenceEncoder
 
-MOST_WIDTH, LEAST_WIDTH = 256, 32
+MOST_DIMENSIONS, LEAST_DIMENSIONS = 256, 32
 ROW_BYTES = 6
 """Bytes of a row beside its numbers: a scale in float32, a weight in float16."""
 BATCH = 256

@@ -9,6 +9,9 @@ from typing import Any
 
 from tcompress.fields import RuntimeName
 
+PAGE = "report.html"
+"""Name of the page inside the folder."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -82,7 +85,8 @@ def layers_that_reach(
     return max(0, kept)
 
 
-_SENTENCES = """from sentence_transformers import SentenceTransformer
+_SENTENCES = """# In an environment of its own: pip install 'sentence-transformers[onnx]'
+from sentence_transformers import SentenceTransformer
 options = {{"file_name": "{file}"}}
 model = SentenceTransformer("{folder}", backend="onnx", model_kwargs=options)
 vectors = model.encode(["A red fox."])"""

@@ -73,8 +73,8 @@ def _try_depths(
 ) -> DepthPlan:
     """Try numbers of blocks, each with the budget spent on the blocks that stay."""
     stack = depth.stacks[0]
-    most = stack.blocks - max(1, len(fixed_blocks(conversion.dense, stack.path)))
-    blocks = dropping(conversion.dense, {stack.path: most}, data, conversion.device)
+    largest = stack.blocks - max(1, len(fixed_blocks(conversion.dense, stack.path)))
+    blocks = dropping(conversion.dense, {stack.path: largest}, data, conversion.device)
     depths: dict[str, DepthPlan] = {}
 
     def names() -> Iterator[str]:
@@ -96,8 +96,8 @@ def _try_depths(
 
         return _distance(conversion, name, label, workdir, prepare).change
 
-    taken, changes = try_out(names(), change, stop=STOP, prefer_last=True)
-    return depths[taken].model_copy(update={"weighed": tuple(changes.values())})
+    best, changes = try_out(names(), change, stop=STOP, prefer_last=True)
+    return depths[best].model_copy(update={"weighed": tuple(changes.values())})
 
 
 def _best(
@@ -111,20 +111,20 @@ def _best(
     best, changes = try_out(plans, change)
     tried = {name: distance for name, distance in changes.items() if distance is not None}
     method = conversion.recipe.method
-    taken = simplest(best, method.name if method else "", tried)
-    plan = plans[taken]
+    simple = simplest(best, method.name if method else "", tried)
+    plan = plans[simple]
     assert plan.budget is not None
-    facts = plan.budget.model_copy(update={"tried": tried, "taken": taken})
-    return {taken: plan.model_copy(update={"budget": facts})}
+    facts = plan.budget.model_copy(update={"tried": tried, "taken": simple})
+    return {simple: plan.model_copy(update={"budget": facts})}
 
 
 def _within_loss(
     conversion: Conversion, workdir: FitWorkplace, allowed: float
 ) -> Mapping[str, Plan]:
     """Look for the cheapest plan that loses no more agreement than is allowed."""
-    kept = workdir.answers()
-    if kept is not None:
-        return kept
+    stored = workdir.answers()
+    if stored is not None:
+        return stored
     measured = conversion.measurements(workdir, several=False)
     request = conversion.request(workdir)
     plans: dict[float, Plan] = {}
@@ -146,18 +146,18 @@ def _within_loss(
 
     largest = largest_error(allowed, lost_at)
     if largest is None:
-        least = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
+        smallest = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
         raise PlanError(
-            f"no smaller model was found that loses at most {allowed:.2%} of agreement{least}",
+            f"no smaller model was found that loses at most {allowed:.2%} of agreement{smallest}",
             "allow more, use more calibration data, or offer other methods",
         )
     plan = plans[largest.error]
     assert plan.budget is not None
     facts = {"kind": "max_loss", "limit": allowed, "lost": losses[largest.error]}
     plan = plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
-    taken = {f"error-{largest.error:.4g}": plan}
-    workdir.keep_answers(taken)
-    return taken
+    chosen = {f"error-{largest.error:.4g}": plan}
+    workdir.keep_answers(chosen)
+    return chosen
 
 
 def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkplace) -> Distance:

@@ -1,4 +1,4 @@
-"""The conversion: plan, calibrate, fit, write, publish."""
+"""The conversion: plan, choose, fit, write, prove, publish."""
 
 from __future__ import annotations
 
@@ -121,8 +121,10 @@ def convert(
             return Converted(output, done, resumed=True)
         chosen = choose(conversion, workdir)
         outputs = chosen.outputs
-        made = outputs.made  # fits of these are kept until they are written
-        workdir.need(sum(item.nbytes * (1 + (item.key in made)) for item in outputs.tensors))
+        fitted_clusters = outputs.made  # fits of these are kept until they are written
+        workdir.need(
+            sum(item.nbytes * (1 + (item.key in fitted_clusters)) for item in outputs.tensors)
+        )
         fits = fit(chosen, workdir)
 
         @lru_cache(maxsize=1)  # tensors of a block follow each other
@@ -168,8 +170,8 @@ def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Ma
     length = inputs.fitting([work.length], new or 0) if inputs.has_length else ()
     options = {"batch": (work.batch,), "length": length, "generate": new}
     options["repeats"] = FEWER if is_long else REPEATS
-    own = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
-    bench([str(output)], settings=Bench.model_validate({**options, **own}))
+    limits = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
+    bench([str(output)], settings=Bench.model_validate({**options, **limits}))
     return read_manifest(output)
 
 
@@ -190,9 +192,9 @@ def _write(
     outputs.take(workdir.block)
 
     def value(item: Stored) -> Tensor:
-        given = outputs.given(item)
-        if given is not None:
-            return given
+        carried = outputs.given(item)
+        if carried is not None:
+            return carried
         return outputs.fitted_value(item, result(chosen.block_of(outputs.made[item.key])))
 
     shards = plan_shards(outputs.tensors, chosen.conversion.recipe.max_shard_size)

@@ -79,22 +79,22 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
         memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
-            alone = alone_of(recipe.method, STAND_IN, timed=recipe.counts_time)
+            singles = alone_of(recipe.method, STAND_IN, timed=recipe.counts_time)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
-            flops += (1 + len(alone)) * part * (flops + walk_flops)
+            flops += (1 + len(singles)) * part * (flops + walk_flops)
         flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
     if plan.depth is not None and plan.depth.chosen == "later":
-        blocks, kept = plan.depth.blocks, plan.depth.kept
-        some = tokens * min(1, SAMPLES / recipe.calibration.count)
+        blocks, folder_bytes = plan.depth.blocks, plan.depth.kept
+        differs = tokens * min(1, SAMPLES / recipe.calibration.count)
         width = getattr(source.config.get_text_config(), "hidden_size", 0)
         weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
-        memory = max(memory, weights + min(MOST_BYTES, int(4 * some * width * (blocks + 1))))
+        memory = max(memory, weights + min(MOST_BYTES, int(4 * differs * width * (blocks + 1))))
         # For each block that is dropped, half of what is left as often as there are blocks left.
-        passes = sum(left / 2 for left in range(kept + 1, blocks + 1))
-        flops += 2 * plan.block_parameters * passes * some
+        passes = sum(left / 2 for left in range(folder_bytes + 1, blocks + 1))
+        flops += 2 * plan.block_parameters * passes * differs
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
     tried = _tried_alone(source, recipe, plan) if tokens else []

@@ -274,8 +274,8 @@ class SharedFactorsFitter:
         progress.stage("fitting what layers share", len(uses), "sets")
         owners = {entry.name: entry for entry in self.layers}
         fitted: dict[FactorsKey, dict[str, Tensor]] = {}
-        for (owner, name), used in uses.items():
-            fitted[owner, name] = self._fit(used, self.outputs.dtype_of(owners[owner]))
+        for (owner, name), members in uses.items():
+            fitted[owner, name] = self._fit(members, self.outputs.dtype_of(owners[owner]))
             progress.advance(1, f"{owner} {name}")
         self.place.keep_factors(fitted)
         return fitted
@@ -284,29 +284,29 @@ class SharedFactorsFitter:
         """Keeps the input moments of all layers that use shared factors."""
         roles = roles_of(self.source)
         batches = [batch for i, batch in enumerate(data.batches) if i not in data.holdout]
-        own = (entry for entry in self.layers if factor_layouts(entry.parts))
-        entries = {self.outputs.runtime_name(entry): entry for entry in own}
+        entries_with_factors = (entry for entry in self.layers if factor_layouts(entry.parts))
+        entries = {self.outputs.runtime_name(entry): entry for entry in entries_with_factors}
         progress.stage("measuring what layers read", len(roles.blocks), "blocks")
-        found = input_moments(
+        walk = input_moments(
             self.source, roles, entries, batches, self.device, lambda b: progress.advance(1, b)
         )
-        for block, measured in found:
+        for block, measured in walk:
             moments = damped_inputs(measured, entries, self.recipe.calibration.damping)
             self.moments.keep_moments("inputs", block, moments)
 
-    def _fit(self, used: Uses, dtype: torch.dtype) -> dict[str, Tensor]:
-        targets = [self._target(entry, rows) for entry, _, rows in used]
-        kind = structure(used[0][1].structure)
+    def _fit(self, members: Uses, dtype: torch.dtype) -> dict[str, Tensor]:
+        targets = [self._target(entry, rows) for entry, _, rows in members]
+        kind = structure(members[0][1].structure)
         assert isinstance(kind, SharesFactors)
-        names = ", ".join(f"`{entry.name}`" for entry, _, _ in used[:3])
-        where = f"what {names} and {len(used) - 3} more share" if len(used) > 3 else names
+        names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
+        where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
         try:
             with torch.no_grad():
-                found = kind.fit_shared(targets, [layout for _, layout, _ in used])
+                factors = kind.fit_shared(targets, [layout for _, layout, _ in members])
         except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
             hint = "use more calibration data or a larger `damping`, or share less"
             raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
-        stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in found.items()}
+        stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
         if not all(map(is_finite, stored.values())):
             raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
         return stored
@@ -321,8 +321,8 @@ class SharedFactorsFitter:
         if gram is not None:
             gram = gram.double()
         if curvature is not None:
-            own = curvature[rows, rows].double()
-            curvature = damped_curvature(own, CURVATURE_DAMPING)
+            block_curvature = curvature[rows, rows].double()
+            curvature = damped_curvature(block_curvature, CURVATURE_DAMPING)
         product = weight if gram is None else weight @ gram
         scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
         return Target(product, gram, scale, curvature, weight)

@@ -138,10 +138,15 @@ class Outputs:
         for name, path in fused.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
-        for other in attention:
-            shapes = dict(other.tensor_shapes) | dict.fromkeys(other.guards, (0,))
+        for replacement in attention:
+            shapes = dict(replacement.tensor_shapes) | dict.fromkeys(replacement.guards, (0,))
             for name, shape in shapes.items():
-                self._add(name, shape, self._key(other.like, "weight"), partial(self._start, other))
+                self._add(
+                    name,
+                    shape,
+                    self._key(replacement.like, "weight"),
+                    partial(self._start, replacement),
+                )
         widths = Widths.of(source, storage, layers)
         self.tensors = [
             replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
@@ -203,7 +208,11 @@ class Outputs:
         """Of tensors of structures that are stored in few bits, by name."""
         pairs = ((key, item.rounding) for key, item in self._in_few_bits.items())
         fitted = self.plain is None  # else what is stored is made of several fits
-        return {key: own for key, own in pairs if own is not None and fitted and key in self.made}
+        return {
+            key: rounding
+            for key, rounding in pairs
+            if rounding is not None and fitted and key in self.made
+        }
 
     @cached_property
     def _in_few_bits(self) -> dict[str, Stored]:
@@ -235,8 +244,8 @@ class Outputs:
         return self._cast(next(iter(self._sources(entry))))
 
     def _cast(self, key: str) -> torch.dtype:
-        own = self.source.store.dtype(key)
-        return own if self.dtype is None or not own.is_floating_point else self.dtype
+        dtype = self.source.store.dtype(key)
+        return dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
 
     def _add_cluster(self, cluster: Cluster) -> None:
         if self.plain is not None:
@@ -417,12 +426,14 @@ def check_written(
             Artifact.open(folder)
     written = Reopened(folder, source.model_class, source.keymap.missing)
     store = written.store
-    wanted = {item.key: (tuple(item.shape), item.dtype, item.rounding) for item in outputs.tensors}
+    expected = {
+        item.key: (tuple(item.shape), item.dtype, item.rounding) for item in outputs.tensors
+    }
     found = {
         key: (tuple(store.shape(key)), store.dtype(key), store.rounding(key))
         for key in store.keys()  # noqa: SIM118
     }
-    wrong = {key for key in wanted.keys() | found if wanted.get(key) != found.get(key)}
+    wrong = {key for key in expected.keys() | found if expected.get(key) != found.get(key)}
     if wrong:
         raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
     blocks = _compared_blocks(plan, source)
@@ -472,13 +483,13 @@ def _check_cluster(
     factors: SharedFactors,
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    for entry, wanted in zip(cluster, _fitted(outputs, cluster, result, factors), strict=True):
+    for entry, expected in zip(cluster, _fitted(outputs, cluster, result, factors), strict=True):
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
         rows = torch.randn(ROWS, entry.inputs_left, generator=generator, dtype=torch.float64)
-        own, found = applied(wanted, rows), applied(layer, rows)
-        change, size = (own - found).abs().max(), own.abs().max()
+        own, tensor = applied(expected, rows), applied(layer, rows)
+        change, size = (own - tensor).abs().max(), own.abs().max()
         if not change <= EXACT * size:
             raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
         bias = result.biases.get(entry.name)
@@ -490,7 +501,7 @@ def _fitted(
     outputs: Outputs, cluster: Cluster, result: BlockResult, factors: SharedFactors
 ) -> Iterator[StructuredLinear]:
     """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
-    made: dict[str, StructuredLinear] = {}
+    module: dict[str, StructuredLinear] = {}
     for entry in cluster:
         tensors = result.layers[entry.key].tensors
         borrowed: dict[str, FactorsModule] = {}
@@ -504,7 +515,7 @@ def _fitted(
             borrowed[name].load_state_dict(exact, assign=True)
         layer = StructuredLinear(
             entry.parts,
-            input_of=None if entry.input_of is None else made[entry.input_of],
+            input_of=None if entry.input_of is None else module[entry.input_of],
             readers=entry.readers,
             factors=borrowed,
             experts=entry.experts,
@@ -515,7 +526,7 @@ def _fitted(
             for name, parameter in layer.named_parameters():
                 key = f"{entry.name}.{entry.stored_name(name)}"
                 parameter.copy_(outputs.as_read(key, tensors[name]))
-        made[entry.name] = layer
+        module[entry.name] = layer
         yield layer
 
 

@@ -50,28 +50,30 @@ class PlainTensors:
 
     def add(self, fused: Fused) -> dict[str, tuple[int, ...]]:
         """Notes layers, and gives the shapes of all tensors that store them."""
-        own = {k: shape for entry in fused for k, shape in shapes_of(entry, self.source).items()}
+        shapes_here = {
+            k: shape for entry in fused for k, shape in shapes_of(entry, self.source).items()
+        }
         keymap = self.source.keymap
-        found: dict[str, tuple[int, ...]] = {}
-        for names in dict.fromkeys(map(keymap.stored_together, own)):
+        stored_shapes: dict[str, tuple[int, ...]] = {}
+        for names in dict.fromkeys(map(keymap.stored_together, shapes_here)):
             dense = keymap.model.get_parameter_or_buffer
-            shapes = {name: own.get(name) or tuple(dense(name).shape) for name in names}
+            shapes = {name: shapes_here.get(name) or tuple(dense(name).shape) for name in names}
             empty = {name: torch.empty(size, device="meta") for name, size in shapes.items()}
             stored = keymap.as_stored(empty)
             self._names |= dict.fromkeys(stored, names)
-            found |= {key: tuple(tensor.shape) for key, tensor in stored.items()}
-        return found
+            stored_shapes |= {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        return stored_shapes
 
     def value(self, key: str, fused: Fused, result: BlockResult) -> Tensor:
         """Gives one of these tensors as it was fitted."""
         names = self._names[key]
         if self._last[0] != names:  # experts are made of one stack
-            known: Mapping[str, Tensor] = {
+            fitted: Mapping[str, Tensor] = {
                 name: tensor
                 for entry in fused
                 for name, tensor in fitted_parameters(self.source, entry, result)
             }
-            values = {name: self._value(name, known) for name in names}
+            values = {name: self._value(name, fitted) for name in names}
             self._last = names, self.source.keymap.as_stored(values)
         return self._last[1][key]
 

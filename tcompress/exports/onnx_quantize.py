@@ -57,15 +57,15 @@ def quantize_int8(
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = Graph.open(source)
-    graph.split_gemm()
+    split_gemm(graph)
     prepare(graph)
-    graph.part_norms()
-    graph.share_products()
-    graph.shrink_tables(all_=table_bits == 8)
-    graph.quantize_products(graph.products(3))
+    part_norms(graph)
+    share_products(graph)
+    shrink_tables(graph, all_=table_bits == 8)
+    quantize_products(graph, graph.products(3))
     if table_bits == 4:
-        graph.block_tables()
-    graph.store_others()
+        block_tables(graph)
+    store_others(graph)
     model = graph.stored()
     _save(model, target, external)
     products = [node.name for node in Graph(model).products(2)]
@@ -93,12 +93,12 @@ def quantize_int4(source: Path, target: Path, *, external: bool = False) -> tupl
     smaller in blocks.
     """
     graph = Graph.open(source)
-    graph.split_gemm()
-    graph.block_products()
-    graph.block_tables()
-    graph.quantize_products([*graph.products(2), *graph.products(3)])
-    graph.shrink_tables(all_=True)
-    graph.store_others()
+    split_gemm(graph)
+    block_products(graph)
+    block_tables(graph)
+    quantize_products(graph, [*graph.products(2), *graph.products(3)])
+    shrink_tables(graph, all_=True)
+    store_others(graph)
     _save(graph.stored(), target, external)
     return _left(target)
 
@@ -191,247 +191,257 @@ class Graph:
         place = next(index for index, item in enumerate(self.nodes) if item is node)
         self.nodes[place : place + 1] = nodes
 
-    def split_gemm(self) -> None:
-        """Make products and sums of `Gemm`, which quantisers do not know."""
-        from onnx import helper
 
-        for node in self.of_kind("Gemm"):
-            options = {item.name: helper.get_attribute_value(item) for item in node.attribute}
-            weight, name = self.weight(node.input[1]), node.input[1]
-            plain = options.get("alpha", 1.0) == options.get("beta", 1.0) == 1.0
-            if weight is None or options.get("transA") or not plain:
-                continue
-            if options.get("transB"):
-                name = self.add(f"{name}_turned", weight.T)
-            (out,), bias = node.output, node.input[2:]
-            product = f"{out}_product" if bias else out
-            nodes = [helper.make_node("MatMul", [node.input[0], name], [product], node.name)]
-            if bias:
-                sum_ = helper.make_node("Add", [product, *bias], [out], f"{node.name}_add")
-                nodes.append(sum_)
-            self.replace(node, *nodes)
+def split_gemm(graph: Graph) -> None:
+    """Make products and sums of `Gemm`, which quantisers do not know."""
+    from onnx import helper
 
-    def part_norms(self) -> None:
-        """Keep ONNX Runtime from joining a layer norm and the sum before it.
+    for node in graph.of_kind("Gemm"):
+        options = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        weight, name = graph.weight(node.input[1]), node.input[1]
+        plain = options.get("alpha", 1.0) == options.get("beta", 1.0) == 1.0
+        if weight is None or options.get("transA") or not plain:
+            continue
+        if options.get("transB"):
+            name = graph.add(f"{name}_turned", weight.T)
+        (out,), bias = node.output, node.input[2:]
+        product = f"{out}_product" if bias else out
+        nodes = [helper.make_node("MatMul", [node.input[0], name], [product], node.name)]
+        if bias:
+            sum_ = helper.make_node("Add", [product, *bias], [out], f"{node.name}_add")
+            nodes.append(sum_)
+        graph.replace(node, *nodes)
 
-        Its joint operator takes five times as long on a CPU as both alone (1.32). A sum by another
-        name is left as it is.
-        """
-        norms = {node.input[0] for node in self.of_kind("LayerNormalization")}
-        for node in self.of_kind("Add"):
-            if node.output[0] in norms:
-                node.op_type = "Sum"
 
-    def turned(self) -> dict[str, Any]:
-        """Find the nodes that turn a table round for an output head, by what they compute."""
-        nodes = self.of_kind("Transpose")
-        return {node.output[0]: node for node in nodes if self.weight(node.input[0]) is not None}
+def part_norms(graph: Graph) -> None:
+    """Keep ONNX Runtime from joining a layer norm and the sum before it.
 
-    def share_products(self) -> None:
-        """Quantise products with a table that is read by rows too; both read the same bytes."""
-        from onnx import helper
+    Its joint operator takes five times as long on a CPU as both alone (1.32). A sum by another
+    name is left as it is.
+    """
+    norms = {node.input[0] for node in graph.of_kind("LayerNormalization")}
+    for node in graph.of_kind("Add"):
+        if node.output[0] in norms:
+            node.op_type = "Sum"
 
-        turned = self.turned()
-        for node in self.of_kind("MatMul"):
-            turn = turned.get(node.input[1])
-            if turn is None:
-                continue
-            self.nodes = [item for item in self.nodes if item is not turn]
-            parts = self._table(turn.input[0], LARGEST_STEP)
-            names = [f"{part}_turned" for part in parts]
-            self._integer_product(node, names[0], names[1])
-            if not any(names[0] in item.output for item in self.nodes):
-                self.nodes[:0] = [
-                    helper.make_node("Transpose", [part], [name], name, perm=[1, 0])
-                    for part, name in zip(parts, names, strict=True)
-                ]
 
-    def block_products(self) -> None:
-        """Store matrices in blocks of four bits, and those that are tables turned round."""
-        from onnx import helper
+def turned_tables(graph: Graph) -> dict[str, Any]:
+    """Find the nodes that turn a table round for an output head, by what they compute."""
+    nodes = graph.of_kind("Transpose")
+    return {node.output[0]: node for node in nodes if graph.weight(node.input[0]) is not None}
 
-        turned = self.turned()
-        for node in self.of_kind("MatMul"):
-            turn = turned.get(node.input[1])
-            name = node.input[1] if turn is None else turn.input[0]
-            weight = self.weight(name)
-            if weight is None or weight.ndim != 2:
-                continue
-            rows = weight.T if turn is None else weight
-            outputs, inputs = rows.shape
-            if inputs < BLOCK:
-                continue
-            codes, scales = self._blocks(name, rows)
-            options = {"K": inputs, "N": outputs, "bits": 4, "block_size": BLOCK}
-            product = helper.make_node(
-                "MatMulNBits",
-                [node.input[0], codes, scales],
-                list(node.output),
-                node.name,
-                domain=_DOMAIN,
-                accuracy_level=4,  # inputs have eight bits in a product
-                **options,
-            )
-            self.replace(node, product)
-            self.nodes = [item for item in self.nodes if item is not turn]
 
-    def block_tables(self) -> None:
-        """Store tables in blocks of four bits; those that a product has so too are shared."""
-        from onnx import TensorProto, helper
+def share_products(graph: Graph) -> None:
+    """Quantise products with a table that is read by rows too; both read the same bytes."""
+    from onnx import helper
 
-        for node in self.tables():
-            name, (out,) = node.input[0], node.output
-            table = self.weight(name)
-            if table is None or table.shape[1] < BLOCK or f"{name}_int8" in self.tensors:
-                continue
-            rows, width = table.shape
-            blocks = -(-width // BLOCK)
-            parts = self._blocks(name, table, half=True)
-            shapes = ([rows, blocks * BLOCK // 2], [rows, blocks])
-            read = [f"{part}_rows" for part in parts]
-            for part, shape, new in zip(parts, shapes, read, strict=True):
-                size = self.add(f"{part}_shape", np.array(shape, dtype=np.int64))
-                if not any(new in item.output for item in self.nodes):
-                    self.nodes.insert(0, helper.make_node("Reshape", [part, size], [new], new))
-            follow = []
-            value = out
-            if width % BLOCK:  # codes of whole blocks, of which the last is cut off
-                value = f"{out}_whole"
-                ends = ((0, "start"), (width, "end"), (-1, "axis"))
-                cut = [self.add(f"{name}_{what}", np.array([at])) for at, what in ends]
-                follow.append(helper.make_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
-            if self.tensors[parts[1]].data_type == TensorProto.FLOAT16:
-                half = f"{out}_half"
-                cast = helper.make_node(
-                    "Cast", [half], [value], f"{node.name}_cast", to=TensorProto.FLOAT
-                )
-                follow.insert(0, cast)
-                value = half
-            lookup = helper.make_node(
-                "GatherBlockQuantized",
-                [read[0], node.input[1], read[1]],
-                [value],
-                node.name,
-                domain=_DOMAIN,
-                bits=4,
-                block_size=BLOCK,
-                gather_axis=0,
-                quantize_axis=1,
-            )
-            self.replace(node, lookup, *follow)
+    turned = turned_tables(graph)
+    for node in graph.of_kind("MatMul"):
+        turn = turned.get(node.input[1])
+        if turn is None:
+            continue
+        graph.nodes = [item for item in graph.nodes if item is not turn]
+        parts = _in_bytes(graph, turn.input[0], LARGEST_STEP)
+        names = [f"{part}_turned" for part in parts]
+        _integer_product(graph, node, names[0], names[1])
+        if not any(names[0] in item.output for item in graph.nodes):
+            graph.nodes[:0] = [
+                helper.make_node("Transpose", [part], [name], name, perm=[1, 0])
+                for part, name in zip(parts, names, strict=True)
+            ]
 
-    def _blocks(self, name: str, rows: Array, *, half: bool = False) -> tuple[str, str]:
-        """Store rows in blocks of four bits, once; gives the names of codes and of scales.
 
-        Scales have eight bits of precision and codes three, so that `half` of the bytes holds
-        scales and their products with codes exactly, unless they are tiny or huge.
-        """
-        import torch
+def block_products(graph: Graph) -> None:
+    """Store matrices in blocks of four bits, and those that are tables turned round."""
+    from onnx import helper
 
-        from tcompress.linalg.rounding import pack_codes, quantize
+    turned = turned_tables(graph)
+    for node in graph.of_kind("MatMul"):
+        turn = turned.get(node.input[1])
+        name = node.input[1] if turn is None else turn.input[0]
+        weight = graph.weight(name)
+        if weight is None or weight.ndim != 2:
+            continue
+        rows = weight.T if turn is None else weight
+        outputs, inputs = rows.shape
+        if inputs < BLOCK:
+            continue
+        codes, scales = _in_blocks(graph, name, rows)
+        options = {"K": inputs, "N": outputs, "bits": 4, "block_size": BLOCK}
+        product = helper.make_node(
+            "MatMulNBits",
+            [node.input[0], codes, scales],
+            list(node.output),
+            node.name,
+            domain=_DOMAIN,
+            accuracy_level=4,  # inputs have eight bits in a product
+            **options,
+        )
+        graph.replace(node, product)
+        graph.nodes = [item for item in graph.nodes if item is not turn]
 
-        parts = f"{name}_blocks", f"{name}_blocks_scales"
-        if parts[0] not in self.tensors:
-            count, width = rows.shape
-            codes, scales = quantize(torch.from_numpy(rows.copy()), 4, BLOCK)
-            padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
-            packed = pack_codes(padded, 4).reshape(count, -1, BLOCK // 2)
-            sizes = scales.float().abs()
-            range_ = torch.finfo(torch.float16)
-            fits = (sizes == 0) | ((sizes >= range_.tiny) & (sizes < range_.max / 8))
-            dtype = torch.float16 if half and bool(fits.all()) else torch.float32
-            self.add(parts[0], packed.numpy())
-            self.add(parts[1], scales.to(dtype).numpy())
-        return parts
 
-    def _table(self, name: str, largest: int = 127) -> tuple[str, str]:
-        """Store a table in eight bits with a scale for each row, once; gives both names."""
-        parts = f"{name}_int8", f"{name}_scales"
-        if parts[0] not in self.tensors:
-            table = self.weight(name)
-            assert table is not None
-            for part, value in zip(parts, rounded(table, axis=1, largest=largest), strict=True):
-                self.add(part, value)
-        return parts
+def block_tables(graph: Graph) -> None:
+    """Store tables in blocks of four bits; those that a product has so too are shared."""
+    from onnx import TensorProto, helper
 
-    def shrink_tables(self, *, all_: bool) -> None:
-        """Store tables that rows are read from in eight bits, with a scale for each row.
-
-        Without `all_`, only those that a product reads in eight bits anyway.
-        """
-        from onnx import TensorProto, helper
-
-        for node in self.tables():
-            if not all_ and f"{node.input[0]}_int8" not in self.tensors:
-                continue
-            steps, scales = self._table(node.input[0])
-            ids, (out,) = node.input[1], node.output
-            names = [f"{out}_{end}" for end in ("int8", "steps", "scales")]
-            self.replace(
-                node,
-                helper.make_node("Gather", [steps, ids], names[:1], node.name),
-                helper.make_node(
-                    "Cast", names[:1], names[1:2], f"{node.name}_steps", to=TensorProto.FLOAT
-                ),
-                helper.make_node("Gather", [scales, ids], names[2:], f"{node.name}_scales"),
-                helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
-            )
-
-    def quantize_products(self, products: list[Any]) -> None:
-        """Store matrices, or stacks of them, in eight bits, and quantise what they multiply."""
-        for node in products:
-            weight, name = self.weight(node.input[1]), node.input[1]
-            assert weight is not None
-            steps, scales = rounded(weight, axis=-2, largest=LARGEST_STEP)
-            self._integer_product(
-                node, self.add(f"{name}_int8", steps), self.add(f"{name}_scales", scales)
-            )
-
-    def _integer_product(self, node: Any, steps: str, scales: str) -> None:
-        """Multiply integers in the place of a product, and scale what comes out."""
-        from onnx import TensorProto, helper
-
-        x, (out,) = node.input[0], node.output
-        parts = [f"{x}_{end}" for end in ("uint8", "scale", "zero")]
-        names = [f"{out}_{end}" for end in ("int32", "sum", "scales")]
-        nodes = [
-            helper.make_node(
-                "MatMulInteger", [parts[0], steps, parts[2]], names[:1], f"{node.name}_integer"
-            ),
-            helper.make_node(
-                "Cast", names[:1], names[1:2], f"{node.name}_sum", to=TensorProto.FLOAT
-            ),
-            helper.make_node("Mul", [parts[1], scales], names[2:], f"{node.name}_scales"),
-            helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
-        ]
-        if not any(parts[0] in item.output for item in self.nodes):
-            quantise = helper.make_node("DynamicQuantizeLinear", [x], parts, f"{x}_quantize")
-            nodes.insert(0, quantise)
-        self.replace(node, *nodes)
-
-    def store_others(self) -> None:
-        """Store what is read in no product with one matrix in eight bits, to be made floats.
-
-        ONNX Runtime does that once, when it opens the file: so memory and time stay as they were.
-        """
-        from onnx import TensorProto, helper
-
-        spared = {node.input[1] for node in self.products(2)}
-        read = {name for node in self.nodes for name in node.input}
-        for name in [name for name in self.tensors if name in read - spared]:
-            weight = self.weight(name)
-            if weight is None:
-                continue
-            # A scale for each index of the longest axis.
-            others = tuple({*range(weight.ndim)} - {int(np.argmax(weight.shape))})
-            steps, scales = rounded(weight, axis=others, largest=127)
-            names = self.add(f"{name}_int8", steps), self.add(f"{name}_scales", scales)
+    for node in graph.tables():
+        name, (out,) = node.input[0], node.output
+        table = graph.weight(name)
+        if table is None or table.shape[1] < BLOCK or f"{name}_int8" in graph.tensors:
+            continue
+        rows, width = table.shape
+        blocks = -(-width // BLOCK)
+        parts = _in_blocks(graph, name, table, half=True)
+        shapes = ([rows, blocks * BLOCK // 2], [rows, blocks])
+        read = [f"{part}_rows" for part in parts]
+        for part, shape, new in zip(parts, shapes, read, strict=True):
+            size = graph.add(f"{part}_shape", np.array(shape, dtype=np.int64))
+            if not any(new in item.output for item in graph.nodes):
+                graph.nodes.insert(0, helper.make_node("Reshape", [part, size], [new], new))
+        follow = []
+        value = out
+        if width % BLOCK:  # codes of whole blocks, of which the last is cut off
+            value = f"{out}_whole"
+            ends = ((0, "start"), (width, "end"), (-1, "axis"))
+            cut = [graph.add(f"{name}_{what}", np.array([at])) for at, what in ends]
+            follow.append(helper.make_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
+        if graph.tensors[parts[1]].data_type == TensorProto.FLOAT16:
+            half = f"{out}_half"
             cast = helper.make_node(
-                "Cast", [names[0]], [f"{name}_steps"], f"{name}_steps", to=TensorProto.FLOAT
+                "Cast", [half], [value], f"{node.name}_cast", to=TensorProto.FLOAT
             )
-            scaled = helper.make_node("Mul", [f"{name}_steps", names[1]], [name], f"{name}_scaled")
-            del self.tensors[name]
-            self.nodes[:0] = [cast, scaled]
+            follow.insert(0, cast)
+            value = half
+        lookup = helper.make_node(
+            "GatherBlockQuantized",
+            [read[0], node.input[1], read[1]],
+            [value],
+            node.name,
+            domain=_DOMAIN,
+            bits=4,
+            block_size=BLOCK,
+            gather_axis=0,
+            quantize_axis=1,
+        )
+        graph.replace(node, lookup, *follow)
+
+
+def _in_blocks(graph: Graph, name: str, rows: Array, *, half: bool = False) -> tuple[str, str]:
+    """Store rows in blocks of four bits, once; gives the names of codes and of scales.
+
+    Scales have eight bits of precision and codes three, so that `half` of the bytes holds
+    scales and their products with codes exactly, unless they are tiny or huge.
+    """
+    import torch
+
+    from tcompress.linalg.rounding import pack_codes, quantize
+
+    parts = f"{name}_blocks", f"{name}_blocks_scales"
+    if parts[0] not in graph.tensors:
+        count, width = rows.shape
+        codes, scales = quantize(torch.from_numpy(rows.copy()), 4, BLOCK)
+        padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
+        packed = pack_codes(padded, 4).reshape(count, -1, BLOCK // 2)
+        sizes = scales.float().abs()
+        range_ = torch.finfo(torch.float16)
+        fits = (sizes == 0) | ((sizes >= range_.tiny) & (sizes < range_.max / 8))
+        dtype = torch.float16 if half and bool(fits.all()) else torch.float32
+        graph.add(parts[0], packed.numpy())
+        graph.add(parts[1], scales.to(dtype).numpy())
+    return parts
+
+
+def _in_bytes(graph: Graph, name: str, largest: int = 127) -> tuple[str, str]:
+    """Store a table in eight bits with a scale for each row, once; gives both names."""
+    parts = f"{name}_int8", f"{name}_scales"
+    if parts[0] not in graph.tensors:
+        table = graph.weight(name)
+        assert table is not None
+        for part, value in zip(parts, rounded(table, axis=1, largest=largest), strict=True):
+            graph.add(part, value)
+    return parts
+
+
+def shrink_tables(graph: Graph, *, all_: bool) -> None:
+    """Store tables that rows are read from in eight bits, with a scale for each row.
+
+    Without `all_`, only those that a product reads in eight bits anyway.
+    """
+    from onnx import TensorProto, helper
+
+    for node in graph.tables():
+        if not all_ and f"{node.input[0]}_int8" not in graph.tensors:
+            continue
+        steps, scales = _in_bytes(graph, node.input[0])
+        ids, (out,) = node.input[1], node.output
+        names = [f"{out}_{end}" for end in ("int8", "steps", "scales")]
+        graph.replace(
+            node,
+            helper.make_node("Gather", [steps, ids], names[:1], node.name),
+            helper.make_node(
+                "Cast", names[:1], names[1:2], f"{node.name}_steps", to=TensorProto.FLOAT
+            ),
+            helper.make_node("Gather", [scales, ids], names[2:], f"{node.name}_scales"),
+            helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
+        )
+
+
+def quantize_products(graph: Graph, products: list[Any]) -> None:
+    """Store matrices, or stacks of them, in eight bits, and quantise what they multiply."""
+    for node in products:
+        weight, name = graph.weight(node.input[1]), node.input[1]
+        assert weight is not None
+        steps, scales = rounded(weight, axis=-2, largest=LARGEST_STEP)
+        _integer_product(
+            graph, node, graph.add(f"{name}_int8", steps), graph.add(f"{name}_scales", scales)
+        )
+
+
+def _integer_product(graph: Graph, node: Any, steps: str, scales: str) -> None:
+    """Multiply integers in the place of a product, and scale what comes out."""
+    from onnx import TensorProto, helper
+
+    x, (out,) = node.input[0], node.output
+    parts = [f"{x}_{end}" for end in ("uint8", "scale", "zero")]
+    names = [f"{out}_{end}" for end in ("int32", "sum", "scales")]
+    nodes = [
+        helper.make_node(
+            "MatMulInteger", [parts[0], steps, parts[2]], names[:1], f"{node.name}_integer"
+        ),
+        helper.make_node("Cast", names[:1], names[1:2], f"{node.name}_sum", to=TensorProto.FLOAT),
+        helper.make_node("Mul", [parts[1], scales], names[2:], f"{node.name}_scales"),
+        helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
+    ]
+    if not any(parts[0] in item.output for item in graph.nodes):
+        quantise = helper.make_node("DynamicQuantizeLinear", [x], parts, f"{x}_quantize")
+        nodes.insert(0, quantise)
+    graph.replace(node, *nodes)
+
+
+def store_others(graph: Graph) -> None:
+    """Store what is read in no product with one matrix in eight bits, to be made floats.
+
+    ONNX Runtime does that once, when it opens the file: so memory and time stay as they were.
+    """
+    from onnx import TensorProto, helper
+
+    spared = {node.input[1] for node in graph.products(2)}
+    read = {name for node in graph.nodes for name in node.input}
+    for name in [name for name in graph.tensors if name in read - spared]:
+        weight = graph.weight(name)
+        if weight is None:
+            continue
+        # A scale for each index of the longest axis.
+        others = tuple({*range(weight.ndim)} - {int(np.argmax(weight.shape))})
+        steps, scales = rounded(weight, axis=others, largest=127)
+        names = graph.add(f"{name}_int8", steps), graph.add(f"{name}_scales", scales)
+        cast = helper.make_node(
+            "Cast", [names[0]], [f"{name}_steps"], f"{name}_steps", to=TensorProto.FLOAT
+        )
+        scaled = helper.make_node("Mul", [f"{name}_steps", names[1]], [name], f"{name}_scaled")
+        del graph.tensors[name]
+        graph.nodes[:0] = [cast, scaled]
 
 
 def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[Array, Array]:

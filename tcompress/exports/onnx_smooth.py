@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tcompress.exports.onnx_quantize import LARGEST_STEP, Graph, rounded
+from tcompress.exports.onnx_quantize import LARGEST_STEP, Graph, rounded, split_gemm
 
 STRENGTHS = (0.5, 0.6, 0.75)
 """Exponents of the range of a channel, 1 less those of its weights."""
@@ -108,7 +108,7 @@ def activations_of(path: Path, batches: Sequence[Mapping[str, Any]]) -> dict[str
     import onnxruntime
 
     graph = Graph.open(path)
-    graph.split_gemm()
+    split_gemm(graph)
     names = list(dict.fromkeys(node.input[0] for node in graph.products(2)))
     if not names:  # a session would take it for all outputs
         return {}

@@ -11,6 +11,7 @@ from tcompress.options.convert_options import BUDGETS, DEPTH, TIMES, WIDTHS, Con
 from tcompress.options.method_options import (
     AUTO,
     METHODS,
+    NARROWING,
     REPLACEMENTS,
     ReplacementSpec,
     lookup_methods,
@@ -98,7 +99,7 @@ def conversion(
 def _usual(data: Said, chosen: Said, *, scratch: bool) -> str:
     """Names the method that goes with a goal; options that are `chosen` may name it too."""
     if data.get("plain"):
-        return "width"
+        return NARROWING
     if any(data.get(name) is not None for name in (*TIMES, "max_loss")):
         return AUTO
     svd = _options_of("svd", "--method").model_fields.keys()
@@ -135,7 +136,7 @@ def _method(
     name = chosen.pop("name", None) or base.get("name")
     about_layers = bool(chosen) or any(said.get(field) for field in (*_LAYERS, *_LISTS))
     if name is None and any(said.get(field) for field in WIDTHS):
-        name = "width"
+        name = NARROWING
     if name is None and (about_layers or not without):
         name = usual
     if name in (None, NO_METHOD):
@@ -260,9 +261,9 @@ def _check_size(convert: Convert, typed: Given[Any]) -> None:
     method = convert.method
     if method is None or method.has_size or convert.budget is not None:
         return
-    if method.name == "width" and convert.fixes_width:
+    if method.narrows and convert.fixes_width:
         return
-    place = ("keep_neurons",) if method.name == "width" else ("method", "rank")
+    place = ("keep_neurons",) if method.narrows else ("method", "rank")
     rank = "" if method.name == "auto" else f" or `{typed.name(*place)}`"
     raise RecipeError(
         f"method `{method.name}` needs a size: give `{typed.name('target')}`{rank}",

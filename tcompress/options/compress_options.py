@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from tcompress.fields import DATASET, FRACTION, Section, Sources, option
-from tcompress.options.budgets import Bytes, Speedup, bytes_of
+from tcompress.options.limits import Bytes, Speedup, bytes_of
 from tcompress.options.steps import MEASURED, EvaluationTask
 
 GOAL, WORK, SMOKE_MINUTES = "Goal", "The work", 1.0

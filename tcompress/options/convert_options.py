@@ -23,7 +23,7 @@ from tcompress.fields import (
     read_factors,
     read_kept,
 )
-from tcompress.options.budgets import (
+from tcompress.options.limits import (
     Budget,
     Bytes,
     Limit,
@@ -585,11 +585,10 @@ class Convert(Section):
     def _plain_problems(self) -> Iterator[str]:
         if not self.plain:
             return
-        name = getattr(self.method, "name", "width")
-        if name != "width":
+        if self.method is not None and not self.method.narrows:
             yield (
-                f"no model's own config can say `{name}`: with `plain` allowed are the method "
-                "`width` and fewer blocks"
+                f"no model's own config can say `{self.method.name}`: with `plain` allowed are the "
+                "method `width` and fewer blocks"
             )
         others = ("attention", "embeddings", "residual_rank", "layers", "max_error")
         given = [f"`{name}`" for name in others if getattr(self, name)]
@@ -633,7 +632,7 @@ class Convert(Section):
     @property
     def narrows(self) -> bool:
         """Whether channels may become fewer, of which data tells the best."""
-        return self.fixes_width or getattr(self.method, "name", None) == "width"
+        return self.fixes_width or (self.method is not None and self.method.narrows)
 
     @property
     def label(self) -> str:
@@ -650,7 +649,7 @@ class Convert(Section):
         """Whether a budget of bytes chooses what becomes of the word embedding too."""
         free = self.embeddings is None and self.embedding_bits is None and self.init != "random"
         sized = self.target_bytes is not None and self.allocation == "loss"
-        return free and sized and self.by_loss
+        return free and sized and self.by_loss and not self.calibration.is_none
 
     @property
     def bit_words(self) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 from tcompress.fields import FIT, Options, option, read_sizes
 from tcompress.structures import Spec, structures
 from tcompress.structures.base import LooksUp
+from tcompress.structures.width import WidthSpec
 
 AUTO = "auto"
 AUTO_ABOUT = (
@@ -71,6 +72,8 @@ class AutoSpec(Spec):
 
 METHODS: tuple[type[Spec], ...] = (*STRUCTURES, AutoSpec)
 """Options of every method."""
+NARROWING = WidthSpec.names()[0]
+"""The method that makes layers narrower and leaves them plain."""
 
 if TYPE_CHECKING:
     MethodSpec = Any

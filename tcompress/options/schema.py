@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from tcompress.fields import Section, method_options, option, plain
-from tcompress.options.budgets import Speedup
 from tcompress.options.convert_options import Convert, refuse_two_sizes
+from tcompress.options.limits import Speedup
 from tcompress.options.method_options import (
     METHODS,
     REPLACEMENTS,

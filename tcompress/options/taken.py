@@ -20,7 +20,7 @@ def unasked(settings: Convert, said: dict[str, Any], typed: Given[Any]) -> Itera
     method = settings.method
     if method is None:
         return
-    named = said.get("method") or settings.attention or method.name == "width"  # by its options
+    named = said.get("method") or settings.attention or method.narrows  # by its options
     if not named:
         yield _taken(settings, method, typed)
     if method.name == "lprod" and _is_fitted(settings, method):

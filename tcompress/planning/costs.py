@@ -16,7 +16,7 @@ from tcompress.errors import PlanError
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
 from tcompress.planning.storage import TABLE_RANKS, Widths

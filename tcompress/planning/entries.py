@@ -12,7 +12,7 @@ from tcompress.attention.module import CHILD
 from tcompress.attention.replacement import AnyReplacementLayout, replacement_named
 from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.vocabulary import Vocabulary
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
 from tcompress.structures.costs import lookup_macs, macs_of
 from tcompress.structures.modules.experts import child_of

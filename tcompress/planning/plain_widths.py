@@ -18,7 +18,6 @@ from tcompress.planning.couplings import couplings
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import roles_of
 from tcompress.structures.modules.linear import Channels
-from tcompress.structures.width import WidthLayout
 
 PlanOf = Callable[[Convert], Plan]
 """Plans what a recipe says that gives the width."""
@@ -126,7 +125,7 @@ def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
 
 
 def _channels(entry: LayerPlan) -> Iterator[Channels]:
-    if any(not isinstance(term, WidthLayout) for part in entry.parts for term in part.terms):
+    if any(not term.is_plain for part in entry.parts for term in part.terms):
         raise PlanError(
             f"layer `{entry.name}` has a structure, which no plain model has",
             "leave `plain` out, or take the method `width`",

@@ -36,7 +36,6 @@ from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
-from tcompress.structures.width import WidthLayout, WidthSpec
 
 Place = tuple[str, str]
 """Weight name in the checkpoint, and name of the output split."""
@@ -149,7 +148,7 @@ class _Planner:
             return
         recipe = self.recipe
         asked = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
-        fractions = [c.target for c in choices if isinstance(c.method, WidthSpec) and c.target]
+        fractions = [c.target for c in choices if c.method.narrows and c.target]
         if asked is None and not recipe.fixes_width and fractions:
             asked = min(fractions)
         kept = coupling.size if asked is None else coupling.near(asked)
@@ -257,13 +256,13 @@ class _Planner:
 
 def is_refitted(entry: LayerPlan) -> bool:
     """Whether an entry is a plain matrix, which may make up for what layers before it lost."""
-    return all(isinstance(term, WidthLayout) for part in entry.parts for term in part.terms)
+    return all(term.is_plain for part in entry.parts for term in part.terms)
 
 
 def _of_dense(choice: Choice, dense: Site, own: Site) -> Choice:
     """Fractions of the dense weight as fractions of what width has left of it."""
     left = own.in_features * own.out_features / (dense.in_features * dense.out_features)
-    if choice.target is None or left == 1 or isinstance(choice.method, WidthSpec):
+    if choice.target is None or left == 1 or choice.method.narrows:
         return choice
     return replace(choice, target=min(choice.target / left, 1.0))
 

@@ -18,10 +18,11 @@ from tcompress.artifact.manifest import Interval, TrainingFacts
 from tcompress.reporting.formatting import count_text, tick_text, value_text
 from tcompress.reporting.tree import unbeaten
 
-WIDTH, HEIGHT = 440, 280
+WIDE, HIGH = 440, 280
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 424, 30, 238  # of the plot inside
 
 COLOURS = 8
+GREY = COLOURS - 1
 LIGHT = {
     "paper": "#fdfdfc",
     "panel": "#f5f5f2",
@@ -71,7 +72,10 @@ Point = tuple[float, float]
 
 
 class Dot(NamedTuple):
-    """A model in a picture of quality against cost; without a letter it is the dense baseline."""
+    """A model in a picture of quality against cost.
+
+    Without a letter it is a ring: the dense baseline, or what one would take in its place.
+    """
 
     mark: str
     name: str
@@ -79,6 +83,12 @@ class Dot(NamedTuple):
     quality: float
     interval: Interval | None = None
     colour: int = 0
+    label: str = "dense"  # beside a ring
+
+    @property
+    def text(self) -> str:
+        """What stands beside it."""
+        return self.mark or self.label
 
 
 class Mark(NamedTuple):
@@ -159,7 +169,9 @@ def trade_off(
     said = [f"{item.name}: {write(item.cost)}, quality not measured" for item in limits]
     described = "; ".join([described, *said])
     marks = [part for i, item in enumerate(limits) for part in _limit(item, x, y, i)]
-    marks += [_polyline(front, x, y, "frontier"), *(_dot(dot, x, y) for dot in dots)]
+    sides = _sides(dots, x, y)
+    drawn = (_dot(dot, x, y, side) for dot, side in zip(dots, sides, strict=True))
+    marks += [_polyline(front, x, y, "frontier"), *drawn]
     return _chart(f"{qualities} against {costs}", described, x, y, marks)
 
 
@@ -175,20 +187,64 @@ def _said(dot: Dot, write: Write) -> str:
     return f"{dot.name}: {write(dot.cost)}, {value_text(dot.quality)}"
 
 
-def _dot(dot: Dot, x: Axis, y: Axis) -> Markup:
+class _Side(NamedTuple):
+    """Where the text of a dot stands, from its middle."""
+
+    right: float
+    down: float
+    anchor: str
+
+    def box(self, dot: Dot, x: Axis, y: Axis) -> tuple[float, float, float, float]:
+        """Left, right, upper and lower end of the text, roughly."""
+        width = len(dot.text) * _CHARACTER
+        start = x.place(dot.cost) + self.right
+        start -= {"start": 0.0, "middle": width / 2, "end": width}[self.anchor]
+        base = y.place(dot.quality) + self.down
+        return start, start + width, base - 10, base + 3
+
+
+def _sides(dots: Sequence[Dot], x: Axis, y: Axis) -> list[_Side]:
+    """Choose a side for the text of each dot, where no dot and no other text is."""
+    places = [(x.place(dot.cost), y.place(dot.quality)) for dot in dots]
+    taken = [(across - 6, across + 6, down - 6, down + 6) for across, down in places]
+    chosen = []
+    for dot in dots:
+        right, left = _Side(9, 4, "start"), _Side(-9, 4, "end")
+        # Neighbours stay readable; a ring's text stays inside.
+        turned = dot.colour % 2 if dot.mark else x.is_late(x.place(dot.cost))
+        order = [*((left, right) if turned else (right, left))]
+        order += [_Side(0, -10, "middle"), _Side(0, 20, "middle")]
+        free = (side for side in order if _is_free(side.box(dot, x, y), taken, x))
+        side = next(free, order[0])
+        taken.append(side.box(dot, x, y))
+        chosen.append(side)
+    return chosen
+
+
+def _is_free(
+    box: tuple[float, float, float, float],
+    taken: Iterable[tuple[float, float, float, float]],
+    x: Axis,
+) -> bool:
+    """Tell whether a box lies inside the chart and meets no other."""
+    left, right, upper, lower = box
+    if left < x.start or right > x.end + 10:
+        return False
+    return not any(
+        left < other[1] and other[0] < right and upper < other[3] and other[2] < lower
+        for other in taken
+    )
+
+
+def _dot(dot: Dot, x: Axis, y: Axis, side: _Side) -> Markup:
     across, down = x.place(dot.cost), y.place(dot.quality)
     parts = [_tag("title", _said(dot, x.write))]
     if dot.interval is not None:
         ends = y.place(dot.interval.low), y.place(dot.interval.high)
         parts.append(_line(across, ends[0], across, ends[1], "interval"))
-    if dot.mark:
-        side, anchor = (-8, "end") if dot.colour % 2 else (8, "start")  # neighbours stay readable
-        parts.append(_tag("circle", cx=across, cy=down, r=5, class_="dot"))
-        parts.append(_text(dot.mark, across + side, down + 4, "mark", anchor))
-    else:
-        side, anchor = (-10, "end") if x.is_late(across) else (10, "start")
-        parts.append(_tag("circle", cx=across, cy=down, r=5.5, class_="dense"))
-        parts.append(_text("dense", across + side, down + 4, "note", anchor))
+    radius, circle, text = (5.0, "dot", "mark") if dot.mark else (5.5, "dense", "note")
+    parts.append(_tag("circle", cx=across, cy=down, r=radius, class_=circle))
+    parts.append(_text(dot.text, across + side.right, down + side.down, text, side.anchor))
     return _tag("g", _join(parts), class_=f"c{dot.colour}")
 
 
@@ -290,9 +346,9 @@ def _chart(title: str, description: str, x: Axis, y: Axis, marks: Sequence[Marku
     parts.append(_tag("text", y.label, x=_LEFT, y=14, class_="label"))
     long = len(x.label) * _CHARACTER > _RIGHT
     pressed = {"textLength": _RIGHT - 4, "lengthAdjust": "spacingAndGlyphs"} if long else {}
-    where = {"x": _RIGHT, "y": HEIGHT - 6, "text_anchor": "end"}
+    where = {"x": _RIGHT, "y": HIGH - 6, "text_anchor": "end"}
     parts.append(_tag("text", x.label, class_="label", **where, **pressed))
-    box, label = f"0 0 {WIDTH} {HEIGHT}", f"{title}. {description}"
+    box, label = f"0 0 {WIDE} {HIGH}", f"{title}. {description}"
     return _tag("svg", _join([*parts, *marks]), viewBox=box, role="img", aria_label=label)
 
 

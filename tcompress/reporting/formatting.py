@@ -186,7 +186,8 @@ def machine_text(speed: Speed) -> str:
     words = [device] if device else []
     if threads and device == "cpu":
         words.append(f"{threads} thread" + ("s" if threads != 1 else ""))
-    words += [found["dtype"]] if found.get("dtype") else []
+    # Files say by their name what their weights are.
+    words += [found["dtype"]] if found.get("dtype") and not speed.mode.startswith("onnx") else []
     words += ["weights kept"] if "kept_weights_bytes" in found else []
     words += [found["instructions"]] if found.get("instructions") else []
     return ", ".join(map(str, words))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.artifact.means import AGREEMENT
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.shipped import Shipped, int8_speed, shipped_of
+from tcompress.reporting.shipped import RUNTIME, Shipped, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
 
 _NONE = "–"
@@ -124,8 +124,8 @@ def _quality_words(report: ModelReport, metric: Metric | None) -> str:
     if ratio is None:
         return f"has {metric.label} {fmt.value_text(metric.value)}"
     if not metric.higher_is_better:
-        return f"has {fmt.ratio_text(ratio)} the {metric.label} of {_the(who)}{_chance(metric)}"
-    return f"keeps {ratio:.1%} of the {metric.label} of {_the(who)}{_chance(metric)}"
+        return f"has {fmt.ratio_text(ratio)} {_the(who)}'s {metric.label}{_chance(metric)}"
+    return f"keeps {ratio:.1%} of {_the(who)}'s {metric.label}{_chance(metric)}"
 
 
 def _the(who: str) -> str:
@@ -163,10 +163,10 @@ def _file_figures(
     report: ModelReport, file: Shipped, metric: Metric | None, speed: Speed | None
 ) -> tuple[Figure, Figure, Figure]:
     """The figures of a file; those of the weights in PyTorch stand in small letters below."""
-    size, dense = report.bytes_on_disk, file_of(report.dense_exports)
+    size, dense = report.bytes_on_disk, _dense_bytes_there(report)
     there = f"{size.dense / max(1, file.file.bytes):.1f}× smaller than the dense"
     notes = [f"`{file.name}`, all that ONNX Runtime reads of weights"]
-    notes += [f"dense at int8 {fmt.bytes_text(dense.bytes)}"] if dense and report.is_smaller else []
+    notes += [f"dense at int8 {fmt.bytes_text(dense)}"] if dense and report.is_smaller else []
     notes += [f"in PyTorch {fmt.bytes_text(size.now)}"] if report.is_smaller else []
     bytes_there = fmt.bytes_text(file.file.bytes)
     first = Figure("Size", bytes_there, f"{there} {fmt.bytes_text(size.dense)}", tuple(notes))
@@ -178,6 +178,14 @@ def _file_figures(
     elif metric is not None and (weights := quality_figure(report, metric)).value:
         third = third._replace(notes=(*third.notes, f"in PyTorch {weights.value}"))
     return first, second, third
+
+
+def _dense_bytes_there(report: ModelReport) -> int | None:
+    """Bytes of the dense model's file with eight bits, where one was written or measured."""
+    if (file := file_of(report.dense_exports)) is not None:
+        return file.bytes
+    rows = (item for item in report.alternatives if item.name == "dense")
+    return next((item.bytes for item in rows if item.runtime == RUNTIME), None)
 
 
 def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
@@ -273,7 +281,7 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)
     lower = "" if metric.higher_is_better else ", lower is better"
-    words = f"of the {metric.label} of {_the(who)}: {value} of {baseline}{lower}"
+    words = f"of {_the(who)}'s {metric.label}: {value} of {baseline}{lower}"
     return Figure("Quality", share, words, tuple(notes))
 
 

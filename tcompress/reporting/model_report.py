@@ -159,6 +159,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "speed": tuple(manifest.speed),
         "exports": tuple(manifest.exports),
         "dense_exports": _dense_exports(manifest),
+        "alternatives": tuple(manifest.alternatives),
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import NamedTuple
 
 from markupsafe import Markup
 
-from tcompress.artifact.manifest import Metric, Speed
+from tcompress.artifact.manifest import Alternative, Metric, Speed
 from tcompress.models.names import ALIASES
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import (
     COLOURS,
+    GREY,
     Dot,
     Mark,
     Tile,
@@ -25,6 +27,7 @@ from tcompress.reporting.headline import file_of
 from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
 
+_DENSE = "dense int8"
 _MOST_LINES = 4  # of costs without a quality, in one picture
 
 
@@ -81,17 +84,22 @@ def trade_offs(models: Sequence[Shown]) -> list[Picture]:
         files = [None if s is None else int8_speed(r, s) for r, s in pairs]
         costs = [None if item is None else item.milliseconds for item in files]
         dots = [*_dots(models, metrics, times), *_file_dots(models, metrics, costs)]
+        dense_time = speed.baseline_milliseconds
+        rings = _rings(models, metrics, lambda item: dense_time / item.ratio)
+        dots += rings
         marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))][:1]
+        marks = _without(marks, rings)
         marks += _file_marks(models, metrics, costs)
         write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
         pictures += _picture("quality-time", dots, marks, words, metrics, write)
     sizes = [(float(r.bytes_on_disk.now), float(r.bytes_on_disk.dense)) for r in reports]
     dense = [file_of(report.dense_exports) for report in reports]
-    marks = [Mark("dense int8", float(item.bytes)) for item in dense if item][:1]
+    rings = _rings(models, metrics, lambda item: float(item.bytes))
+    marks = _without([Mark(_DENSE, float(item.bytes)) for item in dense if item][:1], rings)
     costs = [float(own.bytes) if (own := file_of(report.exports)) else None for report in reports]
     marks += _file_marks(models, metrics, costs)
     write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
-    dots = [*_dots(models, metrics, sizes), *_file_dots(models, metrics, costs)]
+    dots = [*_dots(models, metrics, sizes), *_file_dots(models, metrics, costs), *rings]
     return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
 
 
@@ -110,16 +118,42 @@ def _file_trade_offs(models: Sequence[Shown]) -> list[Picture]:
         words = f"time of a pass ({fmt.pass_text(speed)})"
         write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
         dots = _dots(models, metrics, times)
+        dense_time = speed.baseline_milliseconds
+        dots += _rings(models, metrics, lambda item: dense_time / item.ratio)
         pictures += _picture("quality-time", dots, [], words, metrics, write)
     write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
     dots = _dots(models, metrics, sizes)
+    dots += _rings(models, metrics, lambda item: float(item.bytes))
     return pictures + _picture("quality-bytes", dots, [], "bytes of the file", metrics, write)
 
 
 def _int8_time(report: ModelReport, speed: Speed) -> Mark | None:
     other = int8_speed(report, speed)
     time = other and other.same_runtime_milliseconds
-    return Mark("dense int8", time) if time else None
+    return Mark(_DENSE, time) if time else None
+
+
+def _rings(
+    models: Sequence[Shown], metrics: Sequence[Metric | None], cost: Callable[[Alternative], float]
+) -> list[Dot]:
+    """A ring for each alternative to the only model, if it was measured by the number shown."""
+    if len(models) != 1 or (metric := metrics[0]) is None or metric.difference is None:
+        return []
+    dense, rings = metric.difference.baseline_value, []
+    for item in models[0].report.alternatives:
+        if (item.name, item.runtime) == ("dense", "torch"):
+            if item.value is None or not math.isclose(item.value, dense):
+                return []  # measured on other examples since
+        elif item.value is not None:
+            bits = "" if item.runtime == "torch" else f" {item.runtime.removeprefix('onnx-')}"
+            name, label = f"{item.name}{bits}", f"{item.name.partition(',')[0]}{bits}"
+            rings.append(Dot("", name, cost(item), item.value, item.interval, GREY, label))
+    return rings
+
+
+def _without(marks: Sequence[Mark], rings: Sequence[Dot]) -> list[Mark]:
+    """Leaves out lines for what has a ring, its quality being known."""
+    return [mark for mark in marks if mark.name not in {ring.label for ring in rings}]
 
 
 def _dots(

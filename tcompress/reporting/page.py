@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
+from markupsafe import Markup, escape
 
 import tcompress
 from tcompress.artifact.means import Mean
@@ -134,6 +135,7 @@ def _section(model: Shown) -> dict[str, Any]:
     return {
         **model._asdict(),
         "map": map_of(report),
+        "alternatives": _alternatives(report),
         "roles": roles,
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
@@ -147,6 +149,15 @@ def _section(model: Shown) -> dict[str, Any]:
         "healed": healed_text(report),
         "recipe": "" if not recipe else yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
     }
+
+
+def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
+    """What `compress` measured beside a model."""
+    dense = next((item.value for item in report.alternatives), None)
+    return [
+        dict(item) | {"kept": item.value / dense if item.value and dense and dense > 0 else None}
+        for item in report.alternatives
+    ]
 
 
 def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
@@ -173,6 +184,18 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+def _code(text: str) -> Markup:
+    """Marks what stands between backticks as code."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # one of them is alone
+        return escape(text)
+    marked = (
+        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
+        for i, part in enumerate(parts)
+    )
+    return Markup("").join(marked)
+
+
 @cache
 def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
@@ -184,6 +207,7 @@ def _template() -> Template:
     environment.filters |= {name.removesuffix("_text"): write for name, write in texts.items()}
     environment.filters |= {
         "notes": fmt.speed_notes,
+        "code": _code,
         "plain": _plain,
         "position": lambda items, item: items.index(item),
     }

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from tcompress.artifact.manifest import (
+    Alternative,
     CalibrationFacts,
     ExportedFile,
     Metric,
@@ -111,6 +112,7 @@ class ModelReport(_Node):
     speed: tuple[Speed, ...] = ()
     exports: tuple[ExportedFile, ...] = ()  # files for other runtimes
     dense_exports: tuple[ExportedFile, ...] = ()  # those of the dense model, where they are here
+    alternatives: tuple[Alternative, ...] = ()  # what `compress` measured beside the model
     recipe: dict[str, Any] | None = None  # what was asked for
     environment: dict[str, str] | None = None  # versions
     init: Literal["pretrained", "random"] = "pretrained"

@@ -177,9 +177,9 @@ class _TableWalk:
         for path in _paths(source):
             for name in (path, *tied_to(source, path)):
                 module = self._model.model.get_submodule(name)
-                other = copy.deepcopy(module)
-                self._copies.setdefault(path, []).append(other)
-                set_module(self._model.model, name, Branch(module, other))
+                copied = copy.deepcopy(module)
+                self._copies.setdefault(path, []).append(copied)
+                set_module(self._model.model, name, Branch(module, copied))
 
     def change(self, tables: Mapping[str, Tensor]) -> float:
         """Change of the output per sample with these tables, by module path."""
@@ -187,13 +187,13 @@ class _TableWalk:
             for module in self._copies[path]:
                 module.weight = nn.Parameter(table, requires_grad=False)
         stream, run = self._model.stream, self._model.answer_of
-        whole = [stream(batch, keep=True) for batch in self._batches]
+        dense = [stream(batch, keep=True) for batch in self._batches]
         changed = [stream(batch, rewritten=True, keep=True) for batch in self._batches]
         total = 0.0
-        with self._model.paused([*whole, *changed]):
-            while name := common_block([*whole, *changed]):
+        with self._model.paused([*dense, *changed]):
+            while name := common_block([*dense, *changed]):
                 with self._model.loaded(name):
-                    for one, two in zip(whole, changed, strict=True):
+                    for one, two in zip(dense, changed, strict=True):
                         one.answer(run(one))
                         two.answer(run(two))
                         if one.output is not None:

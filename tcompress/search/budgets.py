@@ -10,7 +10,7 @@ from math import fsum
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
@@ -24,7 +24,7 @@ from tcompress.search.knapsack import (
 )
 from tcompress.search.predictions import Predictions
 from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
-from tcompress.search.width import WIDTH, joined
+from tcompress.search.width import joined, offered
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
@@ -88,14 +88,14 @@ class BudgetProblem:
         if mixed is not None and (
             not name or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(answers[name])[0]
         ):
-            return self._with_facts(mixed.plan, mixed.loss, singles, answers)
+            return _with_facts(self, mixed.plan, mixed.loss, singles, answers)
         plan = answers[name].plan
         quick = self.predictions.quick
         if len(methods) > 1 and quick and all(site.candidates for site in quick):
             with suppress(PlanError):  # sized as it would be without others on offer
                 plan = self._of(quick).solve([name]).plan
         single = answers if len(methods) > 1 else {}
-        return self._with_facts(plan, answers[name].loss, singles, single)
+        return _with_facts(self, plan, answers[name].loss, singles, single)
 
     def of_alone(self) -> BudgetProblem:
         """Return the same for one method in all layers, with nothing else on offer."""
@@ -111,21 +111,21 @@ class BudgetProblem:
 
     def solve(self, methods: Sequence[str]) -> Answer:
         """Spend the budget on candidates of these methods."""
-        if self._budget.is_resource:
+        if self.budget.is_resource:
             return self._in_room(methods)
-        if not self._budget.is_error:
+        if not self.budget.is_error:
             return self._within(methods)
-        limit = self._budget.limit
+        limit = self.budget.limit
         sites = self.sites(methods, may_stay=True)
         left_out = {site.key: site.left_out for site in self.predictions.layers}
-        if self._budget.limits_each:
-            most = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
-            allocation = within_tolerance(sites, most, self._resource)
+        if self.budget.limits_each:
+            limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
+            allocation = within_tolerance(sites, limits, self.resource)
         else:
-            spend = _alike_for_loss if self._alike else allocate_for_loss
-            allocation = spend(sites, limit * fsum(left_out.values()), self._resource)
+            spend = _alike_for_loss if self.alike else allocate_for_loss
+            allocation = spend(sites, limit * fsum(left_out.values()), self.resource)
         plan = self._plan(allocation)
-        if self._resource == NANOSECONDS:
+        if self.resource == NANOSECONDS:
             return Answer(plan, allocation.loss, allocation.cost)
         return Answer(plan, allocation.loss, plan.structured_rewritten + self._dense_left(plan))
 
@@ -139,7 +139,7 @@ class BudgetProblem:
 
         Where a layer would then not even shrink, it has to do without that method.
         """
-        limit, spent = self._limits()
+        limit, spent = self.limits()
         room, barred = spent, set[tuple[str, str]]()
         fits, exceeds, best = 0, spent, None
         for _ in range(ATTEMPTS):
@@ -192,27 +192,27 @@ class BudgetProblem:
             site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
             for site in self.predictions.layers
         ]
-        widths = self.predictions.widths if WIDTH in methods else ()
-        if self._budget.limits_each:
+        widths = offered(self.predictions.widths, methods)
+        if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = joined(layers, widths, self._resource, may_stay=may_stay)
+        sites = joined(layers, widths, self.resource, may_stay=may_stay)
         return sites if self.table is None else [*sites, self.table.site]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
-        resource = self._resource
-        if self._alike:
+        resource = self.resource
+        if self.alike:
             return uniform(sites, room / sum(site.dense[resource] for site in sites), resource)
         budget = self.recipe.budget
         try:
-            if self.room is not None and not self._budget.is_resource:
+            if self.room is not None and not self.budget.is_resource:
                 return allocate_within(sites, {resource: room, **dict([self.room])})
             return allocate(sites, room, resource)
         except PlanError as error:
             if budget is None or budget.is_fraction or budget.is_resource:
                 raise
-            least = sum(min(item.costs[resource] for item in site.every) for site in sites)
-            limit, spent = self._limits()
-            size = limit - spent + least
+            smallest = sum(min(item.costs[resource] for item in site.every) for site in sites)
+            limit, spent = self.limits()
+            size = limit - spent + smallest
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
     def _plan(self, allocation: Allocation) -> Plan:
@@ -228,80 +228,88 @@ class BudgetProblem:
                 "allow a larger error",
             )
         chosen: dict[str, Form | None] = {}
-        if self._budget.is_error:  # of experts no error is known
+        if self.budget.is_error:  # of experts no error is known
             keys = {entry.key for entry in self.plan.layers}
             chosen = dict.fromkeys(keys - self.predictions.fixed)
         return resized(plan, self.groups, chosen | forms, self.source)
 
     @property
-    def _budget(self) -> Budget:
+    def budget(self) -> Budget:
+        """What is limited."""
         assert self.plan.budget is not None
         return self.plan.budget.asked
 
     @property
-    def _resource(self) -> str:
+    def resource(self) -> str:
         """What candidates cost; beside a size, a limited resource is a second cost."""
-        if self._budget.is_error:
+        if self.budget.is_error:
             return NANOSECONDS if self.recipe.counts_time else PARAMETERS
-        return self._budget.unit
+        return self.budget.unit
 
     @property
-    def _alike(self) -> bool:
+    def alike(self) -> bool:
         """Whether all layers keep the same fraction: asked for, or since no data tells better."""
         if self.recipe.allocation == "uniform":
             return True
-        return self.recipe.calibration.is_none and self._budget.is_size
+        return self.recipe.calibration.is_none and self.budget.is_size
 
     def _rank(self, answer: Answer) -> tuple[float, float]:
-        if self._budget.is_error:
+        if self.budget.is_error:
             return float(answer.size), answer.loss
         return answer.loss, 0.0
 
-    def _limits(self) -> tuple[int, int]:
+    def limits(self) -> tuple[int, int]:
         """Give what a plan may measure, and what of it is for the sites."""
         layers = self.predictions.layers
-        if self._budget.is_fraction:
-            whole = int(self._budget.limit * sum(site.dense[PARAMETERS] for site in layers))
-            return whole, whole
+        if self.budget.is_fraction:
+            total = int(self.budget.limit * sum(site.dense[PARAMETERS] for site in layers))
+            return total, total
         planned = {entry.key: entry.parameters for entry in self.plan.layers}
         sizes = (planned.get(site.key, site.dense[PARAMETERS]) * site.unit for site in layers)
-        taken = round(sum(sizes)) + (0 if self.table is None else self.table.cost_in(self.plan))
-        limit = int(self._budget.limit)
-        return limit, taken + limit - self._measured(self.plan)
+        planned_size = round(sum(sizes)) + (
+            0 if self.table is None else self.table.cost_in(self.plan)
+        )
+        limit = int(self.budget.limit)
+        return limit, planned_size + limit - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
-        if not self._budget.is_fraction:
+        if not self.budget.is_fraction:
             return size_of(plan, self.source, self.recipe)
         keys = {site.key for site in self.predictions.layers}
-        kept = sum(entry.parameters for entry in plan.layers if entry.key in keys)
-        return kept + self._dense_left(plan)
+        parameters = sum(entry.parameters for entry in plan.layers if entry.key in keys)
+        return parameters + self._dense_left(plan)
 
     def _dense_left(self, plan: Plan) -> int:
         planned = {entry.key for entry in plan.layers}
         layers = self.predictions.layers
         return sum(site.dense[PARAMETERS] for site in layers if site.key not in planned)
 
-    def _with_facts(
-        self, plan: Plan, loss: float, singles: Sequence[str], alone: dict[str, Answer]
-    ) -> Plan:
-        """Add to a plan what was predicted: its loss, that of equal shares and of each method."""
-        everything = fsum(site.left_out for site in self.predictions.layers) or 1.0
-        alike = []
-        for name in singles if self._budget.is_size else ():
-            sites = self.sites([name], may_stay=False)
-            share = self._limits()[1] / sum(site.dense[self._resource] for site in sites)
-            with suppress(PlanError):
-                alike.append(uniform(sites, share, self._resource).loss)
-        assert self.plan.budget is not None
-        facts = self.plan.budget.model_copy(
-            update={
-                "chosen": "uniform" if self._alike else "loss",
-                "error": loss / everything,
-                "uniform_error": min(alike) / everything if alike else None,
-                "single_errors": {name: item.loss / everything for name, item in alone.items()},
-            }
-        )
-        return covered(plan.model_copy(update={"budget": facts}), self.source)
+
+def _with_facts(
+    problem: BudgetProblem,
+    plan: Plan,
+    loss: float,
+    singles: Sequence[str],
+    alone: dict[str, Answer],
+) -> Plan:
+    """Add to a plan what was predicted: its loss, that of equal shares and of each method."""
+    everything = fsum(site.left_out for site in problem.predictions.layers) or 1.0
+    alike = []
+    for name in singles if problem.budget.is_size else ():
+        sites = problem.sites([name], may_stay=False)
+        share = problem.limits()[1] / sum(site.dense[problem.resource] for site in sites)
+        with suppress(PlanError):
+            alike.append(uniform(sites, share, problem.resource).loss)
+    assert problem.plan.budget is not None
+    facts = problem.plan.budget.model_copy(
+        update={
+            "chosen": "uniform" if problem.alike else "loss",
+            "error": loss / everything,
+            "uniform_error": min(alike) / everything if alike else None,
+            "single_errors": {name: item.loss / everything for name, item in alone.items()},
+        }
+    )
+    return covered(plan.model_copy(update={"budget": facts}), problem.source)
 
 
 def within_tolerance(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:

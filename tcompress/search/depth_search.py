@@ -50,12 +50,12 @@ def choose_blocks(
     progress: Progress,
 ) -> DepthPlan:
     """Chooses the blocks that stay by what the others change."""
-    asked = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
-    progress.stage("choosing blocks", sum(asked.values()), "blocks")
+    counts = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
+    progress.stage("choosing blocks", sum(counts.values()), "blocks")
     chosen: list[BlockLoss] = []
-    for least in dropping(source, asked, data, device):
-        chosen.append(least)
-        progress.advance(1, least.path)
+    for loss in dropping(source, counts, data, device):
+        chosen.append(loss)
+        progress.advance(1, loss.path)
     return depth_without(depth.stacks, chosen)
 
 
@@ -69,29 +69,29 @@ def dropping(
     """
     roles = roles_of(source)
     walk = DepthWalk(source, roles, data, device)
-    left = dict(asked)
-    fixed = {f"{path}.{i}" for path, n in left.items() if n for i in fixed_blocks(source, path)}
+    counts = dict(asked)
+    fixed = {f"{path}.{i}" for path, n in counts.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
-    while any(left.values()):
+    while any(counts.values()):
         names = [
             block.name
             for block in roles.blocks
-            if block.name not in gone | fixed and left[block.name.rpartition(".")[0]]
+            if block.name not in gone | fixed and counts[block.name.rpartition(".")[0]]
         ]
-        least = min(walk.losses(names, gone), key=lambda item: item.loss)
-        left[least.path.rpartition(".")[0]] -= 1
-        gone |= {least.path}
-        yield least
+        cheapest = min(walk.losses(names, gone), key=lambda item: item.loss)
+        counts[cheapest.path.rpartition(".")[0]] -= 1
+        gone |= {cheapest.path}
+        yield cheapest
 
 
 def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> DepthPlan:
     """Plans to drop these blocks, in the order in which they were chosen."""
     gone = {item.path for item in dropped}
-    left = []
+    shallower = []
     for stack in stacks:
-        kept = (index for index in range(stack.blocks) if f"{stack.path}.{index}" not in gone)
-        left.append(stack.model_copy(update={"kept": tuple(kept)}))
-    return DepthPlan(stacks=tuple(left), chosen="measured", dropped=tuple(dropped))
+        indices = (index for index in range(stack.blocks) if f"{stack.path}.{index}" not in gone)
+        shallower.append(stack.model_copy(update={"kept": tuple(indices)}))
+    return DepthPlan(stacks=tuple(shallower), chosen="measured", dropped=tuple(dropped))
 
 
 @dataclass
@@ -116,8 +116,8 @@ class DepthWalk:
             name: sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
             for name in blocks
         }
-        some, self._scale = _some_of(data)
-        self._batches = [*map(self._sampler.with_variants, some)]
+        chosen, self._scale = _some_of(data)
+        self._batches = [*map(self._sampler.with_variants, chosen)]
 
     def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
         """Measures the loss of each of these blocks together with those that are gone."""
@@ -139,24 +139,24 @@ class DepthWalk:
             for batch in self._batches
         ]
         streams = [item.stream for group in passes for item in group]
-        seen: Gone = frozenset()
+        passed: Gone = frozenset()
         with self._model.paused(streams):
             while name := common_block(streams):
                 with self._model.loaded(name):
                     for group in passes:
-                        self._answer(group, name, seen)
-                seen |= {name}
+                        self._answer(group, name, passed)
+                passed |= {name}
         return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
 
     def _answer(self, group: Sequence[_Pass], name: str, seen: Gone) -> None:
         """Runs a block once for all passes that read the same: they lack the same blocks so far."""
-        made: dict[Gone, Any] = {}
+        answers: dict[Gone, Any] = {}
         dense = group[0].stream
         for item in group:
             stream, before = item.stream, item.gone & seen
-            if before not in made:
-                made[before] = self._model.answer_of(stream)
-            answer = made[before]
+            if before not in answers:
+                answers[before] = self._model.answer_of(stream)
+            answer = answers[before]
             stream.answer(handed_on(stream.waiting, answer) if name in item.gone else answer)
             if stream.output is None or stream is dense:
                 continue
@@ -176,12 +176,12 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
     Batches are sorted by length, so they are taken at equal distances.
     """
     holdout = frozenset(data.holdout)
-    seen = [batch for index, batch in enumerate(data.batches) if index not in holdout]
-    sizes = [len(next(iter(batch.values()))) for batch in seen]
-    count = min(len(seen), -(-SAMPLES // max(sizes)))
-    chosen = [int((index + 0.5) * len(seen) / count) for index in range(count)]
+    fitted = [batch for index, batch in enumerate(data.batches) if index not in holdout]
+    sizes = [len(next(iter(batch.values()))) for batch in fitted]
+    count = min(len(fitted), -(-SAMPLES // max(sizes)))
+    chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
     scale = sum(sizes) / sum(sizes[index] for index in chosen)
-    return [seen[index] for index in chosen], scale
+    return [fitted[index] for index in chosen], scale
 
 
 def _tokens(value: Tensor) -> int:

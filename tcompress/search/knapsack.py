@@ -40,21 +40,21 @@ def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
     """Choose candidates of the smallest total loss that fit into a budget of one resource."""
     ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
-    left = budget - sum(int(ladder.costs[0]) for ladder in ladders)
-    if left < 0:
+    remainder = budget - sum(int(ladder.costs[0]) for ladder in ladders)
+    if remainder < 0:
         raise PlanError(
-            f"the smallest options of {len(sites)} weights cost {budget - left:,} together, more "
-            f"than the budget of {budget:,}",
-            f"allow at least {budget - left:,}, or offer smaller options",
+            f"the smallest options of {len(sites)} weights cost {budget - remainder:,} together, "
+            f"more than the budget of {budget:,}",
+            f"allow at least {budget - remainder:,}, or offer smaller options",
         )
     done: set[int] = set()
-    for index, place, price, _ in _steps(ladders):
-        if index in done or price > left:
+    for index, step, price, _ in _steps(ladders):
+        if index in done or price > remainder:
             done.add(index)  # its later steps save less per parameter still
             continue
-        places[index] = place
-        left -= price
-    _improve(ladders, places, left, _upgrade)
+        places[index] = step
+        remainder -= price
+    _improve(ladders, places, remainder, _upgrade)
     return _allocation(ladders, places)
 
 
@@ -62,22 +62,22 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
     """Choose candidates of the smallest total cost that lose no more than this, up to rounding."""
     ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
-    least = fsum(float(ladder.losses[-1]) for ladder in ladders)
+    lowest = fsum(float(ladder.losses[-1]) for ladder in ladders)
     worst = fsum(float(ladder.losses[0]) for ladder in ladders)
     slack = max_loss + ROUNDING * max(abs(max_loss), worst)
-    if not least <= slack:
+    if not lowest <= slack:
         raise PlanError(
-            f"the best options of {len(sites)} weights lose {least:.6g} together, more than the "
+            f"the best options of {len(sites)} weights lose {lowest:.6g} together, more than the "
             f"{max_loss:.6g} allowed",
-            f"allow at least {least:.6g}, or offer larger options",
+            f"allow at least {lowest:.6g}, or offer larger options",
         )
     loss = worst
-    for index, place, _, saved in _steps(ladders):
+    for index, step, _, saved in _steps(ladders):
         if loss <= slack:
             break
         loss -= saved
-        places[index] = place
-    loss = fsum(float(a.losses[place]) for a, place in zip(ladders, places, strict=True))
+        places[index] = step
+    loss = fsum(float(a.losses[step]) for a, step in zip(ladders, places, strict=True))
     _improve(ladders, places, slack - loss, _downgrade)
     return _allocation(ladders, places)
 
@@ -107,15 +107,15 @@ def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
     """
     ladders = [_Ladder.of(site, resource) for site in sites]
     places = [0] * len(ladders)
-    joined = []
-    for index, place, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
+    candidates = []
+    for index, step, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
         if index >= 0:
-            places[index] = place
+            places[index] = step
         allocation = _allocation(ladders, places)
         forms = tuple(chain.from_iterable(choice.forms for choice in allocation.choices))
         costs = added(choice.costs for choice in allocation.choices)
-        joined.append(Candidate("", forms, allocation.loss, costs))
-    return joined
+        candidates.append(Candidate("", forms, allocation.loss, costs))
+    return candidates
 
 
 def added(costs: Iterable[Costs]) -> Costs:
@@ -135,19 +135,19 @@ def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
     offered = [_undominated(site.every, [*limits]) for site in sites]
     flat = list(chain.from_iterable(offered))
     starts = np.cumsum([0, *map(len, offered)])
-    one = np.zeros((len(sites), len(flat)))
+    single = np.zeros((len(sites), len(flat)))
     for index, (start, stop) in enumerate(pairwise(starts)):
-        one[index, start:stop] = 1
+        single[index, start:stop] = 1
     rows = np.array([[item.costs[resource] for item in flat] for resource in limits], float)
-    most = np.array([*limits.values()], float)
+    bounds = np.array([*limits.values()], float)
     scale = max((item.loss for item in flat), default=0.0) or 1.0
     solution = milp(
         np.array([item.loss for item in flat]) / scale,
         integrality=np.ones(len(flat)),
         bounds=(0, 1),
         constraints=[
-            LinearConstraint(one, 1, 1),
-            LinearConstraint(rows / most[:, None].clip(1), -np.inf, 1),
+            LinearConstraint(single, 1, 1),
+            LinearConstraint(rows / bounds[:, None].clip(1), -np.inf, 1),
         ],
         options={"mip_rel_gap": 1e-3, "time_limit": 60},
     )
@@ -170,12 +170,12 @@ def _undominated(candidates: Sequence[Candidate], resources: Sequence[str]) -> l
     def costs(item: Candidate) -> tuple[int, ...]:
         return tuple(item.costs[resource] for resource in resources)
 
-    kept: list[Candidate] = []
+    best: list[Candidate] = []
     for item in sorted(candidates, key=lambda item: (item.loss, *costs(item))):
         mine = costs(item)
-        if not any(all(map(le, costs(better), mine)) for better in kept):
-            kept.append(item)
-    return kept
+        if not any(all(map(le, costs(better), mine)) for better in best):
+            best.append(item)
+    return best
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,15 @@ class _Ladder:
             return np.arange(len(self.costs))
         costs, losses = self.costs.tolist(), self.losses.tolist()
         hull: list[int] = []
-        for place in range(len(costs)):
+        for rung in range(len(costs)):
             while len(hull) > 1:
                 a, b = hull[-2:]
-                before = (losses[a] - losses[b]) * (costs[place] - costs[b])
-                after = (losses[b] - losses[place]) * (costs[b] - costs[a])
+                before = (losses[a] - losses[b]) * (costs[rung] - costs[b])
+                after = (losses[b] - losses[rung]) * (costs[b] - costs[a])
                 if before >= after:  # points on one line stay: they are smaller steps
                     break
                 hull.pop()
-            hull.append(place)
+            hull.append(rung)
         return np.array(hull)
 
 
@@ -242,43 +242,45 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
 
-def _upgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
+def _upgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
     """Best place that the rest of a budget pays for, the loss it saves, and its price."""
-    last = int(np.searchsorted(ladder.costs, ladder.costs[place] + left, side="right")) - 1
-    saved = float(ladder.losses[place] - ladder.losses[last])
-    return last, saved, float(ladder.costs[last] - ladder.costs[place])
+    last = int(np.searchsorted(ladder.costs, ladder.costs[rung] + remainder, side="right")) - 1
+    saved = float(ladder.losses[rung] - ladder.losses[last])
+    return last, saved, float(ladder.costs[last] - ladder.costs[rung])
 
 
-def _downgrade(ladder: _Ladder, place: int, left: float) -> tuple[int, float, float]:
+def _downgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
     """Cheapest place that the rest of a loss allows, the cost it saves, and what it loses."""
-    first = int(np.searchsorted(-ladder.losses, -(ladder.losses[place] + left), side="left"))
-    first = min(first, place)
-    saved = float(ladder.costs[place] - ladder.costs[first])
-    return first, saved, float(ladder.losses[first] - ladder.losses[place])
+    first = int(np.searchsorted(-ladder.losses, -(ladder.losses[rung] + remainder), side="left"))
+    first = min(first, rung)
+    saved = float(ladder.costs[rung] - ladder.costs[first])
+    return first, saved, float(ladder.losses[first] - ladder.losses[rung])
 
 
 _Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
 
 
-def _improve(ladders: Sequence[_Ladder], places: list[int], left: float, better: _Better) -> None:
+def _improve(
+    ladders: Sequence[_Ladder], places: list[int], remainder: float, better: _Better
+) -> None:
     """Spends what is left over, each time where one move saves most."""
     # A site can only save less as less is left: a stale entry of the queue is an upper bound.
-    queue = [(-better(a, places[index], left)[1], index) for index, a in enumerate(ladders)]
+    queue = [(-better(a, places[index], remainder)[1], index) for index, a in enumerate(ladders)]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:
         bound, index = queue[0]
-        place, saved, price = better(ladders[index], places[index], left)
+        rung, saved, price = better(ladders[index], places[index], remainder)
         if -saved > bound:
             heapq.heapreplace(queue, (-saved, index))
             continue
-        places[index] = place
-        left -= price
-        _, saved, _ = better(ladders[index], place, left)
+        places[index] = rung
+        remainder -= price
+        _, saved, _ = better(ladders[index], rung, remainder)
         heapq.heapreplace(queue, (-saved, index))
 
 
 def _allocation(ladders: Sequence[_Ladder], places: Sequence[int]) -> Allocation:
     pairs = [*zip(ladders, places, strict=True)]
-    choices = tuple(ladder.candidates[place] for ladder, place in pairs)
-    cost = sum(int(ladder.costs[place]) for ladder, place in pairs)
+    choices = tuple(ladder.candidates[rung] for ladder, rung in pairs)
+    cost = sum(int(ladder.costs[rung]) for ladder, rung in pairs)
     return Allocation(choices, cost, fsum(choice.loss for choice in choices))

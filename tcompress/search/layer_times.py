@@ -20,7 +20,7 @@ from tcompress.latency.predicted import (
 )
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.search.predictions import Predictions
@@ -105,27 +105,27 @@ class Time(Resource):
 
     def _priced(self, predictions: Predictions) -> Predictions:
         widths = predictions.widths
-        beside = self._beside([order.coupling for site in widths for order in site.orders])
-        attentions = {site.key: beside["attention"] for site in widths if site.is_attention}
+        seconds_of = self._beside([order.coupling for site in widths for order in site.orders])
+        attentions = {site.key: seconds_of["attention"] for site in widths if site.is_attention}
         extra = defaultdict(float, attentions)  # beside structures all channels are there
         timed: dict[int, WidthSite] = {}
         for index in sorted(range(len(widths)), key=lambda index: widths[index].is_attention):
             site = widths[index]
             if site.is_attention:  # by now all that it does beside products is known
                 heads = site.orders[0].coupling
-                one = sum(extra[key] for key in site.keys) / heads.size
-                more = [one * size for size in heads.sizes]
+                of_head = sum(extra[key] for key in site.keys) / heads.size
+                extras = [of_head * size for size in heads.sizes]
             else:
                 fixed = sum(attentions.get(key, 0.0) for key in site.keys)
                 kinds = [order.coupling.kind for order in site.orders]
-                more = [
-                    fixed + sum(beside[kind] * n for kind, n in zip(kinds, sizes, strict=True))
+                extras = [
+                    fixed + sum(seconds_of[kind] * n for kind, n in zip(kinds, sizes, strict=True))
                     for sizes in site.sizes
                 ]
-                extra[site.key] += more[-1] - fixed
+                extra[site.key] += extras[-1] - fixed
             candidates = (
                 item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
-                for item, seconds in zip(site.candidates, more, strict=True)
+                for item, seconds in zip(site.candidates, extras, strict=True)
             )
             timed[index] = replace(site, candidates=tuple(candidates))
 
@@ -141,9 +141,9 @@ class Time(Resource):
             return replace(site, candidates=ordered, dense=dense)
 
         tables = (predictions.layers, predictions.alone, predictions.quick)
-        layers, alone, quick = (tuple(map(of_layer, sites)) for sites in tables)
-        joined = tuple(timed[index] for index in range(len(widths)))
-        return replace(predictions, layers=layers, alone=alone, quick=quick, widths=joined)
+        layers, single, quick = (tuple(map(of_layer, sites)) for sites in tables)
+        timed_widths = tuple(timed[index] for index in range(len(widths)))
+        return replace(predictions, layers=layers, alone=single, quick=quick, widths=timed_widths)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -153,21 +153,26 @@ class Time(Resource):
         """
         kinds: tuple[Kind, ...] = ("neurons", "heads")
         gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
-        inner = [own for own in couplings if own.kind in ("values", "scores")]
-        narrow = {own: own.near(0.25) for own in inner}
-        *taken, narrower = self._saved(*gone, narrow)
-        products = [self._products_saved(own) for own in gone]
-        if sum(taken) < sum(products):
-            self.times.share *= max(0.0, sum(taken)) / sum(products)
+        inner = [coupling for coupling in couplings if coupling.kind in ("values", "scores")]
+        narrow = {coupling: coupling.near(0.25) for coupling in inner}
+        *saved, narrower = self._saved(*gone, narrow)
+        products = [self._products_saved(coupling) for coupling in gone]
+        if sum(saved) < sum(products):
+            self.times.share *= max(0.0, sum(saved)) / sum(products)
         neurons, attentions = (
-            seconds - self._products_saved(own) for seconds, own in zip(taken, gone, strict=True)
+            seconds - self._products_saved(coupling)
+            for seconds, coupling in zip(saved, gone, strict=True)
         )
-        more = narrower - self._products_saved(narrow)
-        dimension = max(0.0, more) / max(1, sum(own.size - narrow[own] for own in inner))
-        inside = {layer for own in gone[1] for layer in own.layers}
-        attentions -= dimension * sum(own.size for own in inner if inside.issuperset(own.layers))
+        rest = narrower - self._products_saved(narrow)
+        dimension = max(0.0, rest) / max(
+            1, sum(coupling.size - narrow[coupling] for coupling in inner)
+        )
+        attention_layers = {layer for coupling in gone[1] for layer in coupling.layers}
+        attentions -= dimension * sum(
+            coupling.size for coupling in inner if attention_layers.issuperset(coupling.layers)
+        )
         return {
-            "neurons": max(0.0, neurons) / max(1, sum(own.size for own in gone[0])),
+            "neurons": max(0.0, neurons) / max(1, sum(coupling.size for coupling in gone[0])),
             "values": dimension,
             "scores": dimension,
             "attention": max(0.0, attentions) / max(1, len(gone[1])),
@@ -176,11 +181,11 @@ class Time(Resource):
     def _saved(self, *sizes: Mapping[Coupling, int]) -> list[float]:
         """Seconds that models of these sizes save."""
         plans = [
-            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in own))
-            for own in map(self._narrow, filter(None, sizes))
+            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in pairs))
+            for pairs in map(self._narrow, filter(None, sizes))
         ]
         speeds = iter(self.clock.speedups(*plans) if plans else ())
-        return [self.clock.seconds * (1 - 1 / next(speeds)) if own else 0.0 for own in sizes]
+        return [self.clock.seconds * (1 - 1 / next(speeds)) if pairs else 0.0 for pairs in sizes]
 
     def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
         pairs = self._narrow(chosen)
@@ -195,7 +200,7 @@ class Time(Resource):
         return f"{name}.{entry.parameter}"
 
     def _layer_candidates(
-        self, entry: LayerPlan, candidates: Sequence[Candidate], more: int
+        self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
     ) -> list[Candidate]:
         sizes = [item.costs[PARAMETERS] for item in candidates]
         order = sorted(range(len(candidates)), key=lambda index: sizes[index])
@@ -206,7 +211,7 @@ class Time(Resource):
         )
         seconds = dict(zip(order, measured, strict=True))
         return [
-            item.costing(self.unit, round(_NANO * seconds[index]) + more)
+            item.costing(self.unit, round(_NANO * seconds[index]) + nanos)
             for index, item in enumerate(candidates)
         ]
 

@@ -39,30 +39,30 @@ def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> T
         lost = lost_at(error)
         if lost is None:
             break
-        found = Tried(error, max(lost, _LEAST))
+        tried = Tried(error, max(lost, _LEAST))
         if lost > allowed:
-            over = found
+            over = tried
         else:
-            fine = found
+            fine = tried
         if fine is not None and (fine.lost >= CLOSE * allowed or fine.error >= 1):
             break
         error = min(_following(fine, over, last, AIM * allowed), 1.0)
-        last = found
+        last = tried
     return fine
 
 
-def _following(fine: Tried | None, over: Tried | None, last: Tried | None, wanted: float) -> float:
+def _following(fine: Tried | None, over: Tried | None, last: Tried | None, aim: float) -> float:
     """Where a try is next: between what is known on both sides, else in proportion.
 
     What is lost follows a power of the error; two tries on one side tell which.
     """
     if fine is None or over is None or fine.error >= over.error or fine.lost >= over.lost:
-        known = over or fine
-        assert known is not None  # one of them was tried
+        nearest = over or fine
+        assert nearest is not None  # one of them was tried
         power = 1.0
-        if last is not None and last.error != known.error and last.lost != known.lost:
-            power = log(known.lost / last.lost) / log(known.error / last.error)
-        ratio = (wanted / known.lost) ** (1 / min(2.0, max(0.5, power)))
-        return known.error * min(_STEP, max(1 / _STEP, ratio))
-    share = log(wanted / fine.lost) / log(over.lost / fine.lost)
+        if last is not None and last.error != nearest.error and last.lost != nearest.lost:
+            power = log(nearest.lost / last.lost) / log(nearest.error / last.error)
+        ratio = (aim / nearest.lost) ** (1 / min(2.0, max(0.5, power)))
+        return nearest.error * min(_STEP, max(1 / _STEP, ratio))
+    share = log(aim / fine.lost) / log(over.lost / fine.lost)
     return fine.error * (over.error / fine.error) ** min(0.95, max(0.05, share))

@@ -27,43 +27,43 @@ def plan_in_time(source: SourceModel, recipe: Convert, plan: Plan, device: torch
     widths = possible_widths(source)
     with threads(recipe.threads):
         clock = clock_of(source, recipe, device)
-        wanted = speedup_asked(recipe.time_budget, clock)
+        speedup = speedup_asked(recipe.time_budget, clock)
 
         def timed(width: int) -> tuple[Plan, float]:
-            made = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
-            [speed] = clock.speedups(made)
-            return made, speed
+            narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
+            [speed] = clock.speedups(narrow)
+            return narrow, speed
 
-        most = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
-        found, speed = _fast_enough(widths, most, timed, wanted)
-    if speed < wanted:
+        widest = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
+        chosen, speed = _fast_enough(widths, widest, timed, speedup)
+    if speed < speedup:
         raise PlanError(
             f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
             f"{widths[0]} neurons {speed:.3g} x was reached",
             "allow more time, drop blocks too, or leave `--plain` out",
         )
     facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
-    facts |= {"chosen": "uniform", "fraction": found.kept}
-    return found.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
+    facts |= {"chosen": "uniform", "fraction": chosen.kept}
+    return chosen.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
 
 
 def _fast_enough(
-    widths: range, most: int, timed: Callable[[int], tuple[Plan, float]], wanted: float
+    widths: range, widest: int, timed: Callable[[int], tuple[Plan, float]], speedup: float
 ) -> tuple[Plan, float]:
     """Looks for the largest width of this speed; gives the smallest where none has it."""
     fast, slow, slowest = widths[0], widths.stop, 1.0  # the dense model
     best = timed(fast)
     for _ in range(TRIES):
-        if best[1] < wanted or best[1] <= (1 + CLOSE) * wanted or fast >= most:
+        if best[1] < speedup or best[1] <= (1 + CLOSE) * speedup or fast >= widest:
             break
-        share = (1 / wanted - 1 / best[1]) / (slowest - 1 / best[1])
+        share = (1 / speedup - 1 / best[1]) / (slowest - 1 / best[1])
         between = fast + int(share * (slow - fast)) // widths.step * widths.step
-        width = min(most, max(between, fast + widths.step))
+        width = min(widest, max(between, fast + widths.step))
         if width >= slow:
             break
-        made = timed(width)
-        if made[1] >= wanted:
-            fast, best = width, made
+        candidate = timed(width)
+        if candidate[1] >= speedup:
+            fast, best = width, candidate
         else:
-            slow, slowest = width, 1 / made[1]
+            slow, slowest = width, 1 / candidate[1]
     return best

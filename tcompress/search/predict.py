@@ -94,8 +94,8 @@ def options_of(
 def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
     """Kept fractions close enough that no rank is passed over."""
     widest = max(part.dense_features for part in entry.parts)
-    least = min(part.dense_features for part in entry.parts)
-    step = (entry.in_features + least) / (2.0 * entry.in_features * widest)
+    narrowest = min(part.dense_features for part in entry.parts)
+    step = (entry.in_features + narrowest) / (2.0 * entry.in_features * widest)
     return tuple(step * n for n in range(1, int(1 / step) + 1))
 
 
@@ -105,21 +105,21 @@ def split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[
     A low-rank summand beside another one is judged by what the other leaves over, once for all
     ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
     """
-    alone = [index for index, terms in enumerate(offered) if len(terms) == 1]
+    single = [index for index, terms in enumerate(offered) if len(terms) == 1]
     pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
     mains = {offered[index][0] for index in pairs}
-    found = _losses(aim, [offered[index][0] for index in alone])
+    predicted = _losses(aim, [offered[index][0] for index in single])
     if len(mains) > 1:
-        own = _losses(aim, [offered[index][0] for index in pairs])
+        main_losses = _losses(aim, [offered[index][0] for index in pairs])
         middle = len(pairs) // 2
         main, residual = offered[pairs[middle]]
         both = _losses(_remainder(aim, main), [residual])[0]
-        ratio = both / own[middle] if own[middle] > 0 else 0.0
-        found += [ratio * loss for loss in own]
+        ratio = both / main_losses[middle] if main_losses[middle] > 0 else 0.0
+        predicted += [ratio * loss for loss in main_losses]
     elif mains:
         rest = _remainder(aim, mains.pop())
-        found += _losses(rest, [offered[index][1] for index in pairs])
-    losses = dict(zip([*alone, *pairs], found, strict=True))
+        predicted += _losses(rest, [offered[index][1] for index in pairs])
+    losses = dict(zip([*single, *pairs], predicted, strict=True))
     return [losses[index] for index in range(len(offered))]
 
 
@@ -133,8 +133,8 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     """What the first summand leaves to the second."""
     target, constant = aim
     dense = structure(main.structure).quick_fit(target, main)
-    left = replace(target, product=target.product - dense @ target.full_gram())
-    return left, predicted_loss(dense, target, constant)
+    remainder = replace(target, product=target.product - dense @ target.full_gram())
+    return remainder, predicted_loss(dense, target, constant)
 
 
 def fit_targets_of(
@@ -176,10 +176,10 @@ def blocks_to_fit(blocks: Sequence[Block]) -> frozenset[str]:
     kinds: dict[frozenset[str], list[str]] = defaultdict(list)
     for block in blocks:
         kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
-    found = []
+    chosen = []
     for names in kinds.values():
-        found += [names[-1], *([names[len(names) // 2]] if len(names) > 3 else [])]
-    return frozenset(found)
+        chosen += [names[-1], *([names[len(names) // 2]] if len(names) > 3 else [])]
+    return frozenset(chosen)
 
 
 @dataclass

@@ -8,31 +8,25 @@ from itertools import chain
 from typing import cast
 
 import torch
-from torch import Tensor
 
-from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.channel_orders import (
     ChannelOrder,
-    LayerFacts,
-    order_channels,
-    stored_reductions,
 )
-from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
+from tcompress.fitting.layer_fits import LayerStatistics
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.models import SourceModel, read_finite
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
-from tcompress.planning.couplings import couplings, whole_heads
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, regrouped, site_of
 from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
 from tcompress.progress import Progress
-from tcompress.roles import Attention, Block, Layer, Roles
+from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
+from tcompress.search.layer_statistics import Measuring
 from tcompress.search.predict import (
     FRACTIONS,
     WeightFits,
@@ -43,12 +37,8 @@ from tcompress.search.predict import (
 )
 from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
 from tcompress.search.table import BYTES, PARAMETERS, Candidate, Costs, Site, WidthSite
-from tcompress.search.width import WIDTH, width_site, without_width
+from tcompress.search.width import is_offered, width_site, without_width
 from tcompress.structures import Refusal, Spec
-
-# Moments that fits will need are kept in the working folder. Without data the weights' own energy
-# stands in for moments: every layer counts alike, and so does every direction of its inputs and
-# outputs.
 
 USUAL = 0.25
 """Kept fraction for which structures are offered where a budget limits an error."""
@@ -118,13 +108,8 @@ class Predictor:
     source: SourceModel
     recipe: Convert
     plan: Plan
-    data: CalibrationData | None  # what is held out is not looked at
-    workdir: FitWorkplace  # where moments are kept
-    device: torch.device
-    progress: Progress
+    measuring: Measuring
     fraction: float  # kept fraction that the budget comes to
-    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
-    attentions: Sequence[Attention]
     offers: Offers
     single: Mapping[str, Spec]
     fits: WeightFits
@@ -158,32 +143,52 @@ class Predictor:
         entries = {runtime(e.name) or e.name: e for e in plan.layers if e.kind != "experts"}
         replaced = recipe.attention is not None
         attentions = () if replaced else attentions_of(source.keymap.model, roles)
+        narrows = is_offered(offers) or any(entry.is_narrow for entry in plan.layers)
+        measuring = Measuring(
+            source,
+            recipe,
+            data,
+            workdir,
+            device,
+            progress,
+            entries,
+            attentions,
+            needs_statistics=recipe.by_loss or narrows,
+            needs_channels=narrows,
+        )
         single = alone_on(recipe, plan, source) if several else {}
-        parts = (source, recipe, plan, data, workdir, device, progress, fraction, entries)
-        return cls(*parts, attentions, offers, single, WeightFits(fraction))
+        return cls(source, recipe, plan, measuring, fraction, offers, single, WeightFits(fraction))
+
+    @property
+    def _calibrated(self) -> bool:
+        return self.measuring.data is not None
+
+    @property
+    def _entries(self) -> Mapping[str, LayerPlan]:
+        return self.measuring.entries
 
     def run(self) -> Predictions:
         """Predict all losses; the model runs once over the calibration data, if there is any."""
         blocks: list[_BlockSites] = []
         widths: list[WidthSite] = []
         substitutes: list[Substitute] = []
-        for block, statistics in self._weights() if self.data is None else self._walk():
-            orders = self._order_channels(block, statistics) if self._narrows else []
+        for block, statistics in self.measuring.blocks():
+            orders = self.measuring.order_channels(block, statistics)
             if not self.recipe.by_loss:
                 continue
             sites = self._sites(block, statistics)
-            joined = [*self._width_sites(orders, sites.layers)]
-            if sites.layers and self.data is not None and self.recipe.attention is None:
-                substitutes += self._substitutes(block, sites.layers, joined)
+            narrow = [*self._width_sites(orders, sites.layers)]
+            if sites.layers and self._calibrated and self.recipe.attention is None:
+                substitutes += self._substitutes(block, sites.layers, narrow)
             blocks.append(sites)
-            widths += joined
+            widths += narrow
         layers = tuple(site for sites in blocks for site in sites.layers.values())
         roles = {site.role for site in layers}
         keeps = self.fits.keeps
         return Predictions(
-            layers=layers if self.data is not None else tuple(map(self.fits.corrected, layers)),
+            layers=layers if self._calibrated else tuple(map(self.fits.corrected, layers)),
             alone=tuple(site for sites in blocks for site in sites.alone.values()),
-            quick=layers if self.data is None else (),
+            quick=layers if not self._calibrated else (),
             widths=tuple(widths),
             offers=self.offers,
             single=tuple(self.single),
@@ -192,82 +197,13 @@ class Predictor:
             substitutes=tuple(substitutes),
         )
 
-    @property
-    def _narrows(self) -> bool:
-        return WIDTH in self.offers or any(entry.is_narrow for entry in self.plan.layers)
-
-    def _walk(self) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
-        """Measure moments of all layers by a backward pass, the last block first."""
-        assert self.data is not None
-        roles = roles_of(self.source)
-        batches = [self.data.batches[index] for index in self.data.fitted]
-        sampler = sampler_of(self.source, self.recipe.calibration.seed)
-        scratch = self.workdir.scratch()
-        walk = BackwardWalk(self.source, roles, batches, sampler, scratch, self.device)
-        self.progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
-        by_name = {block.name: block for block in roles.blocks}
-        for name, sums in walk.run(lambda block, way: self.progress.advance(1, f"{block} {way}")):
-            reached = {k: s for k, s in sums.items() if s.rows and k in self.entries}
-            self._keep_moments(name, reached)
-            statistics = {}
-            for path, sensitivity in reached.items() if self._needs_statistics else ():
-                entry = self.entries[path]
-                weight = self._weight(path, entry)
-                statistics[entry.name] = LayerStatistics.of(weight, sensitivity, centred=entry.bias)
-            yield by_name[name], statistics
-
-    @property
-    def _needs_statistics(self) -> bool:
-        return self.recipe.by_loss or self._narrows
-
-    def _weights(self) -> Iterator[tuple[Block, dict[str, LayerStatistics]]]:
-        """Look at all layers in the norm of their weights."""
-        roles: Roles = roles_of(self.source)
-        self.progress.stage("looking at weights", len(roles.blocks), "blocks")
-        for block in reversed(roles.blocks):
-            statistics = {}
-            for layer in block.layers:
-                entry = self.entries.get(layer.name)
-                if entry is None:
-                    continue
-                weight = self._weight(layer.name, entry)
-                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.device)
-                moments = EvaluationMoments(gram, None)
-                mean = gram.new_zeros(len(gram))
-                statistics[entry.name] = LayerStatistics(weight, moments, mean)
-            yield block, statistics
-            self.progress.advance(1, block.name)
-
-    def _weight(self, path: str, entry: LayerPlan) -> Tensor:
-        return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
-
-    def _tensor(self, name: str) -> Tensor:
-        return read_finite(self.source.store, self.source.keymap, name, self.device)
-
-    def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
-        """Keep what fits will need of a block's moments."""
-        assert self.data is not None
-        entries = self.entries
-        if self.recipe.calibration.output_moments is not False:
-            curvatures = {entries[k].name: item.curvature / item.rows for k, item in sums.items()}
-            self.workdir.keep_moments("curvature", block, curvatures)
-            weights = {
-                f"{entries[path].name}/{self.data.fitted[batch]}": weight
-                for path, item in sums.items()
-                for batch, weight in item.weights.items()
-            }
-            self.workdir.keep_moments("tokens", block, weights)
-        shared = damped_inputs(sums, entries, self.recipe.calibration.damping)
-        if shared:
-            self.workdir.keep_moments("inputs", block, shared)
-
     def _sites(self, block: Block, statistics: Mapping[str, LayerStatistics]) -> _BlockSites:
         """List what the layers of a block may become, and correct it in some by real fits."""
         layers: dict[str, Site] = {}
-        alone: dict[str, Site] = {}
+        single: dict[str, Site] = {}
         fixed: list[str] = []
         for layer in chain.from_iterable(block.groups):
-            entry = self.entries.get(layer.name)
+            entry = self._entries.get(layer.name)
             if entry is None or entry.name not in statistics:
                 continue
             if follows_rules(self.recipe, self.source, layer):
@@ -281,14 +217,14 @@ class Predictor:
                     "use more calibration data or a larger `damping`, or leave the layer out "
                     "with `--keep`",
                 ) from error
-            layers[entry.key], alone[entry.key] = pair
+            layers[entry.key], single[entry.key] = pair
         fitted = blocks_to_fit(roles_of(self.source).blocks)
-        if self.data is None and len(self.offers) > 1 and block.name in fitted:
+        if not self._calibrated and len(self.offers) > 1 and block.name in fitted:
             exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
             for name in {*without_width(self.offers)} - {*exact}:
                 self._fit(name, block, layers, statistics)
             self.fits.drop(layers.values(), exact)
-        return _BlockSites(layers, alone, tuple(fixed))
+        return _BlockSites(layers, single, tuple(fixed))
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
@@ -305,8 +241,8 @@ class Predictor:
         aims = fit_targets_of(entry, statistics.weight, gram, curvature)
         budget = self.recipe.budget
         counts_bytes = budget is not None and budget.unit == BYTES
-        own = (self.source, entry, self.plan, self.recipe.dtype)
-        unit = parameter_bytes(*own) if counts_bytes else 1.0
+        where = (self.source, entry, self.plan, self.recipe.dtype)
+        unit = parameter_bytes(*where) if counts_bytes else 1.0
         fine = budget is not None and budget.limits_each
         sharing = next(len(group) for group in block.groups if layer in group)
 
@@ -324,24 +260,23 @@ class Predictor:
                 residual_rank=self.recipe.residual_rank,
                 rows=rows,
                 sharing=sharing,
-                calibrated=self.data is not None,
+                calibrated=self._calibrated,
             )
             return tuple(
                 Candidate(name, ((entry.key, Form(parts)),), loss, costs(parameters))
                 for parts, parameters, loss in offered
             )
 
-        beside = {
-            name: candidates(name, specs)
-            for name, specs in self.offers.items()
-            if name != WIDTH and self.fits.keeps(name, entry.role)
+        offered_together = {
+            name: candidates(name, self.offers[name])
+            for name in without_width(self.offers)
+            if self.fits.keeps(name, entry.role)
         }
-        alone = {
-            name: beside[name]
-            if self.offers.get(name) == (spec,) and name in beside
-            else candidates(name, [spec])
-            for name, spec in self.single.items()
-            if name != WIDTH
+        offered_alone = {
+            name: offered_together[name]
+            if self.offers.get(name) == (self.single[name],) and name in offered_together
+            else candidates(name, [self.single[name]])
+            for name in without_width(self.single)
         }
         left_out = sum(constant for _, constant in aims) * rows
 
@@ -350,7 +285,7 @@ class Predictor:
             dense = costs(entry.dense_parameters)
             return Site((entry.key,), entry.role, dense, every, left_out, unit)
 
-        return site(beside), site(alone)
+        return site(offered_together), site(offered_alone)
 
     def _fit(
         self,
@@ -362,50 +297,20 @@ class Predictor:
         """Fit the layers of a block with one method, of sizes close to the budget."""
         closest = {key: site.closest(name, self.fits.fraction) for key, site in sites.items()}
         chosen = {key: item.form for key, item in closest.items() if item is not None}
-        damping = 0.0 if self.data is None else self.recipe.calibration.damping
+        damping = 0.0 if not self._calibrated else self.recipe.calibration.damping
         for group in block.groups:
-            entries = [self.entries[layer.name] for layer in group if layer.name in self.entries]
+            entries = [self._entries[layer.name] for layer in group if layer.name in self._entries]
             entries = [entry for entry in entries if entry.key in chosen]
             members, _ = regrouped(entries, chosen)
             if members:
                 self.fits.fit(name, members, sites, statistics, damping)
 
-    def _order_channels(
-        self, block: Block, statistics: Mapping[str, LayerStatistics]
-    ) -> list[list[ChannelOrder]]:
-        """Order channels that layers of a block have in common; those of one layer together."""
-        facts: dict[str, LayerFacts] = {}
-        for layer in block.layers:
-            entry = self.entries.get(layer.name)
-            if entry is not None and entry.name in statistics:
-                bias = self._tensor(f"{layer.name}.bias") if entry.bias else None
-                facts[layer.weight_name] = LayerFacts(entry, statistics[entry.name], bias)
-        damping = self.recipe.calibration.damping
-        groups: list[list[ChannelOrder]] = []
-        for coupling in couplings(block):
-            if any(layer.weight_name not in facts for layer in coupling.layers):
-                continue
-            layers = {*coupling.layers}
-            shared = [
-                group for group in groups if any(layers & {*o.coupling.layers} for o in group)
-            ]
-            groups = [group for group in groups if group not in shared]
-            order = order_channels(coupling, facts, damping)
-            groups.append([*chain.from_iterable(shared), order])
-        whole = [whole_heads(item) for item in self.attentions if item.block == block.name]
-        for heads in filter(None, whole):  # after what they are made of
-            if all(layer.weight_name in facts for layer in heads.layers):
-                groups.append([order_channels(heads, facts, damping)])
-        reductions = {k: r for group in groups for o in group for k, r in o.reductions.items()}
-        self.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
-        return groups
-
     def _width_sites(
         self, groups: Iterable[Sequence[ChannelOrder]], sites: Mapping[str, Site]
     ) -> Iterator[WidthSite]:
         """Offer fewer channels wherever all layers around them are sized by the budget."""
-        entries = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
-        for orders in groups if WIDTH in self.offers else ():
+        entries = {f"{path}.{entry.parameter}": entry for path, entry in self._entries.items()}
+        for orders in groups if is_offered(self.offers) else ():
             if (site := width_site(orders, entries, sites)) is not None:
                 yield site
 
@@ -414,7 +319,7 @@ class Predictor:
     ) -> Iterator[Substitute]:
         """List what may be put alone into the dense model."""
         names = (layer.name for layer in block.layers)
-        entries = {name: self.entries[name] for name in names if name in self.entries}
+        entries = {name: self._entries[name] for name in names if name in self._entries}
         yield from layer_substitutes(block, sites, entries, self.fraction)
         for site in widths:
             yield from channel_substitutes(block, site.orders, entries, self.fraction)

@@ -17,7 +17,7 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.search.predictions import Predictions
 from tcompress.search.table import Site
@@ -75,9 +75,9 @@ class Resource(ABC):
 
     def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
         """Say that a budget is too small, and how small it may be."""
-        least = budget.limit * self.asked(budget) / ratio
+        lowest = budget.limit * self.asked(budget) / ratio
         return PlanError(
-            f"`{budget}` is out of reach: the smallest possible is {least:.3g} {self.unit}",
+            f"`{budget}` is out of reach: the smallest possible is {lowest:.3g} {self.unit}",
             "allow more, offer `--method width` or `auto`, or drop blocks too",
         )
 
@@ -136,13 +136,13 @@ class Goal:
             [ratio] = self.resource.ratios(plan)
             tried[room] = plan, ratio
             # Another try tells less than the last ones where the machine is not at rest.
-            most = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
+            excess_allowed = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
             over = [ratio / self.ratio - 1 for _, ratio in tried.values()]
-            if any(-CLOSE <= excess <= most for excess in over):
+            if any(-CLOSE <= excess <= excess_allowed for excess in over):
                 break
             room = self._next({before: ratio for before, (_, ratio) in tried.items()}, room)
-            far = max(over) < -FAR and attempt + 2 >= TRIES
-            if max(over) < 0 and (far or attempt + TRIES >= 2 * TRIES):
+            is_far = max(over) < -FAR and attempt + 2 >= TRIES
+            if max(over) < 0 and (is_far or attempt + TRIES >= 2 * TRIES):
                 room = least  # whether it can be reached at all
         fine = [item for item in tried.values() if item[1] >= self.ratio * (1 - CLOSE)]
         if not fine:
@@ -152,12 +152,12 @@ class Goal:
 
     def _next(self, ratios: Mapping[int, float], last: float) -> float:
         """Return the room that is to have the ratio asked for, by what others had."""
-        whole = self.resource.whole
-        aim = whole / self.ratio / (1 + CLOSE / 2)
-        large = {room: whole / ratio for room, ratio in ratios.items() if whole / ratio > aim}
-        small = {room: whole / ratio for room, ratio in ratios.items() if room not in large}
+        dense = self.resource.whole
+        aim = dense / self.ratio / (1 + CLOSE / 2)
+        large = {room: dense / ratio for room, ratio in ratios.items() if dense / ratio > aim}
+        small = {room: dense / ratio for room, ratio in ratios.items() if room not in large}
         if not large or not small:
-            return last + aim - whole / ratios[round(last)]
+            return last + aim - dense / ratios[round(last)]
         low, high = max(small), min(large)
         share = (aim - small[low]) / (large[high] - small[low])
         return low + share * (high - low)

@@ -23,7 +23,7 @@ from tcompress.fitting.channel_orders import read_reductions
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.options.budgets import Budget
+from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of
@@ -232,9 +232,9 @@ def _limited(problem: BudgetProblem, goal: Goal, room: int) -> BudgetProblem:
 def _scaled(predictions: Predictions, factors: Factors) -> Predictions:
     """Correct what candidates are predicted to lose by what some of them did lose."""
     tables = (predictions.layers, predictions.alone, predictions.quick)
-    layers, alone, quick = (tuple(map(factors.scaled, sites)) for sites in tables)
+    layers, single, quick = (tuple(map(factors.scaled, sites)) for sites in tables)
     widths = tuple(with_losses(site, factors.channels) for site in predictions.widths)
-    return replace(predictions, layers=layers, alone=alone, quick=quick, widths=widths)
+    return replace(predictions, layers=layers, alone=single, quick=quick, widths=widths)
 
 
 def _solved(
@@ -249,12 +249,12 @@ def _solved(
         goal: What models are to take little of, if anything.
     """
     predictions = problem.predictions
-    whole = [name for name in predictions.whole if name in names]
+    complete = [name for name in predictions.whole if name in names]
 
     def answer(name: str, room: int | None) -> Plan:
         limited = problem if goal is None or room is None else _limited(problem, goal, room)
         if name == label:
-            return limited.best(names, whole)
+            return limited.best(names, complete)
         return limited.of_alone().best([name], [name])
 
     def least(name: str, unit: str) -> int:
@@ -270,7 +270,7 @@ def _solved(
         except PlanError as error:
             refused.append(error)
             continue
-        if all(plan.layers != other.layers for other in plans.values()):
+        if all(plan.layers != earlier.layers for earlier in plans.values()):
             plans[name] = plan
     plans = dict(_in_question(plans))
     if goal is not None:  # whole models are measured for those in question alone
@@ -299,7 +299,7 @@ def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
         together = problem.solve(fast)
     except PlanError:
         return fast
-    used = _structures(together.plan)
+    structures = _structures(together.plan)
 
     def hopeless(name: str) -> bool:
         try:
@@ -309,7 +309,7 @@ def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
 
     offers = problem.predictions.offers or {}
     kinds = {name: structure_of(offers[name][0]).name for name in fast}
-    return [name for name in fast if kinds[name] in used or not hopeless(name)]
+    return [name for name in fast if kinds[name] in structures or not hopeless(name)]
 
 
 def _with_facts(plan: Plan, facts: Mapping[str, Any]) -> Plan:

@@ -77,13 +77,13 @@ def forms_of(
     for layer in layers:
         reads: Channels | None = None
         written: dict[str, Channels] = {}
-        for coupling, kept in chosen.items():
-            if kept == coupling.size:
+        for coupling, count in chosen.items():
+            if count == coupling.size:
                 continue
             if coupling.reader == layer:
-                reads = coupling.read(kept)
+                reads = coupling.read(count)
             written |= {
-                p.name: coupling.written(p, kept) for w, p in coupling.writers if w == layer
+                p.name: coupling.written(p, count) for w, p in coupling.writers if w == layer
             }
         parts = []
         for part in layer.parts:
@@ -106,14 +106,14 @@ def joined(
     """
     by_keys = {site.keys: site for site in sites}
     for site in widths:
-        inside = [keys for keys in by_keys if {*keys} <= {*site.keys}]
-        members = [by_keys.pop(keys) for keys in inside]
+        contained = [keys for keys in by_keys if {*keys} <= {*site.keys}]
+        members = [by_keys.pop(keys) for keys in contained]
         candidates = [*site.candidates]
         if len(members) == 1:
             candidates += members[0].candidates
         elif any(member.candidates for member in members):
             candidates += joint(members, resource)
-        keys = tuple(chain.from_iterable(inside))
+        keys = tuple(chain.from_iterable(contained))
         dense: Costs = added(member.dense for member in members)
         by_keys[keys] = Site(keys, "", dense, tuple(candidates), may_stay=may_stay)
     return [*by_keys.values()]
@@ -147,15 +147,25 @@ def _scaled(order: ChannelOrder, factors: Mapping[int, float]) -> ChannelOrder:
 
 def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:
     """List the sizes that are tried: none where that is offered, and that next to a fraction."""
-    nothing, some = coupling.sizes[:1], coupling.sizes[1:-1]
-    near = min(some, key=lambda size: abs(size - fraction * coupling.size), default=0)
-    return sorted({*(nothing if nothing == [0] else []), *([near] if near else [])})
+    nothing, sizes = coupling.sizes[:1], coupling.sizes[1:-1]
+    nearest = min(sizes, key=lambda size: abs(size - fraction * coupling.size), default=0)
+    return sorted({*(nothing if nothing == [0] else []), *([nearest] if nearest else [])})
 
 
 def is_unfitted(entry: LayerPlan) -> bool:
     """Tell whether what is left of a layer is as it was."""
     terms = [term for part in entry.parts for term in part.terms]
     return entry.reads is None and all(term.structure == WIDTH for term in terms)
+
+
+def offered(widths: Sequence[WidthSite], methods: Collection[str]) -> tuple[WidthSite, ...]:
+    """List the sites of several layers that these methods may choose for."""
+    return tuple(widths) if WIDTH in methods else ()
+
+
+def is_offered(methods: Collection[str]) -> bool:
+    """Tell whether layers may become narrower together."""
+    return WIDTH in methods
 
 
 def without_width(methods: Collection[str]) -> list[str]:

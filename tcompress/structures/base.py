@@ -74,6 +74,11 @@ class Spec(Options):
         """Whether layers share tensors of their cores, so that they are sized together."""
         return False
 
+    @property
+    def narrows(self) -> bool:
+        """Whether layers around channels become narrower together, and stay plain matrices."""
+        return False
+
     def settled(self, *, calibrated: bool) -> Spec:
         """Fills options whose default depends on whether there is calibration data."""
         return self
@@ -116,6 +121,11 @@ class Layout(Frozen):
     structure: str
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an ordinary matrix, which is no structure to any other program."""
+        return False
 
     @property
     def regressors(self) -> int:

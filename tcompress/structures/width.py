@@ -45,6 +45,10 @@ class WidthSpec(Spec):
     def fills(self) -> bool:
         return True
 
+    @property
+    def narrows(self) -> bool:
+        return True
+
 
 class WidthLayout(Layout):
     """A plain matrix (out, in) of the channels that stay."""
@@ -52,6 +56,10 @@ class WidthLayout(Layout):
     structure: Literal["width"] = "width"
     in_features: int = Field(ge=0)
     out_features: int = Field(ge=0)
+
+    @property
+    def is_plain(self) -> bool:
+        return True
 
 
 class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):

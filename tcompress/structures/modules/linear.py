@@ -265,7 +265,7 @@ class StructuredLinear(nn.Module):
         self.in_features = reads.dense if reads and padded else parts[0].terms[0].in_features
         self.out_features = sum(map(_seen_features, parts))
         self._spreads = any(part.channels and part.channels.padded for part in parts)
-        self._is_matrix = [term.structure for p in parts for term in p.terms] == ["width"]
+        self._is_matrix = [term.is_plain for p in parts for term in p.terms] == [True]
         self.experts = experts
         for name, shape in own_shapes(self.parts, experts).items():
             empty = torch.empty(shape, dtype=dtype, device=device)

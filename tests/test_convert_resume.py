@@ -19,8 +19,8 @@ from tcompress.artifact.reader import verify_files
 from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.converter import Converted, convert
 from tcompress.errors import DiskError, FitError, InputError, SourceError, WriteError
-from tcompress.fitting import block_fitter
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting import block_rewrite
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.hf.opening import unloadable
 from tcompress.planning.entries import Plan
@@ -112,7 +112,7 @@ def test_finished_work_is_not_done_again(
     kept = {path.name: path.stat().st_mtime_ns for path in model.glob("*.safetensors")}
     assert len(kept) >= 2
 
-    monkeypatch.setattr(block_fitter, "fit_layers", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(block_rewrite, "fit_layers", Mock(side_effect=AssertionError))
     run(source, output, True)
     assert all((output / name).stat().st_mtime_ns == time for name, time in kept.items())
 

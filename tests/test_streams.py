@@ -21,7 +21,7 @@ from tcompress.blockwise.streams import (
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
-from tcompress.fitting import block_fitter
+from tcompress.fitting import block_rewrite
 from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, fit_layers
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
@@ -189,7 +189,7 @@ def _convert(folder: Path, data: CalibrationData) -> Seen:
         return fit_layers(entries, weights, moments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_fitter, "fit_layers", fit)
+        patch.setattr(block_rewrite, "fit_layers", fit)
         output = folder / f"out{len(list(folder.iterdir()))}"
         convert(str(folder / "dense"), recipe(aware=True), output, data=data)
     return seen

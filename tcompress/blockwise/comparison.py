@@ -1,4 +1,4 @@
-"""How far a model's output is from the dense model's, on samples held out and without labels."""
+"""Distance of a model's output from the dense model's, on samples held out and without labels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tcompress.blockwise.output_sampler import OutputSampler
 
 
 class OutputComparison:
-    """Sums up both models' outputs by source of the samples."""
+    """Sums of the differences of both models' outputs, by source of the samples."""
 
     def __init__(self, sampler: OutputSampler) -> None:
         self._sampler = sampler
@@ -28,20 +28,20 @@ class OutputComparison:
         self._scored: Counter[str] = Counter()
         self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
-    def add(self, source: str, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
-        """Adds what both models put out for a batch, and gives its change per sample."""
-        change, samples = self._sampler.change(dense, other, batch), len(next(iter(batch.values())))
+    def add(self, source: str, dense: Any, new: Any, batch: Mapping[str, Tensor]) -> float:
+        """Add what both models put out for a batch, and return its change per sample."""
+        change, samples = self._sampler.change(dense, new, batch), len(next(iter(batch.values())))
         self._distance[source] += change
         self._samples[source] += samples
-        scored, pairs = self._sampler.pairs(dense, other, batch)
-        for one, two, mask in pairs:
-            if scored and one.shape[-1] > 1:
-                same = one.argmax(-1) == two.argmax(-1)
+        scored, pairs = self._sampler.pairs(dense, new, batch)
+        for exact, changed, mask in pairs:
+            if scored and exact.shape[-1] > 1:
+                same = exact.argmax(-1) == changed.argmax(-1)
                 counts = torch.ones_like(same) if mask is None else mask.bool()
                 self._same[source] += int((same & counts).sum())
                 self._scored[source] += int(counts.sum())
             elif not scored:
-                self._vectors[source].append((_mean(one, mask), _mean(two, mask)))
+                self._vectors[source].append((_mean(exact, mask), _mean(changed, mask)))
         return change / samples
 
     @property
@@ -62,24 +62,26 @@ class OutputComparison:
 
     @property
     def agreement(self) -> dict[str, float]:
-        """How far both models agree, by source; 1 is in everything.
+        """Agreement of both models by source; 1 is in everything.
 
         Of scores it is the share whose best class or token is the same, of embeddings and states
         the rank correlation of the similarities of all samples.
         """
-        found = {name: self._same[name] / count for name, count in self._scored.items()}
+        agreements = {name: self._same[name] / count for name, count in self._scored.items()}
         for name, pairs in self._vectors.items():
-            one, two = (_similarities(torch.cat(own)) for own in zip(*pairs, strict=True))
-            ranked = spearmanr(one, two).statistic if len(one) > 2 else np.nan
+            exact, changed = (
+                _similarities(torch.cat(vectors)) for vectors in zip(*pairs, strict=True)
+            )
+            ranked = spearmanr(exact, changed).statistic if len(exact) > 2 else np.nan
             if not np.isnan(ranked):
-                found[name] = float(ranked)
-        return found
+                agreements[name] = float(ranked)
+        return agreements
 
     @property
     def lost(self) -> float | None:
-        """What is missing to full agreement, as the mean of all sources."""
-        found = self.agreement
-        return 1 - fmean(found.values()) if found else None
+        """Disagreement: what is missing to full agreement, as the mean of all sources."""
+        agreements = self.agreement
+        return 1 - fmean(agreements.values()) if agreements else None
 
 
 def _mean(states: Tensor, mask: Tensor | None) -> Tensor:

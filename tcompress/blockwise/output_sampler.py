@@ -1,4 +1,4 @@
-"""What a model is used for, as random gradients at its output."""
+"""Random gradients at the output of a model, by what it is used for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Part = tuple[Tensor, Tensor | None]
 
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
-    """Chooses what to draw by what a model is for."""
+    """Choose what to draw by what a model is for."""
     sentences = SentenceEncoder.of(source, last=False) if embeds_texts(source) else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
@@ -40,7 +40,7 @@ def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
 
 
 class OutputSampler:
-    """Draws gradients at the output of a model, reproducibly.
+    """Random gradients at the output of a model, reproducible.
 
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
     model itself, whose second moment is the Fisher information: exactly the curvature of the
@@ -62,7 +62,7 @@ class OutputSampler:
         per_token: bool = False,
     ) -> None:
         self.weighs_tokens = False
-        """Whether gradients tell what tokens are worth, of the output seen last: not of scores.
+        """Whether gradients of the last output tell what tokens are worth: those of scores do not.
 
         Where a model is sure, its scores hardly have gradients, but a large change costs as much
         as anywhere; and what a drawn outcome says of a single token is mostly chance.
@@ -73,7 +73,7 @@ class OutputSampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """Gives tensors of the output, and a gradient for each."""
+        """Return tensors of the output, and a gradient for each."""
         kind, parts = self._parts(output, batch)
         _require_numbers(parts)
         self.weighs_tokens = kind != "scores"
@@ -84,15 +84,15 @@ class OutputSampler:
         }[kind]
         return [(item, _masked(draw(item), mask)) for item, mask in parts]
 
-    def change(self, dense: Any, other: Any, batch: Mapping[str, Tensor]) -> float:
-        """Measures how far an output is from the dense model's, in the unit of predicted losses.
+    def change(self, dense: Any, new: Any, batch: Mapping[str, Tensor]) -> float:
+        """Measure how far an output is from the dense model's, in the unit of predicted losses.
 
         That is twice the Kullback-Leibler divergence of scores (to second order), of embeddings the
         squared change of the cosines of texts with their variants (`with_variants`) and with each
         other, less what an affine map of all of them does, which changes no order; else the squared
         distance: a sum over the batch without padding, in float64, of terms that are not negative.
         """
-        (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
         _require_numbers([*first, *second])
         measure = _distance
         if kind == "scores":
@@ -101,16 +101,16 @@ class OutputSampler:
             change = _change_of_likeness(first[0][0], second[0][0])
         else:
             change = fsum(
-                float(_masked(measure(one, two), part).sum())
-                for (whole, mask), (changed, _) in zip(first, second, strict=True)
-                for one, two, part in _examples(whole, changed, mask)
+                float(_masked(measure(exact, changed), tokens).sum())
+                for (outputs, mask), (new_outputs, _) in zip(first, second, strict=True)
+                for exact, changed, tokens in _examples(outputs, new_outputs, mask)
             )
         if isnan(change) or (change == inf and measure is _distance):
             raise _not_finite()
         return change
 
     def with_variants(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Adds what outputs are compared by: texts to be embedded, without some of their words.
+        """Add what outputs are compared by: texts to be embedded, without some of their words.
 
         How alike texts are that have much in common is what an embedding is used for; of others
         even poor models know as much. Other batches stay as they are.
@@ -118,34 +118,39 @@ class OutputSampler:
         mask = batch.get("attention_mask")
         if self._sentences is None or mask is None:
             return batch
-        found = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
-        found["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
-        return found
+        extended = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
+        extended["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
+        return extended
 
     def pairs(
-        self, dense: Any, other: Any, batch: Mapping[str, Tensor]
+        self, dense: Any, new: Any, batch: Mapping[str, Tensor]
     ) -> tuple[bool, list[tuple[Tensor, Tensor, Tensor | None]]]:
-        """Whether two outputs have scores, and these or their vectors, with masks of tokens.
+        """Pair scores of two outputs (true), or else their vectors, with masks of tokens.
 
         Scores of a yes or no each are given those of a no.
         """
-        (kind, first), (_, second) = self._parts(dense, batch), self._parts(other, batch)
+        (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
         scored = kind == "scores"
         if kind == "embeddings":
-            first, second = ([_texts_alone(part) for part in own] for own in (first, second))
-        found = [(one, two, mask) for (one, mask), (two, _) in zip(first, second, strict=True)]
+            first, second = ([_texts_alone(part) for part in parts] for parts in (first, second))
+        pairs = [
+            (exact, changed, mask)
+            for (exact, mask), (changed, _) in zip(first, second, strict=True)
+        ]
         if scored and self._independent:
-            return True, [(_yes_or_no(one), _yes_or_no(two), mask) for one, two, mask in found]
-        return scored, found
+            pairs = [
+                (_yes_or_no(exact), _yes_or_no(changed), mask) for exact, changed, mask in pairs
+            ]
+        return scored, pairs
 
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[Part]]:
-        """What an output has, and these scores or vectors, with masks of tokens."""
-        found: list[Part] = []
+        """Kind of an output, and its scores or vectors, with masks of tokens."""
+        scores: list[Part] = []
         for name in _SCORES:
             if (item := getattr(output, name, None)) is not None:
-                found.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
-        if found:
-            return "scores", found
+                scores.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
+        if scores:
+            return "scores", scores
         states = [getattr(output, name, None) for name in _STATES]
         vectors = [item for item in states if item is not None]
         if not vectors:
@@ -162,8 +167,8 @@ class OutputSampler:
         """Drawn outcome less probabilities; a single score is taken as it is."""
         if self._independent:
             likely = scores.detach().float().sigmoid().cpu()
-            said = torch.bernoulli(likely, generator=self._generator)
-            return (said - likely).to(scores)
+            outcomes = torch.bernoulli(likely, generator=self._generator)
+            return (outcomes - likely).to(scores)
         if scores.shape[-1] == 1:
             return self._direction(scores)
         chances = scores.detach().float().softmax(-1).flatten(0, -2)
@@ -177,15 +182,15 @@ class OutputSampler:
 
         Of one sample by itself it is that of the cosine with any vector: as long, on average.
         """
-        own = vectors.detach().float()
-        count, unit = len(own), normalize(own, dim=-1)
+        states = vectors.detach().float()
+        count, unit = len(states), normalize(states, dim=-1)
         if count > 1:
             drawn = torch.randn(count, count, generator=self._generator).to(unit)
-            wanted = drawn.fill_diagonal_(0) @ unit / (count - 1) ** 0.5
+            direction = drawn.fill_diagonal_(0) @ unit / (count - 1) ** 0.5
         else:
-            wanted = self._direction(unit) / unit.shape[-1] ** 0.5
-        across = wanted - (wanted * unit).sum(-1, keepdim=True) * unit
-        size = own.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(own.dtype).tiny)
+            direction = self._direction(unit) / unit.shape[-1] ** 0.5
+        across = direction - (direction * unit).sum(-1, keepdim=True) * unit
+        size = states.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(states.dtype).tiny)
         return (across / size).to(vectors)
 
     def _direction(self, like: Tensor) -> Tensor:
@@ -193,19 +198,19 @@ class OutputSampler:
 
 
 def _without_some(mask: Tensor, share: float) -> Tensor:
-    """Leaves a share of the tokens out, but for the first and the last one: they mark the text.
+    """Leave a share of the tokens out, but for the first and the last one: they mark the text.
 
     (texts, tokens), which are the same for every mask of this shape.
     """
-    before, after = (own.cumsum(-1) for own in (mask, mask.flip(-1)))
-    inside = (before > 1) & (after.flip(-1) > 1)
+    before, after = (flags.cumsum(-1) for flags in (mask, mask.flip(-1)))
+    inner = (before > 1) & (after.flip(-1) > 1)
     generator = torch.Generator().manual_seed(round(1000 * share))
     drawn = torch.rand(mask.shape, generator=generator).to(mask.device)
-    return mask.masked_fill(inside & (drawn < share), 0)
+    return mask.masked_fill(inner & (drawn < share), 0)
 
 
 def _texts_alone(part: Part) -> Part:
-    """Leaves the variants out again."""
+    """Leave the variants out again."""
     vectors, mask = part
     return vectors[: len(vectors) // VARIANTS], mask
 
@@ -215,7 +220,7 @@ def _yes_or_no(scores: Tensor) -> Tensor:
 
 
 def _require_numbers(outputs: Iterable[Part]) -> None:
-    """Refuses NaN and infinity; minus infinity rules outcomes out."""
+    """Refuse NaN and infinity; minus infinity rules outcomes out."""
     for item, _ in outputs:
         if not float(item.detach().amax()) < inf:
             raise _not_finite()
@@ -229,53 +234,53 @@ def _not_finite() -> FitError:
 
 
 def _examples(
-    one: Tensor, two: Tensor, mask: Tensor | None
+    dense: Tensor, new: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Both outputs in float64 and the mask, some tokens of an example at a time."""
-    length = one.shape[1] if one.dim() == 3 else 1
-    step = max(1, _RUN // one.shape[-1])
-    for index in range(len(one)):
+    length = dense.shape[1] if dense.dim() == 3 else 1
+    step = max(1, _RUN // dense.shape[-1])
+    for index in range(len(dense)):
         for first in range(0, length, step):
-            own: Any = slice(index, index + 1)
-            if one.dim() == 3:
-                own = own, slice(first, first + step)
-            yield one[own].double(), two[own].double(), None if mask is None else mask[own]
+            part: Any = slice(index, index + 1)
+            if dense.dim() == 3:
+                part = part, slice(first, first + step)
+            yield dense[part].double(), new[part].double(), None if mask is None else mask[part]
 
 
-def _divergence(dense: Tensor, other: Tensor) -> Tensor:
+def _divergence(dense: Tensor, new: Tensor) -> Tensor:
     if dense.shape[-1] == 1:
-        return _distance(dense, other)
-    return 2 * _surprise(dense.log_softmax(-1), other.log_softmax(-1))
+        return _distance(dense, new)
+    return 2 * _surprise(dense.log_softmax(-1), new.log_softmax(-1))
 
 
-def _binary_divergence(dense: Tensor, other: Tensor) -> Tensor:
-    yes = _surprise(logsigmoid(dense), logsigmoid(other))
-    return 2 * (yes + _surprise(logsigmoid(-dense), logsigmoid(-other)))
+def _binary_divergence(dense: Tensor, new: Tensor) -> Tensor:
+    yes = _surprise(logsigmoid(dense), logsigmoid(new))
+    return 2 * (yes + _surprise(logsigmoid(-dense), logsigmoid(-new)))
 
 
-def _surprise(one: Tensor, two: Tensor) -> Tensor:
+def _surprise(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Terms p ln(p / q) - p + q, none of which is negative; p and q each add up to one.
 
-    Given are ln p, which is minus infinity for what is ruled out, and ln q.
+    ln p is minus infinity for what is ruled out.
     """
-    p, q = one.exp(), two.exp()
-    gap = torch.where(p > 0, one - two, 0.0)
+    p, q = log_p.exp(), log_q.exp()
+    gap = torch.where(p > 0, log_p - log_q, 0.0)
     # Close to each other the terms are differences of numbers that are nearly equal.
     terms = p * (gap + torch.expm1(-gap.clamp_min(-1)))
-    far = gap <= -1
-    terms[far] = p[far] * (gap[far] - 1) + q[far]
+    distant = gap <= -1
+    terms[distant] = p[distant] * (gap[distant] - 1) + q[distant]
     return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
 
 
-def _change_of_likeness(dense: Tensor, other: Tensor) -> float:
+def _change_of_likeness(dense: Tensor, new: Tensor) -> float:
     """Change of the cosines of texts with their variants and with each other, as much of both.
 
-    It is what an affine map of the other model's cosines leaves of the dense model's, so that one
+    It is what an affine map of the new model's cosines leaves of the dense model's, so that one
     whose texts are all alike is not near.  (variants * texts, d) for both; summed over texts
     """
-    one, two = _cosines(dense), _cosines(other)
-    weights = torch.cat([torch.full_like(own, 1 / max(1, len(own))) for own in one])
-    before, after = (_centred(torch.cat(own), weights) for own in (one, two))
+    exact, changed = _cosines(dense), _cosines(new)
+    weights = torch.cat([torch.full_like(values, 1 / max(1, len(values))) for values in exact])
+    before, after = (_centred(torch.cat(values), weights) for values in (exact, changed))
     slope = weights @ (before * after) / (weights @ after.square()).clamp_min(1e-200)
     rest = before - slope.clamp_min(0.0) * after  # the other way round is no order that is kept
     return float(weights @ rest.square()) * len(dense) / VARIANTS
@@ -289,13 +294,13 @@ def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of the variants of every text with each other, and of all texts."""
     unit = normalize(vectors.double(), dim=-1).unflatten(0, (VARIANTS, -1))
     first, second = torch.triu_indices(VARIANTS, VARIANTS, 1, device=unit.device)
-    one, other = torch.triu_indices(unit.shape[1], unit.shape[1], 1, device=unit.device)
-    near = (unit[first] * unit[second]).sum(-1)
-    return near.flatten(), (unit[0] @ unit[0].mT)[one, other]
+    rows, columns = torch.triu_indices(unit.shape[1], unit.shape[1], 1, device=unit.device)
+    variants = (unit[first] * unit[second]).sum(-1)
+    return variants.flatten(), (unit[0] @ unit[0].mT)[rows, columns]
 
 
-def _distance(dense: Tensor, other: Tensor) -> Tensor:
-    return (dense - other).square()
+def _distance(dense: Tensor, new: Tensor) -> Tensor:
+    return (dense - new).square()
 
 
 _RUN = 2**22
@@ -307,7 +312,7 @@ _MASKS = ("decoder_attention_mask", "attention_mask")
 def _mask_of(
     item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
 ) -> Tensor | None:
-    """Finds the mask of an output's tokens, if these stand along its second axis."""
+    """Find the mask of an output's tokens, if these stand along its second axis."""
     if item.dim() != 3 and not per_token:
         return None
     masks = (batch.get(name) for name in _MASKS)
@@ -315,7 +320,7 @@ def _mask_of(
 
 
 def _masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
-    """Leaves out what padded tokens predict."""
+    """Leave out what padded tokens predict."""
     if mask is None:
         return gradient
     return gradient * mask.reshape(*mask.shape, *[1] * (gradient.dim() - 2)).to(gradient)

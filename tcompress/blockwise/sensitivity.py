@@ -66,7 +66,7 @@ class Sensitivity:
         return self.curvatures.total
 
     def add(self, x: Tensor, gradient: Tensor, batch: int = 0, *, weighed: bool = True) -> None:
-        """Adds rows of a batch, which all count alike where not `weighed`.
+        """Add rows of a batch, which all count alike where not `weighed`.
 
         (rows, in), (rows, out)
         """
@@ -86,19 +86,19 @@ class Sensitivity:
         if weighed:
             self.weights[batch] = weights
 
-    def include(self, other: Sensitivity, sign: int = 1) -> Sensitivity:
-        """Returns the sums of both; without the other one where the sign is -1."""
-        apart = other.centre.double() - self.centre.double()
-        cross = torch.outer(other.total, apart)
-        gram = other.gram + cross + cross.mT + other.weight * torch.outer(apart, apart)
+    def include(self, second: Sensitivity, sign: int = 1) -> Sensitivity:
+        """Return the sums of both; without the second ones where the sign is -1."""
+        gap = second.centre.double() - self.centre.double()
+        cross = torch.outer(second.total, gap)
+        gram = second.gram + cross + cross.mT + second.weight * torch.outer(gap, gap)
         return Sensitivity(
             ProductSum(self.gram + sign * gram),
-            ProductSum(self.curvature + sign * other.curvature),
-            self.total + sign * (other.total + other.weight * apart),
+            ProductSum(self.curvature + sign * second.curvature),
+            self.total + sign * (second.total + second.weight * gap),
             self.centre,
-            self.rows + sign * other.rows,
-            self.weight + sign * other.weight,
-            self.weights | other.weights,
+            self.rows + sign * second.rows,
+            self.weight + sign * second.weight,
+            self.weights | second.weights,
         )
 
     @property
@@ -107,7 +107,7 @@ class Sensitivity:
         return self.total / self.weight + self.centre
 
     def moment(self, *, centred: bool) -> Tensor:
-        """Returns the mean of G, about its mean for layers whose bias takes it up.  # (in, in)."""
+        """Return the mean of G, about its mean for layers whose bias takes it up.  # (in, in)."""
         shift = self.total / self.weight
         gram = self.gram / self.weight - torch.outer(shift, shift)
         return gram if centred else gram + torch.outer(self.mean, self.mean)
@@ -140,7 +140,7 @@ class _Mark(torch.autograd.Function):
 
 
 class BackwardWalk:
-    """Runs all batches through the model, and gradients back through its blocks.
+    """Passes of all batches through a model, and of gradients back through its blocks.
 
     Inputs of blocks are kept in a folder meanwhile; files are deleted as they are used.
     """
@@ -166,7 +166,7 @@ class BackwardWalk:
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
     ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-        """Yields a block's name and the sensitivity of its layers, from the last block on."""
+        """Yield a block's name and the sensitivity of its layers, from the last block on."""
         order: list[str] = []
         try:
             with self._model.paused(self._streams):
@@ -185,7 +185,7 @@ class BackwardWalk:
                 visit.file.unlink(missing_ok=True)
 
     def _visit(self, stream: Stream, visits: list[_Visit], file: Path) -> None:
-        """Answers a call of a block with what it computes; its graph begins anew there."""
+        """Answer a call of a block with what it computes; its graph begins anew there."""
         call = stream.waiting
         arguments = (call.args, call.kwargs)
         leaves = filter(_floating, pytree.tree_leaves(arguments))
@@ -227,16 +227,16 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        found = _nothing_seen(layers, self._device, gradients=True)
+        sums = _empty_sums(layers, self._device, gradients=True)
         with (
             self._model.loaded(block.name) as module,
-            _Watch(module, block, layers, gradients=True).hooked() as watch,
+            _Watch(module, block, layers, sums, gradients=True).hooked() as watch,
         ):
             for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
-                watch.begin(stream.batch, found, index)
+                watch.begin(stream.batch, index)
                 watch.weighed = self._sampler.weighs_tokens
                 self._backward_visit(visits.pop())
-        return found
+        return sums
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_tensors(visit.file, self._device)
@@ -259,7 +259,7 @@ class BackwardWalk:
 
 
 def _copied(value: Any) -> Any:
-    """Copies an argument as it is now: blocks may change what they are given, such as caches."""
+    """Copy an argument as it is now: blocks may change what they are given, such as caches."""
     try:
         return deepcopy(value)
     except (RuntimeError, TypeError):  # it holds what cannot be copied, such as parts of a graph
@@ -267,7 +267,7 @@ def _copied(value: Any) -> Any:
 
 
 def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
-    """Sends gradients back; what lies between blocks may be passed by several of them."""
+    """Send gradients back; what lies between blocks may be passed by several of them."""
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
         torch.autograd.backward(tensors, gradients, retain_graph=True)
@@ -280,14 +280,14 @@ def _floating(value: Any) -> bool:
 def input_moments(
     source: SourceModel,
     roles: Roles,
-    wanted: Collection[str],
+    names: Collection[str],
     batches: Sequence[Mapping[str, Tensor]],
     device: torch.device,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-    """Runs all batches through the dense model, and yields moments of inputs block by block.
+    """Run all batches through the dense model, and yield moments of inputs block by block.
 
-    They are by the name of the wanted layers; nothing is known of outputs.
+    They are by the names of layers that are asked for; nothing is known of outputs.
     """
     blocks = {block.name: block for block in roles.blocks}
     model = PartialModel(source, list(blocks), device)
@@ -301,41 +301,50 @@ def input_moments(
                     "convert this model without data: `--calib none`",
                 )
             progress(name)
-            layers = [layer for layer in block.layers if layer.name in wanted]
-            found = _nothing_seen(layers, device, gradients=False)
+            layers = [layer for layer in block.layers if layer.name in names]
+            sums = _empty_sums(layers, device, gradients=False)
             with (
                 model.loaded(name) as module,
-                _Watch(module, block, layers, gradients=False).hooked() as watch,
+                _Watch(module, block, layers, sums, gradients=False).hooked() as watch,
             ):
                 for stream in streams:
-                    watch.begin(stream.batch, found)
+                    watch.begin(stream.batch)
                     answer = model.answer_of(stream)
                     if blocks:  # the output head was never loaded
                         stream.answer(answer)
-            yield name, found
+            yield name, sums
 
 
-def _nothing_seen(
+def _empty_sums(
     layers: Sequence[Layer], device: torch.device, *, gradients: bool
 ) -> dict[str, Sensitivity]:
-    found = {}
+    sums = {}
     for layer in layers:
         outputs = sum(part.size for part in layer.parts) if gradients else 0
-        found[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
-    return found
+        sums[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
+    return sums
 
 
 class _Watch:
-    """Sums what the linear layers of a block read, and which gradients come back to them.
+    """Sums over what the linear layers of a block read, and the gradients that come back to them.
 
     Without gradients only the first call of a layer counts: it reads tokens.
     """
 
     def __init__(
-        self, module: nn.Module, block: Block, layers: Sequence[Layer], *, gradients: bool
+        self,
+        module: nn.Module,
+        block: Block,
+        layers: Sequence[Layer],
+        sums: Mapping[str, Sensitivity],
+        *,
+        gradients: bool,
     ) -> None:
         self._rows = TokenRows(module, block)
+        self._sums = sums  # by name of a layer
         self._gradients = gradients
+        self._called: set[str] = set()  # layers that have run on this batch
+        self._index = 0  # of the batch
         self.weighed = False
         """Whether tokens count as much as the gradients that come back to them."""
         self._handles = []
@@ -353,12 +362,10 @@ class _Watch:
             for handle in self._handles:
                 handle.remove()
 
-    def begin(
-        self, batch: Mapping[str, Tensor], sums: dict[str, Sensitivity], index: int = 0
-    ) -> None:
-        """Looks at another batch, and adds to these sums."""
-        self._rows.batch, self._sums, self._called = batch, sums, set[str]()
-        self._index = index
+    def begin(self, batch: Mapping[str, Tensor], index: int = 0) -> None:
+        """Look at another batch."""
+        self._rows.batch, self._index = batch, index
+        self._called.clear()
 
     def _ran(
         self, name: str, role: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
@@ -368,17 +375,17 @@ class _Watch:
 
         def arrived(gradient: Tensor) -> None:
             back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
-            kept = (rows, back) if mask is None else (rows[mask], back[mask])
-            if not all(map(is_finite, kept)):
+            pair = (rows, back) if mask is None else (rows[mask], back[mask])
+            if not all(map(is_finite, pair)):
                 raise FitError(
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",
                 )
-            self._sums[name].add(*kept, self._index, weighed=self.weighed)
+            self._sums[name].add(*pair, self._index, weighed=self.weighed)
 
         if not self._gradients and name not in self._called:
-            own = rows if mask is None else rows[mask]
-            self._sums[name].add(own, own.new_empty(len(own), 0), weighed=False)
+            x = rows if mask is None else rows[mask]
+            self._sums[name].add(x, x.new_empty(len(x), 0), weighed=False)
         elif self._gradients and output.requires_grad:
             output.register_hook(arrived)
         self._called.add(name)
@@ -387,11 +394,11 @@ class _Watch:
 def damped_inputs(
     measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
 ) -> dict[str, Tensor]:
-    """Returns damped input moments of layers that use shared factors, by planned name."""
+    """Return damped input moments of layers that use shared factors, by planned name."""
     return {
         entries[name].name: damped_curvature(
-            own.moment(centred=entries[name].bias), damping * entries[name].in_features / own.rows
+            sums.moment(centred=entries[name].bias), damping * entries[name].in_features / sums.rows
         )
-        for name, own in measured.items()
-        if own.rows and name in entries and factor_layouts(entries[name].parts)
+        for name, sums in measured.items()
+        if sums.rows and name in entries and factor_layouts(entries[name].parts)
     }

@@ -44,28 +44,28 @@ class PartialModel:
             if getattr(module, "config", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]
         for buffer_name, buffer in list(self.model.named_buffers()):
-            _place(self.model, buffer_name, buffer.to(device))
+            _put(self.model, buffer_name, buffer.to(device))
         output = self.model.get_output_embeddings()  # type: ignore[operator]
-        inside = tuple(f"{name}." for name in blocks)
+        in_blocks = tuple(f"{name}." for name in blocks)
         heads = (name for name, item in self.model.named_modules() if item is output and name)
-        skipped = (*inside, *(f"{name}." for name in heads))
+        skipped = (*in_blocks, *(f"{name}." for name in heads))
         self._stored = list(self.model.state_dict(keep_vars=True))
         self._load(name for name in self._stored if not name.startswith(skipped))
         if head:
-            self._load(self._empty(inside))
-            for name in self._empty(inside):
+            self._load(self._empty(in_blocks))
+            for name in self._empty(in_blocks):
                 shape = self.model.get_parameter(name).shape
-                _place(self.model, name, torch.zeros(shape, device=device))
+                _put(self.model, name, torch.zeros(shape, device=device))
         self.forwards = intercept_blocks(self.model, blocks)
 
     def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
-        """Makes a forward pass; options as for `Stream`."""
+        """Make a forward pass; options as for `Stream`."""
         moved = {key: value.to(self.device) for key, value in batch.items()}
         return Stream(self.model, moved, **options)
 
     @contextmanager
     def paused(self, streams: Sequence[Stream]) -> Iterator[None]:
-        """Starts forward passes, which pause at their first block, and ends them afterwards."""
+        """Start forward passes, which pause at their first block, and end them afterwards."""
         try:
             for stream in streams:
                 stream.start()
@@ -77,27 +77,27 @@ class PartialModel:
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:
-        """Loads one block, and frees its weights afterwards."""
+        """Load one block, and free its weights afterwards."""
         self._load(name for name in self._stored if name.startswith(f"{block}."))
         module = self.model.get_submodule(block)
         yield module
         for name, parameter in list(module.named_parameters()):
-            _place(module, name, parameter.to("meta"))
+            _put(module, name, parameter.to("meta"))
         _give_back()
 
     def answer_of(self, stream: Stream, forward: Callable[..., Any] | None = None) -> Any:
-        """Runs the block at which a pass waits, or another in its place; gives what it computes."""
+        """Run the block at which a pass waits, or another in its place; return what it computes."""
         call = stream.waiting
         with torch.no_grad():
             return (forward or self.forwards[call.block])(*call.args, **call.kwargs)
 
-    def _empty(self, inside: tuple[str, ...]) -> list[str]:
+    def _empty(self, in_blocks: tuple[str, ...]) -> list[str]:
         """Parameters outside the blocks that are not loaded."""
         named = self.model.named_parameters(remove_duplicate=False)
-        return [name for name, item in named if item.is_meta and not name.startswith(inside)]
+        return [name for name, item in named if item.is_meta and not name.startswith(in_blocks)]
 
     def _load(self, names: Iterable[str]) -> None:
-        """Reads parameters and persistent buffers; what the checkpoint lacks stays empty."""
+        """Read parameters and persistent buffers; what the checkpoint lacks stays empty."""
         shared: dict[tuple[str, ...], torch.Tensor] = {}
         for name in names:
             try:
@@ -110,17 +110,17 @@ class PartialModel:
                 if value.is_floating_point():
                     value = value.float()
                 shared[key] = value
-            _place(self.model, name, shared[key])
+            _put(self.model, name, shared[key])
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system: what one thread has freed no other one can take."""
+    """Return freed memory to the system: what one thread has freed no other one can take."""
     with suppress(OSError, AttributeError, TypeError):  # the allocator of glibc alone can
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _place(root: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Puts a tensor in the place of a parameter or buffer."""
+def _put(root: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put a tensor in the place of a parameter or buffer."""
     path, _, leaf = name.rpartition(".")
     owner = root.get_submodule(path)
     if leaf in owner._parameters:
@@ -187,7 +187,7 @@ class Stream:
         self._wait()
 
     def answer(self, result: Any) -> None:
-        """Gives the waiting call its result and runs up to the next block, or to the end."""
+        """Give the waiting call its result and run up to the next block, or to the end."""
         self._answer, self.call = result, None
         self._mine.release()
         self._wait()
@@ -239,13 +239,13 @@ class Branch(nn.Module):
         return self.dense.weight
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the one that the current stream is for."""
+        """Run the one that the current stream is for."""
         stream: Stream = _CURRENT.stream
         return (self.rewritten if stream.rewritten else self.dense)(*args, **kwargs)
 
 
 def common_block(streams: Sequence[Stream]) -> str:
-    """Returns the block at which all these passes wait; nothing once they have ended."""
+    """Return the block at which all these passes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     if len(names) > 1:
         hint = "convert this model without data: `--calib none`"
@@ -257,33 +257,33 @@ _CURRENT = threading.local()
 
 
 def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[..., Any]]:
-    """Makes every call of these blocks pause its stream; returns their own forward functions."""
+    """Make every call of these blocks pause its stream; return their own forward functions."""
 
     def pausing(name: str, *args: Any, **kwargs: Any) -> Any:
         stream: Stream = _CURRENT.stream
         return stream.visit(Call(name, args, kwargs))
 
-    own: dict[str, Callable[..., Any]] = {}
+    forwards: dict[str, Callable[..., Any]] = {}
     for name in blocks:
         block = model.get_submodule(name)
-        own[name] = block.forward
+        forwards[name] = block.forward
         block.forward = partial(pausing, name)
-    return own
+    return forwards
 
 
 class _Captured(BaseException):
-    """Ends the run of a block as soon as the wanted input is known."""
+    """Raised to end the run of a block as soon as an input is read."""
 
 
 def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]) -> Any:
-    """Runs a block up to the first call of one of its modules.
+    """Run a block up to the first call of one of its modules.
 
     Returns what `arguments` makes of the module's arguments, or None if it was not called.
     """
-    found: list[Any] = []
+    inputs: list[Any] = []
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(arguments(*args, **kwargs))
+        inputs.append(arguments(*args, **kwargs))
         raise _Captured
 
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -293,11 +293,11 @@ def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[
         pass
     finally:
         handle.remove()
-    return found[0] if found else None
+    return inputs[0] if inputs else None
 
 
 def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
-    """Returns the first tensor argument: the input of a linear layer."""
+    """Return the first tensor argument: the input of a linear layer."""
     return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
 
 
@@ -305,7 +305,7 @@ FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 
 class Readings:
-    """What modules of a block read in passes that wait at it, and what the block computes.
+    """Inputs of modules of a block in passes that wait at it, and answers of the block.
 
     As much of it is kept as there is room for, so that a block runs once for all its modules.
     """
@@ -321,40 +321,40 @@ class Readings:
         self._forward = forward
         self._paths = paths  # of modules whose first tensor argument is asked for
         self._room = room  # bytes
-        self._known: dict[int, tuple[dict[str, Tensor], Any]] = {}  # by stream
+        self._cache: dict[int, tuple[dict[str, Tensor], Any]] = {}  # by stream
 
     def of(self, stream: Stream, path: str, arguments: Callable[..., Any] = first_tensor) -> Any:
-        """What a module reads; None if it is not called."""
+        """Input of a module; None if it is not called."""
         if arguments is first_tensor and path in self._paths:
-            known = self._kept(stream)
-            if known is not None and path in known[0]:
-                return known[0][path]
+            cached = self._cached(stream)
+            if cached is not None and path in cached[0]:
+                return cached[0][path]
         call, module = stream.waiting, self._block.get_submodule(path)
         with torch.no_grad():
             return run_to_input(lambda: self._forward(*call.args, **call.kwargs), module, arguments)
 
     def answer(self, stream: Stream) -> Any:
-        """What the block computes."""
-        known = self._known.get(id(stream))
-        return self._run(stream) if known is None else known[1]
+        """Answer of the block."""
+        cached = self._cache.get(id(stream))
+        return self._run(stream) if cached is None else cached[1]
 
     def _run(self, stream: Stream) -> Any:
         call = stream.waiting
         with torch.no_grad():
             return self._forward(*call.args, **call.kwargs)
 
-    def _kept(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:
-        if id(stream) in self._known:
-            return self._known[id(stream)]
+    def _cached(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:
+        if id(stream) in self._cache:
+            return self._cache[id(stream)]
         call = stream.waiting
         state = first_tensor(*call.args, **call.kwargs)
         if (len(self._paths) + FEED_FORWARD) * state.nbytes > self._room:
             return None
-        found: dict[str, tuple[Tensor, int]] = {}
+        inputs: dict[str, tuple[Tensor, int]] = {}
 
         def hook(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = first_tensor(*args, **kwargs)
-            found.setdefault(path, (x, x._version))
+            inputs.setdefault(path, (x, x._version))
 
         handles = [
             self._block.get_submodule(path).register_forward_pre_hook(
@@ -367,30 +367,30 @@ class Readings:
         finally:
             for handle in handles:
                 handle.remove()
-        same = {path: x for path, (x, version) in found.items() if x._version == version}
-        self._known[id(stream)] = same, answer
+        same = {path: x for path, (x, version) in inputs.items() if x._version == version}
+        self._cache[id(stream)] = same, answer
         held = {x.data_ptr(): x.nbytes for x in (*same.values(), state)}
         self._room -= sum(held.values())
-        return self._known[id(stream)]
+        return self._cache[id(stream)]
 
 
 def queries_and_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, **_: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns queries, keys and valid tokens of a call of an attention."""
+    """Return queries, keys and valid tokens of a call of an attention."""
     return q, k, Visible.of(mask, q, k, causal=causal).tokens
 
 
 def handed_on(call: Call, answer: Any) -> Any:
-    """Returns what a block that is left out would return: the state that it was given.
+    """Return what a block that is left out would return: the state that it was given.
 
     All else of its own answer is kept, such as position biases.
     """
     state = first_tensor(*call.args, **call.kwargs)
-    own = answer[0] if isinstance(answer, tuple | list) else answer
-    if state.shape != own.shape:
+    output = answer[0] if isinstance(answer, tuple | list) else answer
+    if state.shape != output.shape:
         raise DataError(
-            f"block `{call.block}` turns {list(state.shape)} into {list(own.shape)}, so that it "
+            f"block `{call.block}` turns {list(state.shape)} into {list(output.shape)}, so that it "
             "cannot be left out",
             "name the blocks to keep: `--keep-layers`",
         )
@@ -400,7 +400,7 @@ def handed_on(call: Call, answer: Any) -> Any:
 def token_rows(
     x: Tensor, batch: Mapping[str, Tensor], block: str, role: str
 ) -> tuple[Tensor, Tensor | None]:
-    """Flattens a layer input to rows (rows, d), with a mask of those that are not padding.
+    """Flatten a layer input to rows (rows, d), with a mask of those that are not padding.
 
     The mask (rows,) is the one whose shape fits; where an encoder's and a decoder's both fit, the
     block's name and the layer's role tell which one it reads. None where all rows count.
@@ -418,10 +418,10 @@ def token_rows(
     return rows, mask.reshape(-1).to(torch.bool)
 
 
-def listed_item(block: nn.Module, inside: str) -> str | None:
-    """Finds the item of a list of routed experts that a layer belongs to, as paths in a block."""
+def listed_item(block: nn.Module, path: str) -> str | None:
+    """Find the item of a list of routed experts that a layer belongs to, as paths in a block."""
     modules = {name: module for name, module in block.named_modules() if name}
-    steps = inside.split(".")
+    steps = path.split(".")
     for depth in range(1, len(steps)):
         if isinstance(modules[".".join(steps[:depth])], (nn.ModuleList, nn.ModuleDict)):
             parent = ".".join(steps[: depth - 1])
@@ -432,7 +432,7 @@ def listed_item(block: nn.Module, inside: str) -> str | None:
 
 
 class TokenRows:
-    """Tells which rows that the layers of a block read are no padding.
+    """Masks of the rows that the layers of a block read: which are no padding.
 
     The items of a list of experts read some tokens each. A list that is handed the routing is run
     with the mask in the place of hidden states and with items that only listen, before it runs
@@ -455,14 +455,14 @@ class TokenRows:
             self._handles.append(listed.register_forward_pre_hook(hook, with_kwargs=True))
 
     def is_listed(self, layer: str) -> bool:
-        """Tells whether a layer belongs to an item of a list of experts."""
+        """True where a layer belongs to an item of a list of experts."""
         return layer in self._items
 
     def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
-        """Flattens what a layer reads, as `token_rows` does.  # (..., d)."""
+        """Flatten what a layer reads, as `token_rows` does.  # (..., d)."""
         rows, mask = token_rows(x, self.batch, self._block, role)
-        own = self._masks.get(self._items.get(layer, ""))
-        return rows, own if own is not None and len(own) == len(rows) else mask
+        listed = self._masks.get(self._items.get(layer, ""))
+        return rows, listed if listed is not None and len(listed) == len(rows) else mask
 
     def close(self) -> None:
         for handle in self._handles:
@@ -471,8 +471,8 @@ class TokenRows:
     def _ask(
         self, path: str, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        own = dict(experts._modules)
-        for name in own:
+        modules = dict(experts._modules)
+        for name in modules:
             self._masks.pop(f"{path}.{name}", None)
         if not args or len(args) + len(kwargs) < 2:  # it is not handed the routing
             return
@@ -481,13 +481,13 @@ class TokenRows:
         if mask is None:
             return
         marked = mask.to(hidden)[:, None].expand(-1, hidden.shape[-1]).reshape(hidden.shape)
-        listeners = {name: _Listener() for name in own}
+        listeners = {name: _Listener() for name in modules}
         experts._modules.update(listeners)
         try:
             with torch.no_grad():
                 experts.forward(marked, *routing, **kwargs)
         finally:
-            experts._modules.update(own)
+            experts._modules.update(modules)
         for name, listener in listeners.items():
             if listener.heard is not None:
                 self._masks[f"{path}.{name}"] = listener.heard

@@ -28,7 +28,7 @@ from tcompress.conversion.outputs import (
 )
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs

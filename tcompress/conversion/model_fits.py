@@ -16,7 +16,8 @@ from tcompress.conversion.conversion import Chosen
 from tcompress.conversion.outputs import Cluster, Outputs, with_unreached
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, message_of
-from tcompress.fitting.block_fitter import BlockFitter, BlockResult
+from tcompress.fitting.block_fitter import BlockFitter
+from tcompress.fitting.block_rewrite import BlockResult, FitInputs
 from tcompress.fitting.channel_orders import (
     Reductions,
     completed,
@@ -126,20 +127,22 @@ def fit_on_data(
     groups = sum(len(block.groups) for block in roles_of(source).blocks)
     conversion.progress.stage("fitting blocks", groups, "groups")
     deeper = plan.depth is not None and plan.depth.deeper
-    blocks = BlockFitter(
+    inputs = FitInputs(
         source,
-        plan,
-        conversion.data,
-        damping=conversion.recipe.calibration.damping,
-        curvatures=partial(moments.moments, "curvature"),
-        tokens=partial(moments.moments, "tokens"),
-        channels=partial(_reductions, chosen, moments),
-        factors=factors,
+        conversion.recipe.calibration.damping,
+        moments.moments,
+        reductions=partial(_reductions, chosen, moments),
         dtype_of=chosen.outputs.dtype_of,
         device=device,
-        whole=source if deeper else conversion.dense,
-        tables=tables,
+        factors=factors,
         roundings=chosen.outputs.roundings,
+    )
+    blocks = BlockFitter(
+        inputs,
+        plan,
+        conversion.data,
+        dense_source=source if deeper else conversion.dense,
+        tables=tables,
         sampler=sampler,
     )
     for result in blocks.run(

@@ -30,7 +30,7 @@ from tcompress.conversion.plain_tensors import PlainTensors, fitted_parameters, 
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
 from tcompress.files import write_text
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.first_values import started_values
 from tcompress.fitting.layer_fits import WIDER, SharedFactors
 from tcompress.hf.build import first_table

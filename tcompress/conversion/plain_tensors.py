@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU
 from tcompress.planning.costs import path_of

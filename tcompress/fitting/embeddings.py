@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, SourceError
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.layer_fits import WIDER, FittedLayer
 from tcompress.linalg.moments import is_finite, relative_error
 from tcompress.models import SourceModel, read_finite
@@ -44,7 +44,7 @@ def fit_embeddings(
     dtype_of: Callable[[LayerPlan], torch.dtype],
     device: torch.device,
 ) -> BlockResult:
-    """Fits all tables of a plan."""
+    """Fit all tables of a plan."""
     result = BlockResult(EMBEDDINGS, {}, {})
     for entry in entries:
         weight = read_table(source, entry, device)
@@ -55,18 +55,18 @@ def fit_embeddings(
 
 
 def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
-    """Reads a table, and makes sure that heads which are stored apart are the same."""
+    """Read a table, and make sure that heads which are stored apart are the same."""
     path = source.keymap.runtime_name(entry.name) or entry.name
     name = f"{path}.{entry.parameter}"
     weight = read_finite(source.store, source.keymap, name, device)
-    own = source.keymap.sources(name).keys
-    for other in tied_to(source, path):
-        keys = source.keymap.sources(f"{other}.weight").keys
-        if keys != own and not torch.equal(
-            read_finite(source.store, source.keymap, f"{other}.weight", device), weight
+    table_keys = source.keymap.sources(name).keys
+    for tied in tied_to(source, path):
+        keys = source.keymap.sources(f"{tied}.weight").keys
+        if keys != table_keys and not torch.equal(
+            read_finite(source.store, source.keymap, f"{tied}.weight", device), weight
         ):
             raise SourceError(
-                f"the config ties `{other}` to `{path}`, but the checkpoint stores both, and they "
+                f"the config ties `{tied}` to `{path}`, but the checkpoint stores both, and they "
                 "differ",
                 "set `tie_word_embeddings` to false in `config.json`, or leave the word embedding "
                 "as it is",
@@ -75,7 +75,7 @@ def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> T
 
 
 def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
-    """Counts how often each word occurs in calibration data, padding left out.  # (words,)."""
+    """Count how often each word occurs in calibration data, padding left out.  # (words,)."""
     chosen = frozenset(data.holdout)
     counts = torch.zeros(words, dtype=torch.float64)
     for batch in (item for i, item in enumerate(data.batches) if (i in chosen) == held_out):
@@ -83,13 +83,13 @@ def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
             ids, mask = batch.get(name), batch.get(mask_name)
             if ids is None:
                 continue
-            seen = ids.flatten() if mask is None else ids[mask.bool()]
-            counts += torch.bincount(seen.cpu(), minlength=words)[:words]
+            words_read = ids.flatten() if mask is None else ids[mask.bool()]
+            counts += torch.bincount(words_read.cpu(), minlength=words)[:words]
     return counts
 
 
 def frequencies(counts: Tensor) -> Tensor:
-    """Estimates how often each word will occur; all are above zero and add up to one."""
+    """Estimate how often each word will occur; all are above zero and add up to one."""
     total = counts.sum().clamp_min(1.0)
     unseen = float((counts == 1).sum() / total) if bool(counts.any()) else 1.0
     unseen = min(max(unseen, LEAST), 1.0)
@@ -99,7 +99,7 @@ def frequencies(counts: Tensor) -> Tensor:
 def fit_table(
     entry: LayerPlan, weight: Tensor, counts: Tensor, held_out: Tensor, dtype: torch.dtype
 ) -> FittedLayer:
-    """Fits one table, weighted by how often words occur in the data to fit to."""
+    """Fit one table, weighted by how often words occur in the data to fit to."""
     layout = entry.parts[0].terms[0]
     kind = structure(layout.structure)
     exact = weight.double()
@@ -107,10 +107,10 @@ def fit_table(
     scaled = exact * scales[:, None]
     assert isinstance(kind, LooksUp)  # no other is planned for a table
     fitted = kind.fit(Target(scaled, None), layout)
-    found = kind.scale_rows(fitted, 1 / scales, layout)
-    if found is None:  # its rows cannot be weighted afterwards, so they all count alike
-        found = kind.fit(Target(exact, None), layout)
-    stored = {name: tensor.to(dtype).contiguous() for name, tensor in found.items()}
+    unscaled = kind.scale_rows(fitted, 1 / scales, layout)
+    if unscaled is None:  # its rows cannot be weighted afterwards, so they all count alike
+        unscaled = kind.fit(Target(exact, None), layout)
+    stored = {name: tensor.to(dtype).contiguous() for name, tensor in unscaled.items()}
     if not all(map(is_finite, stored.values())):
         hint = f"{WIDER}, or leave the word embedding as it is"
         raise FitError(f"the fit of `{entry.name}` is not finite in {dtype}", hint)
@@ -120,6 +120,7 @@ def fit_table(
     if bool(held_out.any()):
         weights["held_out"] = held_out
     errors = {  # of the vectors that are looked up
-        kind: relative_error(float(own @ wrong), float(own @ norm)) for kind, own in weights.items()
+        kind: relative_error(float(word_weights @ wrong), float(word_weights @ norm))
+        for kind, word_weights in weights.items()
     }
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)

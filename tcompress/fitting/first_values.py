@@ -33,13 +33,13 @@ from tcompress.structures.modules.linear import factor_layouts, own_transforms, 
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """Returns a generator of its own for everything that has a name, whatever else is drawn."""
+    """Return a generator of its own for everything that has a name, whatever else is drawn."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def scaled(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-    """Multiplies the weight that tensors stand for: it is linear in each of them.
+    """Multiply the weight that tensors stand for: it is linear in each of them.
 
     A factor of zero leaves all but the first one as they are, so that gradients still flow.
     """
@@ -53,22 +53,22 @@ def scaled(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
 def start_shared_factors(
     layers: Sequence[LayerPlan], dtype_of: Callable[[LayerPlan], torch.dtype], seed: int
 ) -> SharedFactors:
-    """Draws the factors that layers share."""
-    found: dict[FactorsKey, dict[str, Tensor]] = {}
+    """Draw the factors that layers share."""
+    factors: dict[FactorsKey, dict[str, Tensor]] = {}
     for entry in layers:
         layouts = factor_layouts(entry.parts)
         for name in entry.own_factors:
             kind = structure(layouts[name].structure)
             assert isinstance(kind, SharesFactors)
-            made = kind.start_shared(layouts[name], generator_of(seed, f"{entry.name}/{name}"))
-            found[entry.name, name] = {key: t.to(dtype_of(entry)) for key, t in made.items()}
-    return found
+            drawn = kind.start_shared(layouts[name], generator_of(seed, f"{entry.name}/{name}"))
+            factors[entry.name, name] = {k: t.to(dtype_of(entry)) for k, t in drawn.items()}
+    return factors
 
 
 def start_layer(
     entry: LayerPlan, weight: Tensor, *, dtype: torch.dtype, factors: SharedFactors, seed: int
 ) -> FittedLayer:
-    """Draws a layer; of what the base model draws only the size counts.  # ([experts,] out, in)."""
+    """Draw a layer; of what the base model draws only the size counts.  # ([experts,] out, in)."""
     generator = generator_of(seed, entry.key)
     stack = weight if entry.experts else weight[None]
     tensors: dict[str, Tensor] = {}
@@ -81,16 +81,16 @@ def start_layer(
             share = sizes[number] / sum(sizes)
             shared = shared_factors(entry, layout, factors, CPU)
             transforms = first_operators(layout, torch.empty(0, dtype=torch.float64))
-            made = []
-            for own in rows:
+            summands = []
+            for parts in rows:
                 drawn = structure(layout.structure).start(layout, generator)
                 exact = {name: tensor.double() for name, tensor in drawn.items()}
                 dense = dense_of(layout, {**exact, **shared}, transforms)
-                wanted = float(own[index].double().square().mean()) * share
-                made.append(scaled(exact, (wanted / float(dense.square().mean())) ** 0.5))
+                square = float(parts[index].double().square().mean()) * share
+                summands.append(scaled(exact, (square / float(dense.square().mean())) ** 0.5))
             prefix = tensor_prefix(entry.parts, index, number)
-            for name in made[0]:
-                values = [own[name].to(dtype) for own in made]
+            for name in summands[0]:
+                values = [summand[name].to(dtype) for summand in summands]
                 tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
     for owner, transform, *_ in own_transforms(entry.parts, bool(entry.input_of)):
         first = transform.first().items()
@@ -101,33 +101,33 @@ def start_layer(
 def adapt(
     module: ReplacementModule,
     name: str,
-    known: dict[str, Tensor],
+    stored: dict[str, Tensor],
     calls: Iterable[tuple[Tensor, Tensor, Tensor | None]],
 ) -> None:
-    """Gives an attention the first values that depend on the base model's queries and keys.
+    """Start an attention with first values that depend on the base model's queries and keys.
 
-    Such values of the block are known by stored name, `name` being that of this attention; its own
+    Those of the block are in `stored` by name, `name` being that of this attention, whose values
     are added where no interrupted run has left them.
     """
     kind, layout = replacement_named(module.layout.mechanism), module.layout
     centred = kind.centres_keys(layout)
     if centred is None:
         return
-    own = {f"{name}.{key}": value for key, value in module.named_parameters()}
-    if not own.keys() & known.keys():
+    parameters = {f"{name}.{key}": value for key, value in module.named_parameters()}
+    if not parameters.keys() & stored.keys():
         try:
-            made = kind.adapted(layout, _query_key_moments(calls, centred=centred))
+            adapted = kind.adapted(layout, _query_key_moments(calls, centred=centred))
         except FitError as error:
             raise FitError(f"attention `{name}`: {error.message}", error.hint) from error
-        known |= {f"{name}.{key}": value for key, value in made.items()}
-    for key in own.keys() & known.keys():
-        own[key].copy_(known[key])
+        stored |= {f"{name}.{key}": value for key, value in adapted.items()}
+    for key in parameters.keys() & stored.keys():
+        parameters[key].copy_(stored[key])
 
 
 def _query_key_moments(
     calls: Iterable[tuple[Tensor, Tensor, Tensor | None]], *, centred: bool
 ) -> QueryKeyMoments:
-    """Sums the moments of one attention's queries and keys; their scale does not count.
+    """Sum the moments of one attention's queries and keys; their scale does not count.
 
     Calls are as `queries_and_keys` makes them. Centred keys count less their mean over their text.
     """
@@ -149,16 +149,16 @@ def _query_key_moments(
 
 
 def started_values(source: SourceModel, entry: AttentionPlan) -> dict[str, Tensor]:
-    """Makes the tensors of an attention, and empty ones under the names of dense weights."""
+    """Make the tensors of an attention, and empty ones under the names of dense weights."""
     guards = {key: torch.empty(0) for key in entry.guards}
     if source.seed is None:
         return guards | first_values(entry, moments=_projection_moments(source, entry))
-    own = generator_of(source.seed, entry.name).initial_seed()
-    return guards | first_values(entry, own, pretrained=False)
+    seed = generator_of(source.seed, entry.name).initial_seed()
+    return guards | first_values(entry, seed, pretrained=False)
 
 
 def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMoments | None:
-    """Returns moments of queries and keys as weights alone tell them, if an attention wants any.
+    """Return moments of queries and keys as weights alone tell them, if an attention wants any.
 
     Inputs are taken for white: E[q q^T] is W_q W_q^T + b_q b_q^T.
     """
@@ -167,12 +167,12 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
         return None
     path = source.keymap.runtime_name(entry.name)
     attentions = attentions_of(source.keymap.model, roles_of(source))
-    found = next((item for item in attentions if item.name == path), None)
-    if found is None:
+    attention = next((item for item in attentions if item.name == path), None)
+    if attention is None:
         return None
     squares = []
     for role in ("q", "k"):
-        layer = found.layers.get(role) or found.layers["qkv"]
+        layer = attention.layers.get(role) or attention.layers["qkv"]
         sizes = [part.size for part in layer.parts]
         names = [part.name for part in layer.parts]
         if role not in names:

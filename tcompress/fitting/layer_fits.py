@@ -42,16 +42,16 @@ NO_FACTORS: SharedFactors = {}
 def shared_factors(
     entry: LayerPlan, layout: Layout, factors: SharedFactors, device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the shared factors that a summand uses, float64; nothing if it has none."""
+    """Return the shared factors that a summand uses, float64; nothing if it has none."""
     shared = shared_of(layout)
     if shared is None:
         return {}
-    found = factors[entry.bank_of.get(shared.name, entry.name), shared.name]
-    return {key: tensor.to(device).double() for key, tensor in found.items()}
+    tensors = factors[entry.bank_of.get(shared.name, entry.name), shared.name]
+    return {key: tensor.to(device).double() for key, tensor in tensors.items()}
 
 
 def owned_factors(entry: LayerPlan, factors: SharedFactors) -> dict[str, Tensor]:
-    """Returns the shared factors that are stored with a layer, by name relative to it."""
+    """Return the shared factors that are stored with a layer, by name relative to it."""
     return {
         f"{factors_module(name)}.{key}": tensor
         for name in entry.own_factors
@@ -78,7 +78,7 @@ class EvaluationMoments:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer and what is known of it."""
+    """Weight and moments of one layer."""
 
     weight: Tensor  # dense  # (out, in)
     whole: EvaluationMoments  # of all rows
@@ -114,7 +114,7 @@ class _Split:
 
     @property
     def total(self) -> Tensor:
-        """What was fitted to it."""
+        """Sum of the fitted summands."""
         return torch.stack([dense for dense in self.dense if dense is not None]).sum(0)
 
     @property
@@ -135,14 +135,14 @@ class _Split:
         return self.weight @ self.moments.cross
 
     def target(self, term: int) -> Target:
-        """What the other summands leave to one."""
+        """Target of one summand: what the others leave over."""
         m = self.moments
         weight: Tensor | None = self.weight
         product = self.weight if m is None else self._product
         if m is not None and m.lift is not None:  # of other channels than what is fitted
             weight = None
-        for other, dense in enumerate(self.dense):
-            if other != term and dense is not None:
+        for index, dense in enumerate(self.dense):
+            if index != term and dense is not None:
                 weight = None if weight is None else weight - dense
                 product = product - (dense if m is None else dense @ m.gram)
         gram = None if m is None else m.gram
@@ -180,16 +180,16 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     inputs = inputs.to(splits[0].stored.device).double()
     norm = error = 0.0
     for split in splits:
-        wanted = inputs @ split.weight.mT
-        found: Tensor | int = 0
+        exact = inputs @ split.weight.mT
+        outputs: Tensor | int = 0
         for term, layout in enumerate(split.terms):
             tensors = {k: t.double() for k, t in split.tensors[term].items() if "." not in k}
             transforms = split.transforms[term]
             z = encoded(layout, inputs, transforms.get("in"))
             z = structure(layout.structure).apply(z, tensors | split.shared[term], layout)
-            found = found + decoded(layout, z, transforms.get("out"))
-        norm += float(wanted.square().sum())
-        error += float((wanted - found).square().sum())
+            outputs = outputs + decoded(layout, z, transforms.get("out"))
+        norm += float(exact.square().sum())
+        error += float((exact - outputs).square().sum())
     return relative_error(error, norm)
 
 
@@ -247,7 +247,7 @@ def fit_layers(
     evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
     roundings: Mapping[str, Rounding] = NO_ROUNDINGS,
 ) -> list[FittedLayer]:
-    """Fits layers that read the same input; transforms are shared within this list only.
+    """Fit layers that read the same input; transforms are shared within this list only.
 
     Args:
         entries: Their plans.
@@ -270,10 +270,10 @@ def fit_layers(
             continue
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
-            every = (damping, curvatures, factors, lifts, roundings)
-            made = {i: _splits(entries[i], weights[i], moments[i], *every) for i in members}
+            settings = (damping, curvatures, factors, lifts, roundings)
+            splits_of = {i: _splits(entries[i], weights[i], moments[i], *settings) for i in members}
             try:
-                _fit_sum([split for own in made.values() for split in own], dtype)
+                _fit_sum([split for splits in splits_of.values() for split in splits], dtype)
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 listed = ", ".join(f"`{entries[i].name}`" for i in members)
                 raise FitError(
@@ -282,7 +282,7 @@ def fit_layers(
                     or "use more calibration data or a larger `damping`, or leave the layer out "
                     "with `--keep`",
                 ) from error
-            for i, splits in made.items():
+            for i, splits in splits_of.items():
                 entry = entries[i]
                 fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
                 fitted.tensors.update(owned_factors(entry, factors))
@@ -312,34 +312,34 @@ def _splits(
     if lift is not None:
         rising = [*(lift if entry.experts else lift[None])][: len(moments)]
     damped = [
-        None if m.train is None else _damped(replace(m.train, lift=own), damping * regressors)
-        for m, own in zip(moments, rising, strict=True)
+        None if m.train is None else _damped(replace(m.train, lift=lifted), damping * regressors)
+        for m, lifted in zip(moments, rising, strict=True)
     ]
     sizes = [part.out_features for part in entry.parts]
     curves: list[Tensor | None] = [None] * len(sizes)
     curvature = curvatures.get(entry.name)
     if curvature is not None:  # splits are fitted one by one
         rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        own = [curvature[part, part].double() for part in rows]
-        curves = [damped_curvature(block, CURVATURE_DAMPING) for block in own]
+        blocks = [curvature[part, part].double() for part in rows]
+        curves = [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
     splits = []
     for expert, matrix in enumerate(stack):
-        seen = damped[min(expert, len(damped) - 1)]
-        if seen is None and lift is not None:
+        read = damped[min(expert, len(damped) - 1)]
+        if read is None and lift is not None:
             matrix = matrix @ (lift[expert] if entry.experts else lift).to(matrix)
-        for index, own_rows in enumerate(matrix.split(sizes)):
+        for index, part_rows in enumerate(matrix.split(sizes)):
             terms = entry.parts[index].terms
-            shared = [shared_factors(entry, item, factors, own_rows.device) for item in terms]
+            shared = [shared_factors(entry, item, factors, part_rows.device) for item in terms]
             widths = [_term_roundings(entry, index, term, roundings) for term in range(len(terms))]
             curve = curves[index]
-            splits.append(_Split(entry, index, expert, own_rows, seen, curve, shared, widths))
+            splits.append(_Split(entry, index, expert, part_rows, read, curve, shared, widths))
     return splits
 
 
 def _term_roundings(
     entry: LayerPlan, part: int, term: int, roundings: Mapping[str, Rounding]
 ) -> dict[str, Rounding]:
-    """Looks up the roundings of a summand's tensors; its transforms' have the side in front."""
+    """Look up the roundings of a summand's tensors; its transforms' have the side in front."""
     if not roundings:
         return {}
     layout = entry.parts[part].terms[term]
@@ -364,12 +364,12 @@ def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
         split.transforms = [{} for _ in split.terms]
         split.dense = [None for _ in split.terms]
     for term in reversed(range(count)):  # the residual first: it takes what everybody needs
-        own = having[term]
-        _fit_transform(own, term, "in", dtype)  # one for all
-        for key in dict.fromkeys((split.entry.name, split.index) for split in own):
-            experts = [split for split in own if (split.entry.name, split.index) == key]
+        members = having[term]
+        _fit_transform(members, term, "in", dtype)  # one for all
+        for key in dict.fromkeys((split.entry.name, split.index) for split in members):
+            experts = [split for split in members if (split.entry.name, split.index) == key]
             _fit_transform(experts, term, "out", dtype)
-        _fit_term(own, term, dtype)
+        _fit_term(members, term, dtype)
     for _ in range(ROUNDS if count > 1 else 0):
         for term in range(count):
             _fit_term([split for split in having[term] if len(split.terms) > 1], term, dtype)
@@ -378,7 +378,7 @@ def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
 
 
 def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch.dtype) -> None:
-    """Fits a transform that these share, if there is one, and builds it as it is stored."""
+    """Fit a transform that these share, if there is one, and build it as it is stored."""
     layout = splits[0].terms[term]
     transform = transform_of(layout, side)
     if transform is None:
@@ -405,19 +405,19 @@ def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch
 
 
 def _with_mean_moments(targets: list[Target]) -> list[Target]:
-    """Gives experts, whose inputs differ, the mean of their moments to choose one transform."""
+    """Replace moments of experts, whose inputs differ, by their mean, to choose one transform."""
     grams = [target.gram for target in targets if target.gram is not None]
     if not grams or all(gram is grams[0] for gram in grams):
         return targets
     mean = torch.stack(grams).mean(0)
-    found = []
+    averaged = []
     for target in targets:
         if target.gram is None:  # no token chose this expert
             product = target.product @ mean
-            found.append(Target(product, mean, float(product.mul(target.product).sum())))
+            averaged.append(Target(product, mean, float(product.mul(target.product).sum())))
         else:
-            found.append(replace(target, gram=mean))
-    return found
+            averaged.append(replace(target, gram=mean))
+    return averaged
 
 
 def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
@@ -427,9 +427,9 @@ def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
 
 
 def _round_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
-    """Rounds what is stored in few bits, where a structure knows how to lose little by it."""
+    """Round what is stored in few bits, where a structure knows how to lose little by it."""
     for split in splits:
-        widths = {name: own for name, own in split.roundings[term].items() if "." not in name}
+        widths = {name: item for name, item in split.roundings[term].items() if "." not in name}
         layout = split.terms[term]
         kind = structure(layout.structure)
         if widths and isinstance(kind, RoundsInNorm):
@@ -463,7 +463,7 @@ def _collect(
             for name in experts[0]:
                 side, _, leaf = name.rpartition(".")
                 if not side:
-                    values = [own[name] for own in experts]
+                    values = [expert[name] for expert in experts]
                     tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
                 elif side == "out" or (index == 0 and entry.input_of is None):
                     owner = transform_name(entry.parts, side, index, term)  # type: ignore[arg-type]
@@ -471,14 +471,14 @@ def _collect(
     errors: list[dict[str, float]] = []
     shift: Tensor | None = None
     for expert in range(entry.copies):
-        own = [split for split in splits if split.expert == expert]
-        known = moments[min(expert, len(moments) - 1)]
-        if known.train is not None and entry.bias and not entry.experts:
-            weight = torch.cat([split.weight for split in own])
-            dense = torch.cat([split.total for split in own])
-            shift = weight @ known.train.dense_mean - dense @ known.train.mean
-        errors.append(_errors(own, known, shift))
-    if any(isnan(value) for own in errors for value in own.values()):
+        parts = [split for split in splits if split.expert == expert]
+        read = moments[min(expert, len(moments) - 1)]
+        if read.train is not None and entry.bias and not entry.experts:
+            weight = torch.cat([split.weight for split in parts])
+            dense = torch.cat([split.total for split in parts])
+            shift = weight @ read.train.dense_mean - dense @ read.train.mean
+        errors.append(_errors(parts, read, shift))
+    if any(isnan(value) for of_expert in errors for value in of_expert.values()):
         raise FitError(
             f"the error of layer `{entry.name}` is not a number: its weight or its inputs are too "
             "large",

@@ -17,7 +17,7 @@ from torch import Tensor
 from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
-from tcompress.fitting.block_fitter import BlockResult
+from tcompress.fitting.block_rewrite import BlockResult
 from tcompress.fitting.layer_fits import FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
@@ -28,12 +28,12 @@ TRIALS = "trials"  # folder, within the working folder, of conversions that are 
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
 
-_OWN = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
-"""What is never taken over from the working folder of another conversion."""
+_PRIVATE = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
+"""Files that are never taken over from the working folder of another conversion."""
 
 
 class Distance(NamedTuple):
-    """How far a model is from the dense one, on samples held out."""
+    """Distance of a model from the dense one, on samples held out."""
 
     change: float  # of the output per sample, in the unit of predicted losses
     lost: float | None = None  # agreement, as far as there is such a thing
@@ -65,23 +65,23 @@ class FitWorkplace(Workplace):
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
-        found: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
+        tensors: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
         try:
             with safe_open(self._path_of(name), "pt") as file:
                 errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
                 for key in file.keys():  # noqa: SIM118 - not a mapping
                     kind, _, rest = key.partition("/")
-                    found[kind][rest] = file.get_tensor(key)
+                    tensors[kind][rest] = file.get_tensor(key)
         except DAMAGED:
             return None  # not there, or cut off by a kill: fitted again
-        layers = {name: FittedLayer({}, own) for name, own in errors.items()}
-        for key, tensor in found["layer"].items():
+        layers = {name: FittedLayer({}, relative) for name, relative in errors.items()}
+        for key, tensor in tensors["layer"].items():
             layer, _, leaf = key.partition("/")
             layers[layer].tensors[leaf] = tensor
-        return BlockResult(name, layers, found["bias"], found["attention"])
+        return BlockResult(name, layers, tensors["bias"], tensors["attention"])
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
-        """Reads the errors of a finished block's layers, by weight name."""
+        """Read the errors of a finished block's layers, by weight name."""
         try:
             with safe_open(self._path_of(name), "pt") as file:
                 return dict(json.loads(file.metadata()["errors"]))
@@ -89,7 +89,7 @@ class FitWorkplace(Workplace):
             return None
 
     def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
-        """Stores what was measured of a block's layers, by name.
+        """Store what was measured of a block's layers, by name.
 
         Moments of `inputs`, or of output gradients (`curvature`); what `tokens` are worth, by
         name and batch; the order of `channels`.
@@ -99,11 +99,11 @@ class FitWorkplace(Workplace):
         save_tensors(tensors, self.folder / kind / f"{block}.safetensors")
 
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
-        """Reads them back, onto the device; none where they were not measured."""
+        """Read them back, onto the device; none where they were not measured."""
         return read_tensors(self.folder / kind / f"{block}.safetensors", self._device) or {}
 
     def copy_moments(self, folder: Path) -> None:
-        """Copies all that was measured, and nothing that was fitted."""
+        """Copy all that was measured, and nothing that was fitted."""
         for kind in KINDS:
             if (self.folder / kind).is_dir():
                 shutil.copytree(self.folder / kind, folder / kind)
@@ -117,61 +117,63 @@ class FitWorkplace(Workplace):
         save_tensors(tensors, self.folder / "factors.safetensors")
 
     def factors(self) -> dict[FactorsKey, dict[str, Tensor]] | None:
-        """Reads what layers share, if an interrupted run had fitted it."""
+        """Read what layers share, if an interrupted run had fitted it."""
         tensors = read_tensors(self.folder / "factors.safetensors", CPU)
         if tensors is None:
             return None
-        found: dict[FactorsKey, dict[str, Tensor]] = {}
+        factors: dict[FactorsKey, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             owner, group, name = key.split("/")
-            found.setdefault((owner, group), {})[name] = tensor
-        return found
+            factors.setdefault((owner, group), {})[name] = tensor
+        return factors
 
     def scratch(self) -> Path:
-        """Gives an empty folder for what is needed for a while."""
+        """Make an empty folder for what is needed for a while."""
         folder = self.folder / "scratch"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         return folder
 
     def keep_answers(self, answers: Mapping[str, Plan]) -> None:
-        """Stores plans with final sizes by name: all that are to be tried, or the one taken."""
+        """Store plans with final sizes by name: all that are to be tried, or the one taken."""
         write_text(self.folder / "answers.json", _ANSWERS.dump_json(dict(answers)).decode())
 
     def answers(self) -> dict[str, Plan] | None:
-        """Reads them, as an interrupted run had made them; none if what led to them is gone."""
+        """Read them, as an interrupted run had made them; none if what led to them is gone."""
         moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        whole = all(read_tensors(path, CPU) is not None for path in moments)
-        return read_record(self.folder / "answers.json", _ANSWERS.validate_json) if whole else None
+        readable = all(read_tensors(path, CPU) is not None for path in moments)
+        return (
+            read_record(self.folder / "answers.json", _ANSWERS.validate_json) if readable else None
+        )
 
     def keep_depth(self, depth: DepthPlan) -> None:
         write_text(self.folder / "depth.json", depth.model_dump_json())
         self.note("depth")
 
     def depth(self) -> DepthPlan | None:
-        """Reads which blocks stay, as an interrupted run had chosen them."""
+        """Read which blocks stay, as an interrupted run had chosen them."""
         return read_record(self.folder / "depth.json", DepthPlan.model_validate_json)
 
     def keep_distance(self, distance: Distance) -> None:
-        """Stores how far a trial is from the dense model."""
+        """Store how far a trial is from the dense model."""
         write_text(self.folder / "change", json.dumps(distance))
 
     def distance(self) -> Distance | None:
-        """Reads it back, if the trial was finished."""
+        """Read it back, if the trial was finished."""
         return read_record(self.folder / "change", lambda text: Distance(*json.loads(text)))
 
     def trial(self, name: str) -> FitWorkplace:
-        """Opens the folder of another conversion that is tried out."""
+        """Open the folder of another conversion that is tried out."""
         return FitWorkplace(self.folder / TRIALS / name, "", self._device)
 
     def adopt(self, name: str) -> None:
-        """Takes over what a trial has measured and fitted; the choice must be on disk by then."""
+        """Adopt what a trial has measured and fitted; the choice must be on disk by then."""
         trials = self.folder / TRIALS
         if not trials.is_dir():
             return
         trial = partial_folder(trials / name)
         for item in trial.iterdir() if trial.is_dir() else ():
-            if item.name not in _OWN:
+            if item.name not in _PRIVATE:
                 goal = self.folder / item.name
                 if goal.exists():
                     remove(goal)
@@ -179,7 +181,7 @@ class FitWorkplace(Workplace):
         self.drop_trials()
 
     def drop_trials(self) -> None:
-        """Forgets all other conversions that were tried out."""
+        """Forget all other conversions that were tried out."""
         if (trials := self.folder / TRIALS).exists():
             remove(trials)
 

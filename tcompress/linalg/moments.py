@@ -173,6 +173,7 @@ class MomentSums:
         sizes = new, dense
         self._sums = [ProductSum.zero(sizes[i], sizes[j], device) for i, j in _PAIRS]
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
+        self._centres: list[Tensor] = []  # means of the first rows, of both streams
         self._same: ProductSum | None = None  # of rows that are part of all three
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares

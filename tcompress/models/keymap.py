@@ -68,7 +68,12 @@ class KeyMap:
         self._ties = _tied_groups(model)
         self._module_keys: dict[str, str] = {}
         self._sources: dict[str, Sources] = {}
-        self._collect(checkpoint_keys)
+        unmatched = self._collect(checkpoint_keys)
+        missing, unexpected = self._differences(unmatched)
+        self.missing = tuple(name for name in self._names if name in missing)
+        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in unexpected)
+        # Of no use, such as old buffers.
+        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in unexpected)
         self._used = [item.reverse_transform() for item in self._renamings if item.was_used()][::-1]
 
     def sources(self, param_name: str) -> Sources:
@@ -148,7 +153,8 @@ class KeyMap:
             renamed, pattern = rename_source_key(key, [], [], base, names)
         return str(renamed), pattern
 
-    def _collect(self, checkpoint_keys: Iterable[str]) -> None:
+    def _collect(self, checkpoint_keys: Iterable[str]) -> list[str]:
+        """Find the sources of all parameters; return keys that are none."""
         by_pattern = {text: item for item in self._converters for text in item.source_patterns}
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         unmatched: list[str] = []
@@ -167,17 +173,16 @@ class KeyMap:
             sources = Sources(keys, by_pattern[patterns[0]], patterns, target)
             for name in self._targets(target, sources.converter):
                 self._sources.setdefault(name, sources)
-        # The model class says which differences do not matter.
+        return unmatched
+
+    def _differences(self, unmatched: Iterable[str]) -> tuple[Collection[str], Collection[str]]:
+        """Names that are missing and unexpected, where the model class says that it matters."""
         info = SimpleNamespace(
             missing_keys={name for name in self._names if not self.has(name)},
             unexpected_keys={self._module_keys[key] for key in unmatched},
         )
         self.model._adjust_missing_and_unexpected_keys(info)
-        matters = info.unexpected_keys
-        self.missing = tuple(name for name in self._names if name in info.missing_keys)
-        self.unmatched = tuple(key for key in unmatched if self._module_keys[key] in matters)
-        # Of no use, such as old buffers.
-        self.ignored = tuple(key for key in unmatched if self._module_keys[key] not in matters)
+        return info.missing_keys, info.unexpected_keys
 
     def has(self, name: str) -> bool:
         return any(other in self._sources for other in (name, *self.tied(name)))

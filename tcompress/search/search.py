@@ -18,6 +18,7 @@ import torch
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
+from tcompress.fitting.block_rewrite import FitInputs
 from tcompress.fitting.channel_orders import read_reductions
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.models import SourceModel
@@ -42,7 +43,7 @@ from tcompress.search.substitution import (
     judged_batches,
     to_try,
 )
-from tcompress.search.width import with_losses
+from tcompress.search.width import is_unfitted, with_losses
 
 FAR = 1.5
 """Answers predicted to lose so many times as much as the best are not tried."""
@@ -119,22 +120,17 @@ class Measurements:
         self, substitutes: Sequence[Substitute], workdir: FitWorkplace
     ) -> SubstitutionWalk:
         assert self.data is not None
-        return SubstitutionWalk(
+        inputs = FitInputs(
             self.source,
-            self.plan,
-            self.data,
-            damping=self.recipe.calibration.damping,
-            curvatures=partial(workdir.moments, "curvature"),
-            tokens=partial(workdir.moments, "tokens"),
-            channels=lambda block: read_reductions(workdir.moments("channels", block)),
-            factors={},
+            self.recipe.calibration.damping,
+            workdir.moments,
+            reductions=lambda block: read_reductions(workdir.moments("channels", block)),
             dtype_of=lambda _: torch.float32,
             device=self.device,
-            whole=self.source,
-            tables={},
-            sampler=sampler_of(self.source),
-            substitutes=substitutes,
+            is_unfitted=is_unfitted,
         )
+        sampler = sampler_of(self.source)
+        return SubstitutionWalk(inputs, self.plan.attention, self.data, sampler, substitutes)
 
     def table(self, usual: float | None) -> TableSite:
         """Measure what the word embedding may become, once.

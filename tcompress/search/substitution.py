@@ -9,26 +9,26 @@ all sizes are then scaled to what was found.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 
-from tcompress.blockwise.streams import Readings, Stream, common_block
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.streams import PartialModel, Readings, Stream, common_block
 from tcompress.data.calibration import CalibrationData
-from tcompress.fitting.block_fitter import BlockFitter, BlockPair, BlockResult, Group
+from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, StreamPairs, dense_readings
 from tcompress.fitting.channel_orders import ChannelOrder
-from tcompress.fitting.layer_fits import LayerMoments
 from tcompress.planning.couplings import Coupling, couplings, whole_heads
-from tcompress.planning.entries import LayerPlan
+from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.table import Site
-from tcompress.search.width import WIDTH, forms_of, is_unfitted, kept_sizes, without_width
+from tcompress.search.width import WIDTH, forms_of, kept_sizes, without_width
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -75,89 +75,95 @@ class Substitute:
 
 
 @dataclass
-class SubstitutionWalk(BlockFitter):
-    """Runs the dense model beside passes that differ from it in one substitute each.
+class SubstitutionWalk:
+    """Passes that differ from the dense model's in one substitute each.
 
     A pass follows the dense one up to the block of its substitute, which is fitted there, and
     computes from there on.
+
+    Attributes:
+        inputs: Statistics and settings of fits.
+        attention: Plans of attentions that are replaced in the block of a substitute.
+        data: What substitutes are fitted to, and judged by.
+        sampler: Compares outputs.
+        substitutes: What is put into the dense model.
     """
 
+    inputs: FitInputs
+    attention: Sequence[AttentionPlan]
+    data: CalibrationData
+    sampler: OutputSampler
     substitutes: Sequence[Substitute] = ()
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self._blocks = {block.name: block for block in roles_of(self.source).blocks}
-        width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
-        assert self.sampler is not None
-        passes = len(self.substitutes) + 1
-        self._batches = judged_batches(self.data, self.sampler.with_variants, 4 * width * passes)
-        self.data = _to_fit(self.data)
-        self._dense = [self._model.stream(batch) for batch in self.data.batches]
-        self._new = self._dense  # up to its own block a substitute changes nothing
+        source = self.inputs.source
+        self._blocks = {block.name: block for block in roles_of(source).blocks}
+        self._model = PartialModel(source, [*self._blocks], self.inputs.device, head=True)
 
     def changes(self, advance: Callable[[str], None]) -> list[float]:
-        """Gives the change of the output per sample, for every substitute."""
-        stream, run = self._model.stream, self._model.answer_of
-        whole = [stream(batch, keep=True) for batch in self._batches]
-        apart = [[stream(batch, keep=True) for batch in self._batches] for _ in self.substitutes]
-        left: set[int] = set()  # passes that differ by now
-        found = [0.0] * len(apart)
-        with self._model.paused([*self._dense, *whole, *(own for one in apart for own in one)]):
-            while name := common_block([*self._dense, *whole]):
+        """Return the change of the output per sample, for every substitute."""
+        stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
+        width = getattr(self.inputs.source.config.get_text_config(), "hidden_size", 0) or 1
+        bytes_per_token = 4 * width * (count + 1)
+        batches = judged_batches(self.data, self.sampler.with_variants, bytes_per_token)
+        data = _to_fit(self.data)
+        fitted = [stream(batch) for batch in data.batches]
+        pairs = StreamPairs(data, fitted, fitted)  # up to its own block nothing changes
+        unchanged = [stream(batch, keep=True) for batch in batches]
+        changed = [[stream(batch, keep=True) for batch in batches] for _ in self.substitutes]
+        reached: set[int] = set()  # substitutes whose passes differ by now
+        changes = [0.0] * count
+        with self._model.paused([*fitted, *unchanged, *chain(*changed)]):
+            while name := common_block([*fitted, *unchanged]):
                 with self._model.loaded(name) as dense:
-                    readings = self._readings(name, dense)
+                    forward = self._model.forwards[name]
+                    readings = dense_readings(self._blocks.get(name), dense, forward)
                     answers = {
-                        place: self._answers(own, dense, readings, apart[place])
-                        for place, own in enumerate(self.substitutes)
-                        if own.block == name
+                        number: self._answers(item, dense, readings, pairs, changed[number])
+                        for number, item in enumerate(self.substitutes)
+                        if item.block == name
                     }
-                    for fitted in self._dense:
-                        fitted.answer(readings.answer(fitted))
-                    for index, one in enumerate(whole):
-                        same = run(one)
-                        one.answer(same)
-                        for place, passes in enumerate(apart):
-                            two = passes[index]
-                            mine = answers[place][index] if place in answers else same
-                            two.answer(run(two) if place in left else mine)
-                            if one.output is not None:
-                                assert self.sampler is not None
-                                found[place] += self.sampler.change(
-                                    one.output, two.output, one.batch
+                    for waiting in fitted:
+                        waiting.answer(readings.answer(waiting))
+                    for index, exact in enumerate(unchanged):
+                        answer = run(exact)
+                        exact.answer(answer)
+                        for number, passes in enumerate(changed):
+                            follower = passes[index]
+                            if number in reached:
+                                follower.answer(run(follower))
+                            else:
+                                ahead = answers.get(number)
+                                follower.answer(answer if ahead is None else ahead[index])
+                            if exact.output is not None:
+                                changes[number] += self.sampler.change(
+                                    exact.output, follower.output, exact.batch
                                 )
-                                two.output = None  # at once: logits are large
-                        one.output = None
-                    left |= answers.keys()
+                                follower.output = None  # at once: logits are large
+                        exact.output = None
+                    reached |= answers.keys()
                 advance(name)
-        samples = sum(len(next(iter(batch.values()))) for batch in self._batches)
-        return [change / samples for change in found]
+        samples = sum(len(next(iter(batch.values()))) for batch in batches)
+        return [change / samples for change in changes]
 
     def _answers(
-        self, own: Substitute, dense: Any, readings: Readings, passes: Sequence[Stream]
+        self,
+        substitute: Substitute,
+        dense: nn.Module,
+        readings: Readings,
+        pairs: StreamPairs,
+        passes: Sequence[Stream],
     ) -> list[Any]:
-        """Fits a substitute, and runs its block."""
-        self._entries = {(self._path(e), e.parameter): e for e in own.entries}
-        new = copy.deepcopy(dense)
-        del new.forward  # the copy runs by itself; the original pauses its stream
-        result = BlockResult(own.block, {}, {})
-        pair = BlockPair(self._blocks[own.block], dense, new, result, readings)
-        routing = self._fit(pair, lambda *_: None, fresh=True)
-        found = []
-        for index, one in enumerate(passes):
+        """Fit a substitute, and run its block."""
+        rewriter = BlockRewriter(self.inputs, pairs, substitute.entries, self.attention)
+        rewritten = rewriter.rewrite(self._blocks[substitute.block], dense, readings)
+        routing, answers = rewritten.routing, []
+        for index, waiting in enumerate(passes):
             routing.current = index
-            if routing.inside:  # experts follow the dense routing
-                self._model.answer_of(one)
-            found.append(self._model.answer_of(one, new.forward))
-        return found
-
-    def _moments(self, pair: BlockPair, group: Group, inside: str) -> dict[bool, LayerMoments]:
-        if not pair.result.layers and all(map(is_unfitted, group)):  # there is nothing to fit
-            return {entry.bias: LayerMoments() for entry in group}
-        return super()._moments(pair, group, inside)
-
-    def _path(self, entry: LayerPlan) -> str:
-        self._paths[entry.name] = self.source.keymap.runtime_name(entry.name) or ""
-        return self._paths[entry.name]
+            if routing.paths:  # experts follow the dense routing
+                self._model.answer_of(waiting)
+            answers.append(self._model.answer_of(waiting, rewritten.new.forward))
+        return answers
 
 
 def _to_fit(data: CalibrationData) -> CalibrationData:
@@ -174,13 +180,13 @@ def judged_batches(
     bytes_per_token: int,
 ) -> list[Mapping[str, Tensor]]:
     """Batches held out, cut to what is enough and to what all passes have memory for."""
-    places = [*data.holdout] or [*range(len(data.batches))]
-    batches = [data.batches[place] for place in places]
-    whole = [*map(extended, batches)]
-    samples = sum(len(next(iter(batch.values()))) for batch in whole)
-    tokens = sum(_tokens(batch) for batch in whole)
-    most = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
-    step = max(1, round(max(samples / JUDGED, tokens / most)))
+    indices = [*data.holdout] or [*range(len(data.batches))]
+    batches = [data.batches[index] for index in indices]
+    uncut = [*map(extended, batches)]
+    samples = sum(len(next(iter(batch.values()))) for batch in uncut)
+    tokens = sum(_tokens(batch) for batch in uncut)
+    limit = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
+    step = max(1, round(max(samples / JUDGED, tokens / limit)))
     cut = list[Mapping[str, Tensor]]()
     for batch in batches:
         size = len(next(iter(batch.values())))
@@ -247,7 +253,7 @@ def channel_substitutes(
 def in_question(
     substitutes: Sequence[Substitute], methods: Collection[str]
 ) -> dict[int, Substitute]:
-    """Pick those by these methods, by their place."""
+    """Pick those by these methods, by number."""
     return {n: item for n, item in enumerate(substitutes) if item.method in methods}
 
 
@@ -281,8 +287,8 @@ def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, floa
     """Compare what the output changes by with what was predicted.
 
     Args:
-        substitutes: All by the methods in question, by place.
-        changes: What the output changes by with those that were tried, by place.
+        substitutes: All by the methods in question, by number.
+        changes: Changes of the output with those that were tried, by number.
     """
     order = [*dict.fromkeys(item.block for item in substitutes.values())]
     tried = to_try(substitutes)
@@ -310,9 +316,9 @@ def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, floa
 
 
 def some_of(blocks: Sequence[str]) -> list[str]:
-    """Takes as many blocks as are tried, at equal distances, the first and the last one too."""
+    """Take as many blocks as are tried, at equal distances, the first and the last one too."""
     count = min(len(blocks), BLOCKS)
-    return [blocks[round(place)] for place in np.linspace(0, len(blocks) - 1, count)]
+    return [blocks[round(index)] for index in np.linspace(0, len(blocks) - 1, count)]
 
 
 def _between(factors: Mapping[int, float], index: int) -> float:
@@ -325,14 +331,14 @@ def _between(factors: Mapping[int, float], index: int) -> float:
 def count_of(
     block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
 ) -> int:
-    """Counts the substitutes of a block, by what it is made of alone."""
+    """Count the substitutes of a block, by what it is made of alone."""
     structured = without_width(methods)
-    found = len(_halves(block)) * len(structured)
+    count = len(_halves(block)) * len(structured)
     if WIDTH in methods:
-        whole = [whole_heads(item) for item in attentions if item.block == block.name]
-        joined = [*couplings(block), *filter(None, whole)]
-        found += sum(len(kept_sizes(coupling, fraction)) for coupling in joined)
-    return found
+        heads = [whole_heads(item) for item in attentions if item.block == block.name]
+        coupled = [*couplings(block), *filter(None, heads)]
+        count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)
+    return count
 
 
 def _halves(block: Block) -> list[list[Layer]]:
@@ -341,18 +347,18 @@ def _halves(block: Block) -> list[list[Layer]]:
     Those are apart since they may lose most different amounts: of a last attention that a mean is
     taken over the values cost a hundred times what the scores do.
     """
-    joined = [{*own.layers} for own in couplings(block)]
-    known = set[Layer]().union(*joined)
-    joined += [{*group} - known for group in block.groups]
-    found: list[set[Layer]] = []
-    for half in filter(None, joined):
-        for other in [other for other in found if other & half]:
-            found.remove(other)
-            half |= other
-        found.append(half)
-    return [[layer for layer in block.layers if layer in half] for half in found]
+    linked = [{*coupling.layers} for coupling in couplings(block)]
+    coupled = set[Layer]().union(*linked)
+    linked += [{*group} - coupled for group in block.groups]
+    halves: list[set[Layer]] = []
+    for half in filter(None, linked):
+        for overlapping in [earlier for earlier in halves if earlier & half]:
+            halves.remove(overlapping)
+            half |= overlapping
+        halves.append(half)
+    return [[layer for layer in block.layers if layer in half] for half in halves]
 
 
 def _shares_factors(entry: LayerPlan) -> bool:
     layouts = (layout for part in entry.parts for layout in part.terms)
-    return any(isinstance(structure(own.structure), SharesFactors) for own in layouts)
+    return any(isinstance(structure(layout.structure), SharesFactors) for layout in layouts)

@@ -48,13 +48,13 @@ class CachedWeight:
     """
 
     def __init__(self) -> None:
-        self.drop()
-
-    def drop(self) -> None:
-        """Forgets the weight, which frees its memory."""
         self._weight: Tensor | None = None
         self._sources: list[_Source] = []
         self._transforms: list[tuple[TransformModule, int]] = []
+
+    def drop(self) -> None:
+        """Forgets the weight, which frees its memory."""
+        self._weight, self._sources, self._transforms = None, [], []
 
     def current(self) -> Tensor | None:
         """Returns the weight, unless it is out of date; runs before every small product."""

@@ -368,12 +368,11 @@ def alone(drawing: Markup) -> str:
     """Writes a drawing as a file that needs no page: its colours stand in every element."""
     root = ElementTree.fromstring(str(drawing))
     _, _, width, height = root.attrib["viewBox"].split()
-    paint = {"fill": LIGHT["paper"], "width": width, "height": height}
-    sheet = ElementTree.Element("rect", paint)
+    sheet = ElementTree.Element("rect", fill=LIGHT["paper"], width=width, height=height)
     _paint(root, LIGHT["k0"])
     root.insert(2, sheet)  # after title and description
-    size = {"width": width, "height": height, "font-family": "Helvetica, Arial, sans-serif"}
-    root.attrib |= {"xmlns": _NAMESPACE, **size}
+    face = {"xmlns": _NAMESPACE, "font-family": "Helvetica, Arial, sans-serif"}
+    root.attrib.update(face, width=width, height=height)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
 
 

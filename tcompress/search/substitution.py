@@ -22,13 +22,14 @@ from tcompress.blockwise.streams import PartialModel, Readings, Stream, common_b
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, StreamPairs, dense_readings
 from tcompress.fitting.channel_orders import ChannelOrder
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.table import Site
-from tcompress.search.width import WIDTH, forms_of, kept_sizes, without_width
+from tcompress.search.width import forms_of, is_offered, kept_sizes, without_width
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -245,9 +246,9 @@ def channel_substitutes(
             predicted = float(order.losses[size])
             if predicted > 0:
                 roles = (entry.role for entry in narrow)
-                kind = (WIDTH, *roles, "some" if size else "none")
-                channels = (order.coupling, size)
-                yield Substitute(WIDTH, kind, block.name, narrow, predicted, coupling=channels)
+                method, channels = NARROWING, (order.coupling, size)
+                kind = (method, *roles, "some" if size else "none")
+                yield Substitute(method, kind, block.name, narrow, predicted, coupling=channels)
 
 
 def in_question(
@@ -334,7 +335,7 @@ def count_of(
     """Count the substitutes of a block, by what it is made of alone."""
     structured = without_width(methods)
     count = len(_halves(block)) * len(structured)
-    if WIDTH in methods:
+    if is_offered(methods):
         heads = [whole_heads(item) for item in attentions if item.block == block.name]
         coupled = [*couplings(block), *filter(None, heads)]
         count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)

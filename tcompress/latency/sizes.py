@@ -157,16 +157,28 @@ class RandomInputs:
 
 
 def sequence_length(source: SourceModel, model: nn.Module, inputs: dict[str, Tensor]) -> int:
-    """Count the tokens that the first block of a model gets, whatever they stand for."""
-    first = model.get_submodule(find_roles(source.meta_model()).blocks[0].name)
-    lengths: list[int] = []
+    """Count the tokens that the first block of a model gets, whatever they stand for.
 
-    def look(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+    Some models call the forward of a block themselves, past all hooks, and some have channels
+    before tokens (SqueezeBERT does both).
+    """
+    block = find_roles(source.meta_model()).blocks[0]
+    first, width = model.get_submodule(block.name), block.layers[0].in_features
+    forward, lengths = first.forward, list[int]()
+
+    def heard(*positional: Any, **named: Any) -> Any:
         states = positional[0] if positional else named["hidden_states"]
-        lengths.append(prod(states.shape[1:-1]))  # windows of pictures have two axes
+        numbers = states[0].numel()
+        by_shape = prod(states.shape[1:-1])  # windows of pictures have two axes
+        lengths.append(by_shape if numbers % width else numbers // width)
+        return forward(*positional, **named)
 
-    with torch.inference_mode(), first.register_forward_pre_hook(look, with_kwargs=True):
-        model(**inputs)
+    first.forward = heard
+    try:
+        with torch.inference_mode():
+            model(**inputs)
+    finally:
+        del first.forward
     return lengths[0]
 
 

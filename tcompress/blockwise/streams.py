@@ -387,14 +387,18 @@ def handed_on(call: Call, answer: Any) -> Any:
     All else of its own answer is kept, such as position biases.
     """
     state = first_tensor(*call.args, **call.kwargs)
-    output = answer[0] if isinstance(answer, tuple | list) else answer
+    named = dict(answer) if isinstance(answer, Mapping) else {}
+    several = isinstance(answer, tuple | list)
+    output = next(iter(named.values())) if named else answer[0] if several else answer
     if state.shape != output.shape:
         raise DataError(
             f"block `{call.block}` turns {list(state.shape)} into {list(output.shape)}, so that it "
             "cannot be left out",
             "name the blocks to keep: `--keep-layers`",
         )
-    return (state, *answer[1:]) if isinstance(answer, tuple | list) else state
+    if named:
+        return named | {next(iter(named)): state}
+    return (state, *answer[1:]) if several else state
 
 
 def token_rows(

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # By option: what is in reach of the tiny encoder, and what is not.
 ROWS: dict[str, tuple[Any, Any]] = {"speedup": (1.3, 60), "latency": ("28ms", "0.001ms")}
 ROW = pytest.mark.parametrize("name", ROWS)
+FIRST = pytest.mark.often("speedup")  # of time the other way to say it is in the slow tier
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,7 @@ def test_every_option_has_a_row() -> None:
     assert set(ROWS) == set(OPTIONS)
 
 
+@FIRST
 @ROW
 def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     tiny: Any, name: str, tmp_path: Path
@@ -65,6 +67,7 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     assert ratio == pytest.approx(1)
 
 
+@FIRST
 @ROW
 def test_a_plan_takes_no_more_than_is_allowed(tiny: Any, name: str, tmp_path: Path) -> None:
     recipe = _recipe(name, ROWS[name][0])
@@ -76,6 +79,7 @@ def test_a_plan_takes_no_more_than_is_allowed(tiny: Any, name: str, tmp_path: Pa
     assert 0 < plan.kept < 1
 
 
+@FIRST
 @ROW
 def test_out_of_reach_says_how_far_it_is(tiny: Any, name: str, tmp_path: Path) -> None:
     recipe = _recipe(name, ROWS[name][1])

@@ -56,8 +56,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_contract_holds(tree: Path) -> None:
     contract = "tests/test_resource_contract.py"
-    out = in_tree(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "-k",
-                  "joules or every_option")  # fmt: skip
+    options = ("-q", "-p", "no:cacheprovider", "-m", "grid or not grid")
+    out = in_tree(tree, "-m", "pytest", *options, contract, "-k", "joules or every_option")
     assert re.search(r"\n4 passed", out), out
 
 

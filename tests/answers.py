@@ -452,7 +452,7 @@ SAMPLE: Mapping[str, Sequence[str]] = {
     ],
     "t5": ["svd tol", "plain target", "width speedup", "drop auto", "width speedup of decoding"],
     "vit": ["svd uniform", "auto params", "svd loss"],
-    "experts": ["auto target", "auto bytes", "width speedup", "svd error, none"],
+    "experts": ["auto target", "auto bytes", "svd error, none"],  # width turns on last digits
     "fused": ["width target", "plain speedup", "svd of fewer channels"],
     "tied": ["svd and a table", "svd bytes of float16", "auto speedup"],
     "convolutions": ["svd target", "auto error"],

@@ -23,10 +23,10 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.search import budgets
 from tcompress.search.budgets import BudgetProblem
+from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import Allocation
 from tcompress.search.predict import WeightFits, blocks_to_fit
 from tcompress.search.predictions import Predictions
-from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick

@@ -16,8 +16,8 @@ from tcompress.errors import PlanError
 from tcompress.models import SourceModel, WeightStore
 from tcompress.planning.planner import make_plan
 from tcompress.search import knapsack
+from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import Allocation
-from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.converted import LPROD, converted, recipe
 from tests.support.numerics import quick
 from tests.support.tiers import tiered

@@ -16,10 +16,10 @@ from tcompress.attention import (
 )
 from tcompress.attention.graph import GraphLayout
 from tcompress.attention.kronecker import KroneckerLayout
-from tcompress.attention.masks import Visible
 from tcompress.attention.module import GuardedLinear, ReplacementModule, UnusedProjection
 from tcompress.attention.replacement import register
 from tcompress.attention.tam import TamSpec, add_context, gru_tensors, read_texts
+from tcompress.attention.visibility import Visible
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, RecipeError
 from tcompress.options import Convert

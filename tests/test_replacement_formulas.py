@@ -17,10 +17,10 @@ from tcompress.attention import (
 )
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
-from tcompress.attention.masks import Visible
 from tcompress.attention.multilinear import MultilinearSpec
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.attention.tam import TamLayout, TamSpec, tam_scores
+from tcompress.attention.visibility import Visible
 from tcompress.structures import Refusal
 from tests.support.replacements import (
     CASES,

@@ -23,10 +23,10 @@ from tcompress.options.limits import Budget
 from tcompress.planning.entries import Form, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import layer_statistics
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import allocate_within
 from tcompress.search.layer_times import Time
 from tcompress.search.resources import Goal
-from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.timing_model import clocks
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.timing_model.random_weights import RandomWeights

@@ -26,8 +26,8 @@ from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.sites import roles_of
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
+from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import joint
-from tcompress.search.table import PARAMETERS, Candidate, Site
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import alike, randn
 from tests.support.tiny import build

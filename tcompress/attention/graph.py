@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
 SCRATCH_DECAY = 0.9
 """First decay of the papers."""
@@ -116,23 +116,23 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         layout: GraphLayout,
         visible: Visible,
     ) -> Tensor:
-        from tcompress.attention import masks
+        from tcompress.attention import visibility
 
-        k, v = (masks.repeat_heads(x, layout.heads) for x in (k, v))
+        k, v = (visibility.repeat_heads(x, layout.heads) for x in (k, v))
         keys, order = k.shape[-2], layout.filter_order
         rows = _rows(q.shape[-2], keys, visible, k.device)
         ones = v.new_ones(order, layout.heads)
         coefficients = tensors.get("coefficients", ones)[:, None, :, None, None]
-        of_queries = v if rows is None else masks.take_tokens(v, rows)
+        of_queries = v if rows is None else visibility.take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, visible, rows)
             return horner(psi, v, coefficients, of_queries)
         # Powers of the graph need the edges of tokens that were there before.
         tokens = visible.tokens
-        pairs = masks.past(keys, keys, k.device)[None, None]
-        all_edges = masks.Visible(pairs if tokens is None else pairs & tokens[:, None, None])
+        pairs = visibility.past(keys, keys, k.device)[None, None]
+        all_edges = visibility.Visible(pairs if tokens is None else pairs & tokens[:, None, None])
         psi = edges(k, tensors["decay"], layout, all_edges, None)
-        return masks.take_tokens(horner(psi, v, coefficients, v), rows)
+        return visibility.take_tokens(horner(psi, v, coefficients, v), rows)
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, of_queries: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def edges(
     import torch
     from torch.nn.functional import logsigmoid
 
-    from tcompress.attention.masks import take_tokens
+    from tcompress.attention.visibility import take_tokens
 
     of_queries = k if rows is None else take_tokens(k, rows)
     scaled = of_queries * layout.head_dim**-0.5  # large keys may leave half precision

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
 Kernel = Literal["softmax", "favor", "smreg"]
 Pool = Literal["mean", "sum"]
@@ -152,7 +152,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
-        from tcompress.attention.masks import as_they_are, repeat_heads
+        from tcompress.attention.visibility import as_they_are, repeat_heads
 
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.attention.masks import Visible, check_alike, take_tokens
 from tcompress.attention.replacement import (
     QueryKeyMoments,
     ReplacementLayout,
     replacement_named,
 )
+from tcompress.attention.visibility import Visible, check_alike, take_tokens
 from tcompress.errors import DataError, refuse_replica
 from tcompress.structures.modules.linear import empty_guard
 

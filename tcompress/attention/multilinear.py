@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
 
 class MultilinearSpec(ReplacementSpec):
@@ -101,7 +101,7 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
     ) -> Tensor:
         from torch.nn.functional import pad
 
-        from tcompress.attention.masks import repeat_heads
+        from tcompress.attention.visibility import repeat_heads
 
         tokens, length = q.shape[2], layout.length
         if tokens > length or k.shape[2] != tokens:

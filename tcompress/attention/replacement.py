@@ -27,7 +27,7 @@ from tcompress.structures.base import Frozen, Refusal, Registry, Shapes, Tensors
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
 
 class ReplacementSpec(Options):
@@ -157,7 +157,7 @@ def _counted(layout: ReplacementLayout, tokens: int) -> int:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
     kind, meta = replacement_named(layout.mechanism), torch.device("meta")
     shapes = kind.tensors(layout).items()

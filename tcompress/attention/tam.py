@@ -27,7 +27,7 @@ from tcompress.structures.base import Shapes, Tensors
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from tcompress.attention.masks import Visible
+    from tcompress.attention.visibility import Visible
 
 Core = Literal["aligned", "cp", "tucker"]
 Normalize = Literal["softmax", "none"]
@@ -197,7 +197,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
 
     def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
         """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
-        from tcompress.attention.masks import repeat_heads
+        from tcompress.attention.visibility import repeat_heads
 
         queries = linalg.damped_curvature(moments.queries, RIDGE)
         keys = repeat_heads(linalg.damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
@@ -209,7 +209,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
     ) -> Tensor:
         import torch
 
-        from tcompress.attention.masks import repeat_heads
+        from tcompress.attention.visibility import repeat_heads
 
         if layout.memory == "gru":
             k, v = add_context(k, v, tensors, visible.first)

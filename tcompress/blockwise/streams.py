@@ -15,7 +15,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from tcompress.attention.masks import Visible
+from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
 from tcompress.models import SourceModel, read_finite
 from tcompress.roles import Block

@@ -39,7 +39,7 @@ from tcompress.exports.onnx_quantize import Graph, quantize_int4, quantize_int8
 from tcompress.exports.onnx_smooth import activations_of, smooth
 from tcompress.exports.openvino import PREFIX, write_openvino
 from tcompress.fields import ExportFormat
-from tcompress.files import write_text
+from tcompress.files import second_name, write_text
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.models.names import (
@@ -153,7 +153,7 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
             whole,
             folder,
             ignore=lambda inside, _: {to, _CONFIG} if os.fspath(inside) == top else set(),
-            copy_function=_linked,
+            copy_function=second_name,
             symlinks=True,
         )
         return
@@ -167,15 +167,6 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
             shutil.copyfile(source.folder / name, folder / name)
     if not source.trust_remote_code:
         forget_code(folder)
-
-
-def _linked(path: Any, target: Any) -> Any:
-    """Give a file a second name, which will be the only one, or copy it where disks have none."""
-    try:
-        os.link(path, target)
-    except OSError:
-        shutil.copyfile(path, target)
-    return target
 
 
 def _write_files(

@@ -28,8 +28,8 @@ from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
 from tcompress.planning.storage import TABLE_RANKS
+from tcompress.search.candidates import BYTES, Candidate, Site
 from tcompress.search.resources import RESOURCES
-from tcompress.search.table import BYTES, Candidate, Site
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 

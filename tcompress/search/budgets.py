@@ -15,6 +15,7 @@ from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import Form, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import (
     Allocation,
     allocate,
@@ -23,7 +24,6 @@ from tcompress.search.knapsack import (
     uniform,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.width import joined, offered
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method

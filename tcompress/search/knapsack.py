@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 
 from tcompress.errors import PlanError
-from tcompress.search.table import Candidate, Costs, Site
+from tcompress.search.candidates import Candidate, Costs, Site
 
 ROUNDING = 1e-12  # sums of losses are compared up to this, relative to the largest loss
 

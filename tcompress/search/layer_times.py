@@ -16,9 +16,9 @@ from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
 from tcompress.search.predictions import Predictions
 from tcompress.search.resources import Resource
-from tcompress.search.table import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
 from tcompress.search.width import forms_of
 from tcompress.timing_model.clocks import (
     USUAL_PASS,

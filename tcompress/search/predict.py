@@ -22,7 +22,7 @@ from tcompress.linalg.moments import Moments
 from tcompress.planning.costs import Choice, plan_terms, term_cost
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block
-from tcompress.search.table import PARAMETERS, Candidate, Site
+from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.structures import Layout, Refusal, Spec, Target, structure
 from tcompress.structures import Site as StructureSite
 from tcompress.structures.base import predicted_loss

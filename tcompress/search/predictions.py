@@ -26,6 +26,7 @@ from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_o
 from tcompress.progress import Progress
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
+from tcompress.search.candidates import BYTES, PARAMETERS, Candidate, Costs, Site, WidthSite
 from tcompress.search.layer_statistics import Measuring
 from tcompress.search.predict import (
     FRACTIONS,
@@ -36,7 +37,6 @@ from tcompress.search.predict import (
     options_of,
 )
 from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
-from tcompress.search.table import BYTES, PARAMETERS, Candidate, Costs, Site, WidthSite
 from tcompress.search.width import is_offered, width_site, without_width
 from tcompress.structures import Refusal, Spec
 

@@ -19,8 +19,8 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
+from tcompress.search.candidates import Site
 from tcompress.search.predictions import Predictions
-from tcompress.search.table import Site
 
 TRIES = 3  # plans of one answer, each with what the last one missed made up for
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for

@@ -28,7 +28,7 @@ from tcompress.planning.entries import AttentionPlan, LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.table import Site
+from tcompress.search.candidates import Site
 from tcompress.search.width import forms_of, is_offered, kept_sizes, without_width
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors

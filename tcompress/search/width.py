@@ -14,8 +14,8 @@ import torch
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.planning.couplings import Coupling
 from tcompress.planning.entries import Form, LayerPlan
+from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
-from tcompress.search.table import Candidate, Costs, Site, WidthSite
 from tcompress.structures.modules.linear import Channels, PartLayout
 from tcompress.structures.width import WidthLayout, WidthSpec
 
@@ -45,9 +45,7 @@ def width_site(
         forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
         counted = [(_parameters(form), sites[key]) for key, form in forms]
         costs = {
-            name: round(
-                sum(count * (site.unit if name == "bytes" else 1) for count, site in counted)
-            )
+            name: round(sum(count * (site.unit if name == BYTES else 1) for count, site in counted))
             for name in counted[0][1].dense
         }
         candidates.append(Candidate(WIDTH, forms, _loss(orders, chosen), costs))

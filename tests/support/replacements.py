@@ -13,10 +13,10 @@ from tcompress.attention import (
 )
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerSpec
-from tcompress.attention.masks import Visible
 from tcompress.attention.multilinear import MultilinearSpec
 from tcompress.attention.replacement import ReplacementLayout
 from tcompress.attention.tam import TamSpec
+from tcompress.attention.visibility import Visible
 from tests.support.numerics import randn
 
 HEADS, WIDTH = 2, 4

@@ -17,6 +17,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
 from tcompress.search.resources import RESOURCES
+from tcompress.search.search import Measurements
 from tests.support.conversions import calibration
 from tests.support.counted_clock import counted_clock
 
@@ -53,7 +54,7 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     with FitWorkplace(tmp_path / "out", "", torch.device("cpu")).working() as workdir:
         budget = recipe.resource_budget
         assert budget is not None
-        priced = conversion.measurements(workdir, several=False).priced(budget.unit)
+        priced = Measurements(conversion.inputs(workdir)).priced(budget.unit)
         workdir.discard()
     resource, predictions = priced.resource, priced.predictions
     assert RESOURCES[budget.unit] is type(resource)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import CalibrationData, samples_in
 from tcompress.errors import FitError
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
@@ -20,6 +20,7 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
 from tcompress.roles import Roles
+from tcompress.search.substitution import tokens_of
 
 # A block is left out by handing its input on. The change that this makes to what the model puts out
 # is measured on calibration data without labels, in the unit of the losses that a budget predicts
@@ -122,7 +123,7 @@ class DepthWalk:
     def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
         """Measures the loss of each of these blocks together with those that are gone."""
         width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
-        tokens = sum(max(map(_tokens, batch.values())) for batch in self._batches)
+        tokens = sum(max(map(tokens_of, batch.values())) for batch in self._batches)
         count = max(1, MOST_BYTES // max(1, 4 * width * tokens))
         ways = [gone | {name} for name in blocks]
         parts = (ways[start : start + count] for start in range(0, len(ways), count))
@@ -175,15 +176,10 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
 
     Batches are sorted by length, so they are taken at equal distances.
     """
-    holdout = frozenset(data.holdout)
-    fitted = [batch for index, batch in enumerate(data.batches) if index not in holdout]
-    sizes = [len(next(iter(batch.values()))) for batch in fitted]
+    fitted = data.fitted_batches
+    sizes = [*map(samples_in, fitted)]
     count = min(len(fitted), -(-SAMPLES // max(sizes)))
     chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
     scale = sum(sizes) / sum(sizes[index] for index in chosen)
     return [fitted[index] for index in chosen], scale
 
-
-def _tokens(value: Tensor) -> int:
-    """Tokens of an input; of a picture or a sound a guess."""
-    return value.numel() if value.dim() == 2 else 256 * len(value)

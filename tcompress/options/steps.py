@@ -15,7 +15,7 @@ _COLUMNS = (
     "not given"
 )
 
-TrainingTask = Literal[
+TrainingTaskName = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
     "volume-classification", "forecasting", "response-selection",
 ]  # fmt: skip
@@ -74,7 +74,7 @@ class Finetune(Section):
 
     panel = RUNNING
 
-    task: TrainingTask | None = option(
+    task: TrainingTaskName | None = option(
         None, "task to learn; without one the model is healed", panel=LEARNING, metavar="NAME"
     )
     data: TrainingData = Field(TrainingData(), description="training data")
@@ -212,7 +212,7 @@ FEW = 30
 
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
-EvaluationTask = Literal[
+EvaluationTaskName = Literal[
     "classification", "sts", "perplexity", "masked-lm", "image-classification",
     "volume-classification", "forecasting", "retrieval", "response-selection",
 ]  # fmt: skip
@@ -230,7 +230,7 @@ class Evaluate(Section):
 
     panel = MEASUREMENT
 
-    task: EvaluationTask = option(..., "what is measured", panel=DATA, metavar="NAME")
+    task: EvaluationTaskName = option(..., "what is measured", panel=DATA, metavar="NAME")
     data: Sources = option(
         ...,
         "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "

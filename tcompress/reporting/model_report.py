@@ -35,7 +35,7 @@ from tcompress.reporting.tree import (
 )
 from tcompress.roles import Block, Roles
 from tcompress.roles.find import attentions_of, find_roles
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 
 LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen
 

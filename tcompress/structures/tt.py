@@ -26,7 +26,7 @@ from tcompress.structures.base import (
     predicted_loss,
     register,
 )
-from tcompress.structures.costs import CostsOther, FitCost, svd_flops
+from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

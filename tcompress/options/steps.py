@@ -23,7 +23,7 @@ ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities",
 
 
 class TrainingData(Section):
-    """What a model is trained on. Without a task labels are never read."""
+    """Data to train on. Without a task labels are never read."""
 
     panel = DATA
 
@@ -70,7 +70,7 @@ class TrainingData(Section):
 
 
 class Finetune(Section):
-    """How a model is trained: healed against its teacher, or taught a task."""
+    """Training of a model: healed against its teacher, or taught a task."""
 
     panel = RUNNING
 
@@ -403,7 +403,7 @@ class Architecture(BaseModel):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What is said of the configuration."""
+        """Keys of the configuration."""
         return dict(self.model_extra or {})
 
 

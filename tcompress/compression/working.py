@@ -69,7 +69,7 @@ class Work:
 
     @property
     def goal(self) -> Goal:
-        """What is asked of the file."""
+        """Goal for the file."""
         return Goal(self.settings.speedup, self.settings.most_bytes)
 
     @property

@@ -16,7 +16,7 @@ from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.limits import Budget
 from tcompress.roles import Layer
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
-from tcompress.structures.costs import lookup_macs, macs_of
+from tcompress.structures.flops import lookup_macs, macs_of
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import (
     Channels,

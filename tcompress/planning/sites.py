@@ -37,30 +37,19 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 
 def offered_by(
-    spec: AutoSpec, target: float, *, timed: bool = False
+    spec: AutoSpec, target: float, *, timed: bool = False, alone: bool = False
 ) -> dict[str, tuple[Spec, ...]]:
     """List what `auto` chooses among near a kept fraction: options by name, preferred first.
 
-    Where time counts, structures that no pass is faster with are not on offer by themselves.
+    Where time counts, structures that no pass is faster with are not on offer by themselves. Where
+    methods are to be tried `alone`, beside `auto`, options are those that each then has.
     """
-    return {name: options.offered(target) for name, options in _specs(_offer(spec, timed)).items()}
-
-
-def alone_of(spec: AutoSpec, target: float, *, timed: bool = False) -> dict[str, tuple[Spec, ...]]:
-    """List methods to try alone beside `auto`: those on offer."""
-    return {name: options.alone(target) for name, options in _specs(_offer(spec, timed)).items()}
-
-
-def _offer(spec: AutoSpec, timed: bool) -> tuple[str, ...]:
     usual = (item for item in structures() if item.in_auto and (item.saves_time or not timed))
-    return spec.offer or tuple(item.spec.names()[0] for item in usual)
-
-
-def _specs(names: Sequence[str]) -> dict[str, Spec]:
-    return {
-        name: next(item.spec(name=name) for item in structures() if name in item.spec.names())
-        for name in names
-    }
+    offered: dict[str, tuple[Spec, ...]] = {}
+    for name in spec.offer or [item.spec.names()[0] for item in usual]:
+        options = next(i.spec(name=name) for i in structures() if name in i.spec.names())
+        offered[name] = options.alone(target) if alone else options.offered(target)
+    return offered
 
 
 _ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()

@@ -8,6 +8,7 @@ the layers' losses.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,6 @@ from tcompress.planning.sites import (
     untied_tables,
 )
 from tcompress.search.candidates import BYTES, Candidate, SearchInputs, Site
-from tcompress.search.resources import RESOURCES
 from tcompress.search.substitution import judged_batches
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
@@ -114,7 +114,7 @@ def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     for form, size in zip(forms, sizes, strict=True):
         plain = form == TableForm()
         loss = 0.0 if plain else max(0.0, change(dict(_tables(inputs, form)))) / unit
-        costs = {**dict.fromkeys(RESOURCES, 0), BYTES: size - min(sizes)}
+        costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
         candidates.append(TableCandidate("", (), loss, costs, form))
         inputs.progress.advance(1, "as it is" if plain else f"{form.rounding}")
     return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
@@ -174,12 +174,13 @@ def _change_with(inputs: SearchInputs) -> Callable[[Mapping[str, Tensor]], float
         with partial.paused([*dense, *changed]):
             while name := common_block([*dense, *changed]):
                 with partial.loaded(name):
-                    for one, two in zip(dense, changed, strict=True):
-                        one.answer(partial.answer_of(one))
-                        two.answer(partial.answer_of(two))
-                        if one.output is not None:
-                            total += sampler.change(one.output, two.output, one.batch)
-                            one.output = two.output = None  # at once: logits are large
+                    for reference, changing in zip(dense, changed, strict=True):
+                        reference.answer(partial.answer_of(reference))
+                        changing.answer(partial.answer_of(changing))
+                        if reference.output is not None:
+                            outputs = (reference.output, changing.output)
+                            total += sampler.change(*outputs, reference.batch)
+                            reference.output = changing.output = None  # at once: logits are large
         return total / sum(map(samples_in, batches))
 
     return change

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import fsum, inf
@@ -25,11 +25,65 @@ from tcompress.search.knapsack import (
     uniform,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.search.trials import approach
 from tcompress.search.joint_width import is_offered, joined
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 UNSPENT = 0.001  # of a budget, not worth another try
+
+TRIES = 6
+"""Numbers that are tried, at most: each takes a plan, a measurement or a fit."""
+
+_SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
+_SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
+
+
+def approach(
+    measure: Callable[[float], float | None],
+    start: float,
+    aim: float,
+    enough: Callable[[], bool],
+    placed: Callable[[float], float],
+    *,
+    taken: Mapping[float, float] | None = None,
+    step: float = inf,
+) -> None:
+    """Try numbers until what they take is as close to an aim as is of use.
+
+    The next one lies between the closest on both sides of the aim, as a straight line tells. Where
+    all are on one side, one more is taken to take one more, or what the last two tell.
+
+    Args:
+        measure: What a number takes, which grows with it; None ends the search.
+        start: The first number.
+        aim: What the number looked for takes.
+        enough: Whether no other try is of use.
+        placed: Makes a number one that can be tried; the search ends where it was tried.
+        taken: What numbers take, where that is known before.
+        step: Furthest that a try is from the last one, where all are on one side.
+    """
+    numbers = dict(taken or {})
+    number = placed(start)
+    for _ in range(TRIES):
+        if number in numbers or (value := measure(number)) is None:
+            return
+        numbers[number] = value
+        if enough():
+            return
+        low = max((number for number, value in numbers.items() if value <= aim), default=inf)
+        high = min((number for number, value in numbers.items() if value > aim), default=-inf)
+        if low < high:
+            share = (aim - numbers[low]) / (numbers[high] - numbers[low])
+            number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
+        else:
+            number = placed(number + min(step, max(-step, (aim - value) / _slope(numbers))))
+
+
+def _slope(taken: Mapping[float, float]) -> float:
+    (last, value), *before = reversed(taken.items())
+    if not before or before[0][0] == last or before[0][1] == value:
+        return 1.0
+    slope = (value - before[0][1]) / (last - before[0][0])
+    return min(_SLOPES[1], max(_SLOPES[0], slope))
 
 
 @dataclass(frozen=True)
@@ -91,10 +145,10 @@ class BudgetProblem:
         ):
             return _with_facts(self, mixed, singles, answers)
         answer = answers[name]
-        quick = self.predictions.quick
-        if len(methods) > 1 and quick and all(site.candidates for site in quick):
+        uncorrected = self.predictions.uncorrected
+        if len(methods) > 1 and uncorrected and all(site.candidates for site in uncorrected):
             with suppress(PlanError):  # sized as it would be without others on offer
-                answer = replace(answer, plan=self._of(quick).solve([name]).plan)
+                answer = replace(answer, plan=self._of(uncorrected).solve([name]).plan)
         return _with_facts(self, answer, singles, answers if len(methods) > 1 else {})
 
     def limited(self, unit: str, room: float) -> BudgetProblem:
@@ -103,7 +157,7 @@ class BudgetProblem:
 
     def of_alone(self) -> BudgetProblem:
         """Return the same for one method in all layers, with nothing else on offer."""
-        return self._of(self.predictions.alone)
+        return self._of(self.predictions.singly)
 
     def _of(self, layers: tuple[Site, ...]) -> BudgetProblem:
         return replace(self, predictions=replace(self.predictions, layers=layers))

@@ -61,16 +61,16 @@ def choose_blocks(
 
 
 def dropping(
-    source: SourceModel, asked: Mapping[str, int], data: CalibrationData, device: torch.device
+    source: SourceModel, drops: Mapping[str, int], data: CalibrationData, device: torch.device
 ) -> Iterator[BlockLoss]:
     """Chooses blocks to drop, one after another, each only when it is asked for.
 
-    Each is the one whose loss, together with those before, changes the output least. How many are
-    `asked` for is given by the path of their stack.
+    Each is the one whose loss, together with those before, changes the output least. `drops` says how
+    many, by the path of their stack.
     """
     roles = roles_of(source)
     walk = DepthWalk(source, roles, data, device)
-    counts = dict(asked)
+    counts = dict(drops)
     fixed = {f"{path}.{i}" for path, n in counts.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
     while any(counts.values()):
@@ -149,12 +149,12 @@ class DepthWalk:
                 passed |= {name}
         return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
 
-    def _answer(self, group: Sequence[_Pass], name: str, seen: Gone) -> None:
+    def _answer(self, group: Sequence[_Pass], name: str, passed: Gone) -> None:
         """Runs a block once for all passes that read the same: they lack the same blocks so far."""
         answers: dict[Gone, Any] = {}
         dense = group[0].stream
         for item in group:
-            stream, before = item.stream, item.gone & seen
+            stream, before = item.stream, item.gone & passed
             if before not in answers:
                 answers[before] = self._model.answer_of(stream)
             answer = answers[before]

@@ -34,7 +34,7 @@ from tcompress.search.candidates import (
 )
 from tcompress.search.predictions import Predictions
 from tcompress.search.resources import CLOSE, Resource
-from tcompress.search.trials import approach
+from tcompress.search.budgets import approach
 from tcompress.search.joint_width import forms_of
 from tcompress.timing_model.clocks import (
     USUAL_PASS,
@@ -82,7 +82,7 @@ class Time(Resource):
             return cls(clock, clock.layer_times(width), entries, recipe.threads)
 
     @property
-    def whole(self) -> float:
+    def dense(self) -> float:
         """Nanoseconds of the dense model."""
         return _NANO * self.clock.seconds
 
@@ -96,7 +96,7 @@ class Time(Resource):
         with threads(self.threads):
             return self.clock.speedups(*plans)
 
-    def asked(self, budget: Budget) -> float:
+    def reduction(self, budget: Budget) -> float:
         """Return how many times as fast a pass is to be."""
         return speedup_asked(budget, self.clock)
 
@@ -148,7 +148,7 @@ class Time(Resource):
         def of_layer(site: Site) -> Site:
             entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
             methods = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
-            dense = {**site.dense, NANOSECONDS: round(_NANO * self._dense(entry)) + nanos}
+            dense = {**site.dense, NANOSECONDS: round(_NANO * self._unchanged(entry)) + nanos}
             return replace(site, candidates=tuple(chain.from_iterable(methods)), dense=dense)
 
         sized = tuple(timed[index] for index in range(len(widths)))
@@ -198,7 +198,7 @@ class Time(Resource):
 
     def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
         pairs = self._narrow(chosen)
-        return sum(self._dense(entry) - self._matrix(entry, form) for entry, form in pairs)
+        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in pairs)
 
     def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, LayerForm]]:
         entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
@@ -224,7 +224,7 @@ class Time(Resource):
     def _products(self, forms: Forms) -> float:
         return _NANO * sum(self._matrix(self.entries[key], form) for key, form in forms if form)
 
-    def _dense(self, entry: LayerPlan) -> float:
+    def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
 
     def _matrix(self, entry: LayerPlan, form: LayerForm) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
@@ -29,7 +28,7 @@ from tcompress.planning.couplings import couplings, whole_heads
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
 from tcompress.planning.planner import follows_rules, regrouped, site_of
-from tcompress.planning.sites import alone_of, module_path, offered_by, roles_of, structure_of
+from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
@@ -42,7 +41,7 @@ from tcompress.search.candidates import (
     WidthSite,
 )
 from tcompress.search.joint_width import is_offered, width_site, without_width
-from tcompress.search.predict import (
+from tcompress.search.layer_losses import (
     FRACTIONS,
     WeightFits,
     blocks_to_fit,
@@ -59,7 +58,7 @@ USUAL = 0.25
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""
 
-Statistics = Mapping[str, LayerStatistics]
+BlockStatistics = Mapping[str, LayerStatistics]
 """What is measured of the layers of a block, by their name in the checkpoint."""
 
 
@@ -72,23 +71,23 @@ class Predictions:
 
     Attributes:
         layers: Layers, each by itself.
-        alone: The same with what a method offers where all layers take it.
-        quick: The same before fits of some layers corrected the losses; empty where none did.
+        singly: The same with what a method offers where all layers take it.
+        uncorrected: The same before fits of some layers corrected the losses; empty where none did.
         widths: Layers that have channels in common.
         offers: Methods of `layers`, in the order of preference.
-        single: Methods that are answers by themselves, as far as they are tried.
-        whole: Methods that all layers may take.
+        singles: Methods that are answers by themselves, as far as they are tried.
+        complete: Methods that all layers may take.
         fixed: Weights of layers that have a size of their own.
         substitutes: Candidates that may be put alone into the dense model.
     """
 
     layers: tuple[Site, ...] = ()
-    alone: tuple[Site, ...] = ()
-    quick: tuple[Site, ...] = ()
+    singly: tuple[Site, ...] = ()
+    uncorrected: tuple[Site, ...] = ()
     widths: tuple[WidthSite, ...] = ()
     offers: Offers = field(default_factory=dict)
-    single: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    singles: tuple[str, ...] = ()
+    complete: tuple[str, ...] = ()
     fixed: frozenset[str] = frozenset()
     substitutes: tuple[Substitute, ...] = ()
 
@@ -103,10 +102,10 @@ class Predictions:
         width: Callable[[WidthSite], WidthSite] = lambda site: site,
     ) -> Predictions:
         """Return the same with other sites: of layers by themselves, and of those together."""
-        tables = (self.layers, self.alone, self.quick)
-        layers, alone, quick = (tuple(map(layer, sites)) for sites in tables)
+        tables = (self.layers, self.singly, self.uncorrected)
+        layers, singly, uncorrected = (tuple(map(layer, sites)) for sites in tables)
         widths = tuple(map(width, self.widths))
-        return replace(self, layers=layers, alone=alone, quick=quick, widths=widths)
+        return replace(self, layers=layers, singly=singly, uncorrected=uncorrected, widths=widths)
 
     def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
         """Add what everything takes of a resource, by its other costs."""
@@ -127,11 +126,11 @@ class _Measuring:
     entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
     narrows: bool  # whether channels are put in order
 
-    def blocks(self) -> Iterator[tuple[Block, Statistics]]:
+    def blocks(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure all blocks, the last one first."""
         return self._weights() if self.inputs.data is None else self._walk()
 
-    def _walk(self) -> Iterator[tuple[Block, Statistics]]:
+    def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure moments of all layers by a backward pass, the last block first."""
         source, recipe, progress = self.inputs.source, self.inputs.recipe, self.inputs.progress
         assert self.inputs.data is not None
@@ -151,7 +150,7 @@ class _Measuring:
                 statistics[entry.name] = LayerStatistics.of(weight, sensitivity, centred=entry.bias)
             yield by_name[name], statistics
 
-    def _weights(self) -> Iterator[tuple[Block, Statistics]]:
+    def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Look at all layers in the norm of their weights."""
         blocks = roles_of(self.inputs.source).blocks
         self.inputs.progress.stage("looking at weights", len(blocks), "blocks")
@@ -192,7 +191,7 @@ class _Measuring:
         if shared:
             workdir.keep_moments("inputs", block, shared)
 
-    def order_channels(self, block: Block, statistics: Statistics) -> list[list[ChannelOrder]]:
+    def order_channels(self, block: Block, statistics: BlockStatistics) -> list[list[ChannelOrder]]:
         """Order channels that layers of a block have in common; those of one layer together."""
         if not self.narrows:
             return []
@@ -216,8 +215,8 @@ class _Measuring:
             order = channel_order(coupling, facts, damping)
             groups.append([*chain.from_iterable(shared), order])
         attentions = () if recipe.attention else attentions_of(source.keymap.model, roles_of(source))
-        whole = [whole_heads(item) for item in attentions if item.block == block.name]
-        for heads in filter(None, whole):  # after what they are made of
+        heads_of = [whole_heads(item) for item in attentions if item.block == block.name]
+        for heads in filter(None, heads_of):  # after what they are made of
             if all(layer.weight_name in facts for layer in heads.layers):
                 groups.append([channel_order(heads, facts, damping)])
         reductions = {k: r for group in groups for o in group for k, r in o.reductions.items()}
@@ -227,7 +226,19 @@ class _Measuring:
 
 def predicted(inputs: SearchInputs) -> Predictions:
     """Predict all losses; the model runs once over the calibration data, if there is any."""
-    return _Predictor(inputs).run()
+    recipe, plan, source = inputs.recipe, inputs.plan, inputs.source
+    by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
+    fraction = plan.budget.fraction if by_size and plan.budget else USUAL
+    method = recipe.with_target(None).method  # a tolerance is no option of any layer
+    offers: Offers = {}
+    if isinstance(method, AutoSpec):
+        offers = offered_by(method, fraction, timed=recipe.counts_time)
+    elif method is not None:
+        offers = {structure_of(method).name: (method,)}
+    sized = (entry for entry in plan.layers if entry.kind != "experts")
+    entries = {module_path(source, entry.name): entry for entry in sized}
+    singles = alone_on(recipe, plan, source) if inputs.several else {}
+    return _Predictor(inputs, entries, fraction, offers, singles, WeightFits(fraction)).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,38 +246,11 @@ class _Predictor:
     """Predicts what candidates lose."""
 
     inputs: SearchInputs
-
-    @cached_property
-    def entries(self) -> Mapping[str, LayerPlan]:
-        """Layers that are sized, by their name in the model; experts have no moments."""
-        entries = (entry for entry in self.inputs.plan.layers if entry.kind != "experts")
-        return {module_path(self.inputs.source, entry.name): entry for entry in entries}
-
-    @cached_property
-    def fraction(self) -> float:
-        """Kept fraction that the budget comes to."""
-        budget, planned = self.inputs.recipe.budget, self.inputs.plan.budget
-        return planned.fraction if planned and budget and budget.is_size else USUAL
-
-    @cached_property
-    def offers(self) -> Offers:
-        """What layers are offered."""
-        recipe = self.inputs.recipe
-        method = recipe.with_target(None).method  # a tolerance is no option of any layer
-        if isinstance(method, AutoSpec):
-            return offered_by(method, self.fraction, timed=recipe.counts_time)
-        return {} if method is None else {structure_of(method).name: (method,)}
-
-    @cached_property
-    def single(self) -> Mapping[str, Spec]:
-        """Methods that all layers may take, as far as each may be an answer by itself."""
-        inputs = self.inputs
-        return alone_on(inputs.recipe, inputs.plan, inputs.source) if inputs.several else {}
-
-    @cached_property
-    def fits(self) -> WeightFits:
-        """Fits of some layers, where there is no data."""
-        return WeightFits(self.fraction)
+    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
+    fraction: float  # kept fraction that the budget comes to
+    offers: Offers
+    singles: Mapping[str, Spec]
+    fits: WeightFits
 
     @property
     def _calibrated(self) -> bool:
@@ -276,11 +260,13 @@ class _Predictor:
         """Predict all losses, block by block."""
         recipe, source = self.inputs.recipe, self.inputs.source
         layers: dict[str, Site] = {}
-        alone: dict[str, Site] = {}
+        singly: dict[str, Site] = {}
         fixed: set[str] = set()
         widths: list[WidthSite] = []
         substitutes: list[Substitute] = []
-        narrows = is_offered(self.offers) or any(e.is_narrow for e in self.inputs.plan.layers)
+        weights = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
+        offers_width = is_offered(self.offers)  # wherever all layers around channels are sized
+        narrows = offers_width or any(entry.is_narrow for entry in self.inputs.plan.layers)
         measuring = _Measuring(self.inputs, self.entries, narrows)
         for block, statistics in measuring.blocks():
             orders = measuring.order_channels(block, statistics)
@@ -292,28 +278,31 @@ class _Predictor:
             ruled = [layer for layer in measured if follows_rules(recipe, source, layer)]
             fixed |= {measured.pop(layer).key for layer in ruled}
             sites, single = self._sites(block, measured, statistics)
-            narrow = [*self._width_sites(orders, sites)]
+            narrow = [width_site(group, weights, sites) for group in orders if offers_width]
+            new = [site for site in narrow if site is not None]
             if sites and self._calibrated and recipe.attention is None:
-                substitutes += self._substitutes(block, sites, narrow)
+                substitutes += layer_substitutes(block, sites, self.entries, self.fraction)
+                for site in new:
+                    substitutes += channel_substitutes(block, site.orders, weights, self.fraction)
             layers |= sites
-            alone |= single
-            widths += narrow
+            singly |= single
+            widths += new
         sized, roles = tuple(layers.values()), {site.role for site in layers.values()}
         keeps = self.fits.keeps
         return Predictions(
             layers=sized if self._calibrated else tuple(map(self.fits.corrected, sized)),
-            alone=tuple(alone.values()),
-            quick=() if self._calibrated else sized,
+            singly=tuple(singly.values()),
+            uncorrected=() if self._calibrated else sized,
             widths=tuple(widths),
             offers=self.offers,
-            single=tuple(self.single),
-            whole=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            singles=tuple(self.singles),
+            complete=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
             fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
 
     def _sites(
-        self, block: Block, entries: Mapping[Layer, LayerPlan], statistics: Statistics
+        self, block: Block, entries: Mapping[Layer, LayerPlan], statistics: BlockStatistics
     ) -> tuple[dict[str, Site], dict[str, Site]]:
         """List what layers of a block may become, by weight name in the checkpoint.
 
@@ -321,7 +310,7 @@ class _Predictor:
         by real fits of some layers.
         """
         layers: dict[str, Site] = {}
-        alone: dict[str, Site] = {}
+        singly: dict[str, Site] = {}
         for layer, entry in entries.items():
             try:
                 pair = self._candidates(block, layer, entry, statistics[entry.name])
@@ -331,14 +320,14 @@ class _Predictor:
                     "use more calibration data or a larger `damping`, or leave the layer out "
                     "with `--keep`",
                 ) from error
-            layers[entry.key], alone[entry.key] = pair
+            layers[entry.key], singly[entry.key] = pair
         fitted = blocks_to_fit(roles_of(self.inputs.source).blocks)
         if not self._calibrated and len(self.offers) > 1 and block.name in fitted:
             exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
             for name in {*without_width(self.offers)} - {*exact}:
                 self._fit(name, block, layers, statistics)
             self.fits.drop(layers.values(), exact)
-        return layers, alone
+        return layers, singly
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
@@ -386,22 +375,22 @@ class _Predictor:
             for name in without_width(self.offers)
             if self.fits.keeps(name, entry.role)
         }
-        alone = {
+        singly = {
             name: together[name]
-            if self.offers.get(name) == (self.single[name],) and name in together
-            else candidates(name, [self.single[name]])
-            for name in without_width(self.single)
+            if self.offers.get(name) == (self.singles[name],) and name in together
+            else candidates(name, [self.singles[name]])
+            for name in without_width(self.singles)
         }
         left_out = sum(constant for _, constant in aims) * rows
         dense = costs(entry.dense_parameters)
-        beside, single = (
+        first, second = (
             Site((entry.key,), entry.role, dense, (*chain(*offered.values()),), left_out, unit)
-            for offered in (together, alone)
+            for offered in (together, singly)
         )
-        return beside, single
+        return first, second
 
     def _fit(
-        self, name: str, block: Block, sites: Mapping[str, Site], statistics: Statistics
+        self, name: str, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics
     ) -> None:
         """Fit the layers of a block with one method, of sizes close to the budget."""
         closest = {key: site.closest(name, self.fraction) for key, site in sites.items()}
@@ -412,25 +401,6 @@ class _Predictor:
             members, _ = regrouped(entries, chosen)
             if members:
                 self.fits.fit(name, members, sites, statistics)
-
-    def _width_sites(
-        self, groups: Iterable[Sequence[ChannelOrder]], sites: Mapping[str, Site]
-    ) -> Iterator[WidthSite]:
-        """Offer fewer channels wherever all layers around them are sized by the budget."""
-        entries = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
-        for orders in groups if is_offered(self.offers) else ():
-            if (site := width_site(orders, entries, sites)) is not None:
-                yield site
-
-    def _substitutes(
-        self, block: Block, sites: Mapping[str, Site], widths: Iterable[WidthSite]
-    ) -> Iterator[Substitute]:
-        """List what may be put alone into the dense model."""
-        names = (layer.name for layer in block.layers)
-        entries = {name: self.entries[name] for name in names if name in self.entries}
-        yield from layer_substitutes(block, sites, entries, self.fraction)
-        for site in widths:
-            yield from channel_substitutes(block, site.orders, entries, self.fraction)
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:
@@ -443,7 +413,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     assert plan.budget is not None
     fraction = plan.budget.fraction
     planned = {path_of(source, entry) for entry in plan.layers}
-    places = {
+    uses = {
         (site_of(block, layer, part), len(group), len(layer.parts), layer.experts or 1)
         for block in roles_of(source).blocks
         for group in block.groups
@@ -456,13 +426,13 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     def suits(spec: Spec) -> bool:
         choice = Choice(spec, recipe.residual_rank, fraction)
         try:
-            for site, sharing, parts, copies in places:
+            for site, sharing, parts, copies in uses:
                 readers = sharing * parts * copies
                 plan_terms(choice, site, readers, copies, calibrated=calibrated)
         except Refusal:
             return False
         return True
 
-    offered = alone_of(recipe.method, fraction, timed=recipe.counts_time).items()
+    offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
     suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
     return {name: spec for name, spec in suitable.items() if spec is not None}

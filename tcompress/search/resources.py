@@ -21,7 +21,7 @@ from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.search.candidates import Site
 from tcompress.search.predictions import Predictions
-from tcompress.search.trials import TRIES, approach
+from tcompress.search.budgets import TRIES, approach
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
@@ -49,7 +49,7 @@ class Resource(ABC):
 
     @property
     @abstractmethod
-    def whole(self) -> float:
+    def dense(self) -> float:
         """What the dense model takes."""
 
     @property
@@ -66,7 +66,7 @@ class Resource(ABC):
         """Measure how many times less than the dense model such models take."""
 
     @abstractmethod
-    def asked(self, budget: Budget) -> float:
+    def reduction(self, budget: Budget) -> float:
         """Return how many times less than the dense model a model is to take."""
 
     def facts(self, ratio: float) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Resource(ABC):
 
     def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
         """Say that a budget is too small, and how small it may be."""
-        lowest = budget.limit * self.asked(budget) / ratio
+        lowest = budget.limit * self.reduction(budget) / ratio
         return PlanError(
             f"`{budget}` is out of reach: the smallest possible is {lowest:.3g} {self.unit}",
             "allow more, offer `--method width` or `auto`, or drop blocks too",
@@ -86,7 +86,7 @@ class Resource(ABC):
 
         None at least: a machine that slowed down after the model was timed tells less than nothing.
         """
-        return max(0, round(self.whole) - sum(site.dense[self.unit] for site in layers))
+        return max(0, round(self.dense) - sum(site.dense[self.unit] for site in layers))
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Goal:
     @property
     def ratio(self) -> float:
         """How many times less than the dense model a model is to take."""
-        return self.resource.asked(self.budget)
+        return self.resource.reduction(self.budget)
 
     @property
     def room(self) -> float:
         """What is left for layers, as far as what they take adds up."""
-        return self.resource.whole / self.ratio - self.rest
+        return self.resource.dense / self.ratio - self.rest
 
     def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
         """Plan with room for layers until a model takes as little as asked for.
@@ -126,7 +126,7 @@ class Goal:
         Raises:
             PlanError: No plan takes so little.
         """
-        dense, tried = self.resource.whole, dict[float, tuple[Plan, float]]()
+        dense, tried = self.resource.dense, dict[float, tuple[Plan, float]]()
 
         def taken(room: float) -> float:
             plan = solve(int(room))

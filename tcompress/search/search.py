@@ -202,9 +202,9 @@ def _solved(
         goal: What models are to take little of, if anything.
     """
     predictions = problem.predictions
-    complete = [name for name in predictions.whole if name in names]
+    complete = [name for name in predictions.complete if name in names]
     offered = {label: (problem, names, complete)}
-    for name in (name for name in predictions.single if name in names):
+    for name in (name for name in predictions.singles if name in names):
         offered.setdefault(name, (problem.of_alone(), [name], [name]))
 
     def answer(name: str, room: float | None = None) -> Plan:

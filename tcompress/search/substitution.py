@@ -247,12 +247,11 @@ def channel_substitutes(
     entries: Mapping[str, LayerPlan],
     fraction: float,
 ) -> Iterator[Substitute]:
-    """Take some channels and, where that is offered, none; arguments as above."""
-    by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
+    """Take some channels and, where that is offered, none; entries are by weight in the model."""
     by_key = {entry.key: entry for entry in entries.values()}
     for order in orders:
         for size in kept_sizes(order.coupling, fraction):
-            forms = forms_of({order.coupling: size}, by_weight)
+            forms = forms_of({order.coupling: size}, entries)
             narrow = tuple(by_key[k].model_copy(update=form._asdict()) for k, form in forms)
             predicted = float(order.losses[size])
             if predicted > 0:

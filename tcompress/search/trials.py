@@ -1,11 +1,11 @@
-"""What is tried one after another: numbers until a limit is met, answers until one is best.
+"""Answers are tried out, and judged by the change of the output on data held out.
 
 Predictions compare sizes of one structure better than structures: what single candidates change
 says little of what many of them change together. What blocks cost does not add up either, since
 the layers that stay make up for much of what is gone: in low rank, at a quarter of its size,
 predictions added up to 203, 209 and 264 with no block dropped, one and two, and 151, 148 and 153
 were measured. How much agreement a predicted error costs depends on the model and on what it is
-used for. So answers are fitted, and judged by the change of the output on data held out.
+used for, and is known only of models that were fitted and tried.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from math import exp, inf, log
 
 from tcompress.errors import FitError, PlanError
+from tcompress.search.budgets import approach
 
 TIE = 0.02
 """Answers so close to the best one are as good."""
@@ -24,69 +25,10 @@ CLEAR = 0.15
 STOP = 0.1
 """With fewer blocks, an answer worse than the best by more than this share ends the search."""
 
-TRIES = 6
-"""Numbers that are tried, at most: each takes a plan, a measurement or a fit."""
-
-_SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
-_SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
-
 AIM, CLOSE = 0.95, 0.85
 """Of the agreement that is allowed: what is aimed at, and from where on no more is looked for."""
 
 _GUESS = 2.0  # predicted error for each unit of agreement, before anything was tried
-
-
-def approach(
-    measure: Callable[[float], float | None],
-    start: float,
-    aim: float,
-    enough: Callable[[], bool],
-    placed: Callable[[float], float],
-    *,
-    taken: Mapping[float, float] | None = None,
-    step: float = inf,
-) -> dict[float, float]:
-    """Try numbers until what they take is as close to an aim as is of use.
-
-    The next one lies between the closest on both sides of the aim, as a straight line tells. Where
-    all are on one side, one more is taken to take one more, or what the last two tell.
-
-    Args:
-        measure: What a number takes, which grows with it; None ends the search.
-        start: The first number.
-        aim: What the number looked for takes.
-        enough: Whether no other try is of use.
-        placed: Makes a number one that can be tried; the search ends where it was tried.
-        taken: What numbers take, where that is known before.
-        step: Furthest that a try is from the last one, where all are on one side.
-
-    Returns:
-        What was taken, by the number, in the order of the tries.
-    """
-    numbers = dict(taken or {})
-    number = placed(start)
-    for _ in range(TRIES):
-        if number in numbers or (value := measure(number)) is None:
-            break
-        numbers[number] = value
-        if enough():
-            break
-        low = max((number for number, value in numbers.items() if value <= aim), default=inf)
-        high = min((number for number, value in numbers.items() if value > aim), default=-inf)
-        if low < high:
-            share = (aim - numbers[low]) / (numbers[high] - numbers[low])
-            number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
-        else:
-            number = placed(number + min(step, max(-step, (aim - value) / _slope(numbers))))
-    return numbers
-
-
-def _slope(taken: Mapping[float, float]) -> float:
-    (last, value), *before = reversed(taken.items())
-    if not before or before[0][0] == last or before[0][1] == value:
-        return 1.0
-    slope = (value - before[0][1]) / (last - before[0][0])
-    return min(_SLOPES[1], max(_SLOPES[0], slope))
 
 
 def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> float | None:

@@ -24,7 +24,7 @@ from tcompress.options.choose import conversion
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.search import layer_times
-from tcompress.search.trials import TRIES
+from tcompress.search.budgets import TRIES
 from tcompress.timing_model.clocks import ModelClock
 from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.training.teacher import find_teacher

@@ -15,7 +15,8 @@ from tcompress.blockwise.output_sampler import VARIANTS, OutputSampler
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
 from tcompress.options import Convert
-from tcompress.search.trials import AIM, CLOSE, TRIES, largest_error
+from tcompress.search.budgets import TRIES
+from tcompress.search.trials import AIM, CLOSE, largest_error
 from tests.support.conversions import calibration, make
 
 ALLOWED = 0.03

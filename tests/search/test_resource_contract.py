@@ -60,7 +60,7 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     assert RESOURCES[budget.unit] is type(resource)
     goal = priced.goal(budget)
     taken = sum(site.dense[resource.unit] for site in predictions.layers)
-    assert goal.rest + taken == pytest.approx(resource.whole, rel=1e-6)
+    assert goal.rest + taken == pytest.approx(resource.dense, rel=1e-6)
     for site in (*predictions.layers, *predictions.widths):
         assert site.candidates
         assert all(item.costs[resource.unit] >= 0 for item in site.candidates)

@@ -228,8 +228,8 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             dropped = replacement_of(recipe.attention).unused
             unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
-            facts = {"block": item.block, "role": "attention", "reason": str(refusal)}
-            skipped.append(SkippedLayer(name=item.name, **facts))
+            facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
+            skipped.append(SkippedLayer(role="attention", parameters=0, **facts))
     if not entries:
         name = recipe.attention.name
         if not skipped:

@@ -17,6 +17,7 @@ from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.search.joint_width import is_offered, joined
 from tcompress.search.knapsack import (
     Allocation,
     allocate,
@@ -25,7 +26,6 @@ from tcompress.search.knapsack import (
     uniform,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.search.joint_width import is_offered, joined
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 UNSPENT = 0.001  # of a budget, not worth another try
@@ -78,8 +78,8 @@ def approach(
             number = placed(number + min(step, max(-step, (aim - value) / _slope(numbers))))
 
 
-def _slope(taken: Mapping[float, float]) -> float:
-    (last, value), *before = reversed(taken.items())
+def _slope(taken: dict[float, float]) -> float:
+    (last, value), *before = [*taken.items()][::-1]
     if not before or before[0][0] == last or before[0][1] == value:
         return 1.0
     slope = (value - before[0][1]) / (last - before[0][0])

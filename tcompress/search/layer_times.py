@@ -18,11 +18,12 @@ from tcompress.latency.paired_timing import threads
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
+from tcompress.planning.costs import path_of
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
-from tcompress.planning.costs import path_of
 from tcompress.planning.planner import make_plan
+from tcompress.search.budgets import approach
 from tcompress.search.candidates import (
     NANOSECONDS,
     PARAMETERS,
@@ -32,10 +33,9 @@ from tcompress.search.candidates import (
     Site,
     WidthSite,
 )
+from tcompress.search.joint_width import forms_of
 from tcompress.search.predictions import Predictions
 from tcompress.search.resources import CLOSE, Resource
-from tcompress.search.budgets import approach
-from tcompress.search.joint_width import forms_of
 from tcompress.timing_model.clocks import (
     USUAL_PASS,
     LayerTimes,
@@ -279,7 +279,9 @@ def _fast_enough(
         return not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup
 
     def placed(width: float) -> float:
-        return min(widest, max(int(width) // widths.step, largest() // widths.step + 1) * widths.step)
+        return min(
+            widest, max(int(width) // widths.step, largest() // widths.step + 1) * widths.step
+        )
 
     approach(seconds, widths[0], 1 / speedup, enough, placed, taken={widths.stop: 1.0})
     return tried[largest() or widths[0]]

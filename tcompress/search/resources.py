@@ -19,9 +19,9 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
+from tcompress.search.budgets import TRIES, approach
 from tcompress.search.candidates import Site
 from tcompress.search.predictions import Predictions
-from tcompress.search.budgets import TRIES, approach
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached

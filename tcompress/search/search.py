@@ -26,7 +26,7 @@ from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
 from tcompress.search.layer_times import Time, plan_in_time
-from tcompress.search.predictions import Predictions, predicted
+from tcompress.search.predictions import Predictions, predictor
 from tcompress.search.resources import RESOURCES, Goal, Resource
 from tcompress.search.substitution import (
     Factors,
@@ -70,7 +70,7 @@ class Measurements:
     @cached_property
     def predictions(self) -> Predictions:
         """Candidates and what they are predicted to lose."""
-        return predicted(self.inputs)
+        return predictor(self.inputs).run()
 
     def priced(self, unit: str) -> Priced:
         """Measure what candidates take of a resource, once."""

@@ -267,21 +267,18 @@ def _fast_enough(
 ) -> tuple[Plan, float]:
     """Look for the largest width of this speed; take the smallest where none has it."""
     tried: dict[float, tuple[Plan, float]] = {}
-
-    def seconds(width: float) -> float:
-        tried[width] = timed(int(width))
-        return 1 / tried[width][1]
+    seconds = {float(widths.stop): 1.0}
 
     def largest() -> float:
         return max((width for width, (_, speed) in tried.items() if speed >= speedup), default=0)
 
-    def enough() -> bool:
-        return not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup
-
     def placed(width: float) -> float:
-        return min(
-            widest, max(int(width) // widths.step, largest() // widths.step + 1) * widths.step
-        )
+        steps = max(int(width) // widths.step, largest() // widths.step + 1)
+        return min(widest, steps * widths.step)
 
-    approach(seconds, widths[0], 1 / speedup, enough, placed, taken={widths.stop: 1.0})
+    for width in approach(seconds, widths[0], 1 / speedup, placed):
+        tried[width] = timed(int(width))
+        seconds[width] = 1 / tried[width][1]
+        if not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup:
+            break
     return tried[largest() or widths[0]]

@@ -177,7 +177,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
     names = predictions.methods
     if goal is not None:
-        names = _worth_trying(problem.limited(goal.resource.unit, goal.room), names)
+        problem = problem.limited(goal.resource.unit, goal.room)
+        names = _worth_trying(problem, names)
     if inputs.data is not None:
         factors = measured.factors(names, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
@@ -207,17 +208,16 @@ def _solved(
     for name in (name for name in predictions.singles if name in names):
         offered.setdefault(name, (problem.of_alone(), [name], [name]))
 
-    def answer(name: str, room: float | None = None) -> Plan:
-        spent, methods, singles = offered[name]
-        if goal is not None:
-            spent = spent.limited(goal.resource.unit, goal.room if room is None else room)
-        return spent.best(methods, singles)
+    def answer(name: str, room: int) -> Plan:
+        assert goal is not None
+        spent, *methods = offered[name]
+        return spent.limited(goal.resource.unit, room).best(*methods)
 
     plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
-    for name in offered:
+    for name, (spent, methods, singles) in offered.items():
         try:
-            plan = answer(name)
+            plan = spent.best(methods, singles)
         except PlanError as error:
             refused.append(error)
             continue

@@ -21,7 +21,7 @@ from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
-from tests.support.model_folders import model_folder, sentences, text_file
+from tests.support.model_folders import edited, model_folder, sentences, text_file
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, named
 from tests.support.training import train
@@ -203,11 +203,9 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     """A model type that Transformers has says nothing where the class came with the model."""
     folder = converted("bert", tmp_path, method={"name": "svd"}, target=0.5).folder
     (folder / "tcompress.json").unlink()
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
-    path.write_text(json.dumps(config | {"architectures": [architecture]}))
-
+    with edited(folder / "config.json") as config:
+        config["auto_map"] = {"AutoModel": f"modeling_own.{architecture}"}
+        config["architectures"] = [architecture]
     monkeypatch.setattr(
         "tcompress.exports.dense.SourceModel.open", Mock(side_effect=AssertionError)
     )
@@ -219,9 +217,8 @@ def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
     folder = model_folder("bert", tmp_path / "bert")
     (folder / "modeling_own.py").write_text("raise ImportError")
     for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((folder / name).read_text())
-        settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
-        (folder / name).write_text(json.dumps(settings))
+        with edited(folder / name) as settings:
+            settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
     data_free = {"source": "none"}
     recipe = Convert.model_validate({**RECIPES["llama"], "calibration": data_free})
     small = convert(str(folder), recipe, tmp_path / "small").folder

@@ -19,7 +19,7 @@ from tcompress.latency.passes import Pass, spread, turns
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
 from tests.support.tiny import IMAGE, SERIES, VOLUME, build
@@ -348,8 +348,7 @@ def gpt2_folder(tmp_path: Path, own_folder: None) -> None:
 
 @pytest.mark.usefixtures("gpt2_folder")
 def test_a_table() -> None:
-    done = run("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--threads", "1")
-    assert done.code == 0
+    done = completed("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--threads", "1")
     assert done.lines[0] == "gpt2-small against gpt2"
     names = "batch length mode time dense ratio tokens/s memory dense"
     assert done.lines[1].split() == names.split()
@@ -367,9 +366,8 @@ def test_a_table() -> None:
 
 @pytest.mark.usefixtures("gpt2_folder")
 def test_one_document() -> None:
-    done = run("bench", "gpt2-small", "gpt2", "--against", "gpt2", *TYPED, "--no-save", "--json")
-    assert done.code == 0
-    first, second = done.document["benches"]
+    both = ("gpt2-small", "gpt2", "--against", "gpt2")
+    first, second = completed("bench", *both, *TYPED, "--no-save", "--json").document["benches"]
     assert (first["model"], first["baseline"], first["saved"]) == ("gpt2-small", "gpt2", False)
     assert second["model"] == "gpt2"
     assert {"ratio", "milliseconds", "peak_bytes", "protocol"} <= set(first["speed"][0])
@@ -379,8 +377,7 @@ def test_one_document() -> None:
 @pytest.mark.usefixtures("gpt2_folder")
 def test_kept_weights() -> None:
     arguments = ("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--keep-weights")
-    done = run(*arguments, "--threads", "1")
-    assert done.code == 0
+    done = completed(*arguments, "--threads", "1")
     assert done.lines[5].startswith("cpu, 1 thread, float32, weights kept")
     size = 4 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)  # two blocks: qkv, o, up and down, float32
     assert f"note: kept weights take {size:,} bytes of memory beside " in done.out

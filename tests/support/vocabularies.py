@@ -21,6 +21,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from tcompress.data.calibration import builtin_texts
+from tests.support.model_folders import edited
 
 Texts = Iterable[str]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -57,9 +58,8 @@ class Kind:
         model.save_pretrained(folder)
         made.save_pretrained(folder)
         if self.tokenizer is not None:
-            path = folder / "tokenizer_config.json"
-            settings = json.loads(path.read_text())
-            path.write_text(json.dumps({**settings, "tokenizer_class": self.tokenizer}))
+            with edited(folder / "tokenizer_config.json") as settings:
+                settings["tokenizer_class"] = self.tokenizer
         return folder
 
 

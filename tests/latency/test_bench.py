@@ -40,9 +40,7 @@ class Ticking:
         return self.now
 
 
-def saved(family: str, folder: Path) -> SourceModel:
-    build(family).save_pretrained(folder / family)
-    return SourceModel.open(str(folder / family))
+Sources = Callable[[str], SourceModel]
 
 
 @pytest.fixture
@@ -95,9 +93,8 @@ def test_medians_and_ratios(folder: Path) -> None:
 
 
 # -- the inputs
-def test_texts(tmp_path: Path) -> None:
-    source = saved("bert", tmp_path)
-    inputs = RandomInputs.of(source, source)
+def test_texts(sources: Sources) -> None:
+    inputs = RandomInputs.of(sources("bert"), sources("bert"))
     made = inputs.batch(3, 8, 0, torch.device("cpu"), torch.float32)
     assert set(made) == {"input_ids", "attention_mask"}
     assert made["input_ids"].shape == (3, 8)
@@ -127,10 +124,9 @@ def test_texts(tmp_path: Path) -> None:
     ],
 )
 def test_other_inputs(
-    family: str, shapes: dict[str, tuple[int, ...]], words: str | None, tmp_path: Path
+    family: str, shapes: dict[str, tuple[int, ...]], words: str | None, sources: Sources
 ) -> None:
-    source = saved(family, tmp_path)
-    inputs = RandomInputs.of(source, source)
+    inputs = RandomInputs.of(sources(family), sources(family))
     made = inputs.batch(2, 5, 0, torch.device("cpu"), torch.bfloat16)
     assert inputs.has_length is (words is None)
     if words is None:
@@ -141,16 +137,15 @@ def test_other_inputs(
         assert inputs.words() == words
 
 
-def test_models_with_other_inputs_cannot_be_compared(tmp_path: Path) -> None:
+def test_models_with_other_inputs_cannot_be_compared(sources: Sources) -> None:
     with pytest.raises(InputError) as caught:
-        RandomInputs.of(saved("vit", tmp_path), saved("bert", tmp_path))
+        RandomInputs.of(sources("vit"), sources("bert"))
     assert f"/vit` takes pictures of 3 x {IMAGE} x {IMAGE}, `" in caught.value.message
     assert caught.value.message.endswith("/bert` takes token ids under a full mask")
 
 
-def test_lengths_beyond_the_models(tmp_path: Path) -> None:
-    source = saved("bert", tmp_path)
-    inputs = RandomInputs.of(source, source)
+def test_lengths_beyond_the_models(sources: Sources) -> None:
+    inputs = RandomInputs.of(sources("bert"), sources("bert"))
     assert inputs.fitting((32, 128)) == (32,)
     assert inputs.fitting((100, 200)) == (64,)
 

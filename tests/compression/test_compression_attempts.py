@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
+from tcompress.compression.attempts import AIM, Ask, Attempt, Goal, Measured, best, next_ask
 from tcompress.compression.table import kept_layers, layers_that_reach
 
 DENSE = Measured(bytes=23_000_000, speedup=3.0)
@@ -50,7 +50,7 @@ def test_two_goals_are_both_reached() -> None:
 
 def test_the_dense_file_may_do() -> None:
     assert Ask.first(Goal(2.9, 23_000_000), DENSE, 0) is None
-    assert Ask.first(Goal(3.1, 23_000_000), DENSE, 0) == Ask(1.05 * 3.1 / 3.0, None)
+    assert Ask.first(Goal(3.1, 23_000_000), DENSE, 0) == Ask(AIM * 3.1 / 3.0, None)
 
 
 def test_the_nearest_is_taken_where_none_reaches_the_goal() -> None:
@@ -63,6 +63,14 @@ def test_the_nearest_is_taken_where_none_reaches_the_goal() -> None:
     assert best(goal, attempts) == 1
     assert attempts[1][1].missed(goal) == ("7.00 x as fast, not 8 x",)
     assert attempts[1][1].missed(goal, near=0.8) == ()
+
+
+def test_what_surely_reaches_the_goal_is_taken_before_what_hardly_does() -> None:
+    hardly, surely, far = ((Ask(2.0), Measured(1, speed)) for speed in (6.03, 6.4, 7.5))
+    assert best(Goal(6.0), [hardly, surely, far]) == 1
+    assert best(Goal(6.0), [hardly, far]) == 0
+    assert next_ask(Goal(6.0), DENSE, [hardly]) is not None
+    assert next_ask(Goal(6.0), DENSE, [surely]) is None
 
 
 def test_layers_that_stay() -> None:

@@ -116,11 +116,7 @@ def test_texts(sources: Sources) -> None:
             f"random pictures of 3 x {IMAGE} x {IMAGE}",
         ),
         ("tcompress_grid", {"grid_values": (2, 1, *VOLUME)}, "random volumes of 1 x 8 x 8 x 4"),
-        (
-            "tcompress_grid-series",
-            {"past_values": (2, *SERIES[::-1])},
-            "random series of 16 x 3",
-        ),
+        ("tcompress_grid-series", {"past_values": (2, *SERIES[::-1])}, "random series of 16 x 3"),
     ],
 )
 def test_other_inputs(

@@ -22,13 +22,7 @@ from tcompress.errors import DataError, TrainingError, WriteError
 from tcompress.reporting.model_report import report_of
 from tcompress.training.losses import Losses
 from tests.support.conversions import load_whole, outputs
-from tests.support.evaluation import (
-    encoder,
-    headed,
-    labelled_file,
-    pairs_file,
-    rows_file,
-)
+from tests.support.evaluation import encoder, headed, labelled_file, pairs_file, rows_file
 from tests.support.model_folders import sentences
 from tests.support.records import metric, speed
 from tests.support.tiny import TINY

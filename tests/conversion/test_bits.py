@@ -32,7 +32,7 @@ from tcompress.linalg.rounding import (
 from tcompress.models import SourceModel
 from tcompress.models.store import WeightStore
 from tcompress.options import Convert, Finetune
-from tcompress.planning import storage
+from tcompress.planning import costs
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
@@ -53,7 +53,7 @@ NONE = {"calibration": {"source": "none"}}
 
 @pytest.fixture(autouse=True)
 def _round_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SMALLEST", 256)
+    monkeypatch.setattr(costs, "SMALLEST", 256)
 
 
 def _recipe(**changes: Any) -> Convert:

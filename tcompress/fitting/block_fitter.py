@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import OutputSampler
-from tcompress.blockwise.streams import Branch, PartialModel, Stream, common_block, handed_on
+from tcompress.blockwise.streams import Branch, PartialModel, Readings, common_block, handed_on
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError
 from tcompress.fitting.block_rewrite import (
-    BlockResult,
     BlockRewriter,
     FitInputs,
+    Routing,
     StreamPairs,
     dense_readings,
 )
-from tcompress.fitting.stream_moments import Routing
+from tcompress.fitting.layer_fits import BlockResult
 from tcompress.hf.build import set_module
 from tcompress.models import SourceModel
 from tcompress.planning.entries import Plan
@@ -48,11 +47,10 @@ class BlockFitter:
     def __post_init__(self) -> None:
         self.comparison = OutputComparison(self.sampler) if self.sampler else None
         """Outputs of the model before and after, where a sampler tells what counts."""
-        source = self.inputs.source
+        source, head = self.inputs.source, self.sampler is not None
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(self.dense_source).blocks]
-        head = self.sampler is not None
         self._model = PartialModel(self.dense_source, names, self.inputs.device, head=head)
         for path, table in self.tables.items():
             for name in (path, *tied_to(self.dense_source, path)):
@@ -72,7 +70,7 @@ class BlockFitter:
         self._streams = StreamPairs(self.data, dense, new)
 
     def run(
-        self, done: Callable[[str], BlockResult | None], progress: Callable[[str, str], None]
+        self, done: Callable[[str], BlockResult | None], progress: Callable[[str], None]
     ) -> Iterator[BlockResult]:
         """Fit all blocks in the order in which the model runs them.
 
@@ -87,25 +85,23 @@ class BlockFitter:
                     raise _runs_twice(name)
                 unreached.discard(name)
                 with self._model.loaded(name) as dense:
-                    forward = self._model.forwards[name]
+                    readings = dense_readings(block, dense, self._model.forwards[name])
                     if block is None:  # only the dense model has it
-                        answer = partial(self._model.answer_of, forward=forward)
-                        self._advance(answer, forward, None)
+                        self._advance(readings, self._model.forwards[name], None)
                         continue
                     stored = done(block.name)
-                    readings = dense_readings(block, dense, forward)
                     rewritten = rewriter.rewrite(block, dense, readings, stored, progress)
                     if not unreached and self.sampler is None:  # the output head was never loaded
-                        self._check_end(name)
+                        self._check_end(readings)
                     else:
-                        self._advance(readings.answer, rewritten.new.forward, rewritten.routing)
+                        self._advance(readings, rewritten.new.forward, rewritten.routing)
                 if stored is None:
                     yield rewritten.result
 
-    def _check_end(self, name: str) -> None:
+    def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
         stream = self._streams.dense[0]
-        answer = self._model.answer_of(stream)
+        answer = readings.answer(stream)
         try:
             stream.answer(answer)
         except Exception:  # the output head, which holds no weights: the end was reached
@@ -114,13 +110,13 @@ class BlockFitter:
             raise _runs_twice(stream.call.block)
 
     def _advance(
-        self, dense: Callable[[Stream], Any], new: Callable[..., Any], routing: Routing | None
+        self, readings: Readings, new: Callable[..., Any], routing: Routing | None
     ) -> None:
         """Answer all streams; without routing it is a block that only the dense ones run."""
         for index, dense_stream, new_stream in self._streams:
             if routing is not None:
                 routing.current = index
-            dense_stream.answer(dense(dense_stream))
+            dense_stream.answer(readings.answer(dense_stream))
             call, answer = new_stream.waiting, self._model.answer_of(new_stream, new)
             new_stream.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and dense_stream.output is not None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
-from tcompress.fitting.block_rewrite import BlockResult
-from tcompress.fitting.layer_fits import FittedLayer
+from tcompress.fitting.layer_fits import BlockResult, FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
@@ -65,20 +64,20 @@ class FitWorkplace(Workplace):
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
-        tensors: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
-        try:
-            with safe_open(self._path_of(name), "pt") as file:
-                errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    kind, _, rest = key.partition("/")
-                    tensors[kind][rest] = file.get_tensor(key)
-        except DAMAGED:
-            return None  # not there, or cut off by a kill: fitted again
-        layers = {name: FittedLayer({}, relative) for name, relative in errors.items()}
-        for key, tensor in tensors["layer"].items():
-            layer, _, leaf = key.partition("/")
-            layers[layer].tensors[leaf] = tensor
-        return BlockResult(name, layers, tensors["bias"], tensors["attention"])
+        """Read the fits of a block; None where there are none, or a kill has cut them off."""
+        errors, tensors = self.errors(name), read_tensors(self._path_of(name), CPU)
+        if errors is None or tensors is None:
+            return None
+        layers = {key: FittedLayer({}, relative) for key, relative in errors.items()}
+        result = BlockResult(name, layers, {})
+        for key, tensor in tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind == "layer":
+                layer, _, leaf = rest.partition("/")
+                layers[layer].tensors[leaf] = tensor
+            else:
+                (result.biases if kind == "bias" else result.attention)[rest] = tensor
+        return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
         """Read the errors of a finished block's layers, by weight name."""

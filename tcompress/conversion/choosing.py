@@ -15,9 +15,8 @@ from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
-from tcompress.search.loss_search import largest_error
-from tcompress.search.search import answers, within_error
-from tcompress.search.trials import STOP, simplest, try_out
+from tcompress.search.search import Measurements, answers, within_error
+from tcompress.search.trials import STOP, largest_error, simplest, try_out
 
 Chosen = tuple[Conversion, Outputs]
 """A conversion of the blocks that stay, and what it writes."""
@@ -60,10 +59,8 @@ def _plans(conversion: Conversion, workdir: FitWorkplace, *, several: bool) -> M
     """Spend the budget over the blocks that stay."""
     plans = workdir.answers()
     if plans is None:
-        statistics = conversion.statistics
-        ask = answers if statistics is None else statistics.answers
-        measured = conversion.measurements(workdir, several=several)
-        plans = ask(measured, conversion.request(workdir))
+        ask = answers if conversion.statistics is None else conversion.statistics.answers
+        plans = ask(conversion.inputs(workdir, several=several))
         workdir.keep_answers(plans)
     return plans
 
@@ -110,7 +107,9 @@ def _best(
     tried = {name: distance for name, distance in changes.items() if distance is not None}
     method = conversion.recipe.method
     simple = simplest(best, method.name if method else "", tried)
-    return _kept(workdir, simple, plans[simple], tried=tried, taken=simple)
+    chosen = {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
+    workdir.keep_answers(chosen)
+    return chosen
 
 
 def _within_loss(
@@ -120,13 +119,13 @@ def _within_loss(
     stored = workdir.answers()
     if stored is not None:
         return stored
-    measured = conversion.measurements(workdir, several=False)
-    request = conversion.request(workdir)
+    inputs = conversion.inputs(workdir)
+    measured = Measurements(inputs)
     plans: dict[float, Plan] = {}
     losses: dict[float, float] = {}
 
     def lost_at(error: float) -> float | None:
-        plan = within_error(measured, request, error)
+        plan = within_error(inputs, measured, error)
         if plan is None:
             return None
         lost = _try_answer(conversion, f"error-{error:.4g}", plan, workdir).lost
@@ -139,23 +138,15 @@ def _within_loss(
         plans[error], losses[error] = plan, lost
         return lost
 
-    largest = largest_error(allowed, lost_at)
-    if largest is None:
+    error = largest_error(allowed, lost_at)
+    if error is None:
         smallest = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
         raise PlanError(
             f"no smaller model was found that loses at most {allowed:.2%} of agreement{smallest}",
             "allow more, use more calibration data, or offer other methods",
         )
-    error = largest.error
     facts = {"kind": "max_loss", "limit": allowed, "lost": losses[error]}
-    return _kept(workdir, f"error-{error:.4g}", plans[error], **facts)
-
-
-def _kept(workdir: FitWorkplace, name: str, plan: Plan, **facts: object) -> dict[str, Plan]:
-    """Keep the one plan that was chosen, with facts of how it was."""
-    assert plan.budget is not None
-    budget = plan.budget.model_copy(update=facts)
-    chosen = {name: plan.model_copy(update={"budget": budget})}
+    chosen = {f"error-{error:.4g}": plans[error].with_facts(facts)}
     workdir.keep_answers(chosen)
     return chosen
 

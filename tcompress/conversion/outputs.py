@@ -38,11 +38,10 @@ from tcompress.models.names import (
     shorten_texts,
 )
 from tcompress.models.narrower import with_keys
-from tcompress.planning.costs import path_of, rewritten_names, weight_keys
+from tcompress.planning.costs import Widths, path_of, rewritten_names, weight_keys
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.planning.storage import Widths
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts, tensor_prefix
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 

@@ -158,7 +158,7 @@ def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkp
         part = replace(conversion.trial, data=conversion.trial_data)
         return _taken(part, {name: plan}, trial)
 
-    return _distance(conversion, name, f"trying {name}", workdir, on_part, moments=workdir)
+    return _distance(conversion, name, f"trying {name}", workdir, on_part, measures=False)
 
 
 def _distance(
@@ -167,20 +167,17 @@ def _distance(
     label: str,
     workdir: FitWorkplace,
     prepare: Callable[[FitWorkplace], Chosen],
-    moments: FitWorkplace | None = None,
+    *,
+    measures: bool = True,
 ) -> Distance:
-    """Fit what is prepared in the folder of a trial, and compare its output with the dense one.
-
-    Moments are read from that folder too, unless another one is given.
-    """
+    """Fit what is prepared in the folder of a trial, and compare its output with the dense one."""
     workdir.note("trial", name=name)
-    with closing(workdir.trial(name)) as trial:
+    with closing(workdir.trial(name, measures=measures)) as trial:
         distance = trial.distance()
         if distance is None:
             conversion.progress.stage(label, 1, "trial")
             conversion.progress.advance(1, "")
-            sampler = sampler_of(conversion.dense)
-            fits = fit_on_data(*prepare(trial), trial, moments or trial, sampler)
+            fits = fit_on_data(*prepare(trial), trial, sampler_of(conversion.dense))
             assert fits.comparison is not None
             distance = Distance(fits.comparison.change, fits.comparison.lost)
             trial.keep_distance(distance)

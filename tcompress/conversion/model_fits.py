@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.sensitivity import damped_inputs, input_moments
+from tcompress.blockwise.streams import Branch, PartialModel, Readings, common_block, handed_on
 from tcompress.conversion.outputs import Outputs
 from tcompress.data.calibration import CalibrationData, load_batches
-from tcompress.errors import FitError, message_of
-from tcompress.fitting.block_fitter import BlockFitter
-from tcompress.fitting.block_rewrite import FitInputs, Group, fit_group
+from tcompress.errors import DataError, FitError, message_of
+from tcompress.fitting.block_rewrite import (
+    BlockRewriter,
+    FitInputs,
+    Group,
+    Routing,
+    StreamPairs,
+    dense_matrix,
+    dense_readings,
+    fit_group,
+)
 from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
-from tcompress.fitting.embeddings import EMBEDDINGS, dense_matrix, fit_embeddings
+from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
 from tcompress.fitting.first_values import start_shared_factors
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, WIDER, BlockResult, SharedFactors
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.hf.build import fill
+from tcompress.hf.build import fill, set_module
 from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
@@ -32,14 +42,14 @@ from tcompress.planning.costs import path_of
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan, Plan
 from tcompress.planning.planner import make_plan
-from tcompress.planning.sites import roles_of
+from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.roles import Layer
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.search import Statistics
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import SharesFactors, shared_of
-from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.linear import factor_layouts
 
 TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
@@ -144,7 +154,7 @@ def fit(conversion: Conversion, outputs: Outputs, workdir: FitWorkplace) -> Fits
     several = several or conversion.statistics is not None  # models of a family are compared
     measures = conversion.recipe.measures_sensitivity or outputs.plan.depth is not None
     sampler = sampler_of(conversion.dense) if several and measures else None
-    fits = fit_on_data(conversion, outputs, workdir, workdir, sampler)
+    fits = fit_on_data(conversion, outputs, workdir, sampler)
     blocks: dict[str, list[Group]] = {}
     for group in outputs.groups:
         blocks.setdefault(outputs.block_of(group), []).append(group)
@@ -168,7 +178,6 @@ def fit_on_data(
     conversion: Conversion,
     outputs: Outputs,
     workdir: FitWorkplace,
-    moments: FitWorkplace,
     sampler: OutputSampler | None = None,
 ) -> Fits:
     """Fit embeddings, what layers share and all blocks, as far as there is data for them.
@@ -176,8 +185,7 @@ def fit_on_data(
     Args:
         conversion: The model, and what is asked of it.
         outputs: The forms.
-        workdir: Where fits are kept.
-        moments: Where moments are kept.
+        workdir: Where fits are kept, and moments.
         sampler: With one, outputs are compared on data held out.
     """
     source, plan, data = conversion.source, outputs.plan, conversion.data
@@ -186,14 +194,14 @@ def fit_on_data(
     if source.seed is not None:
         factors = start_shared_factors(plan.layers, outputs.dtype_of, source.seed)
     elif any(entry.own_factors for entry in plan.layers):
-        factors = _fit_shared_factors(conversion, outputs, workdir, moments)
+        factors = _fit_shared_factors(conversion, outputs, workdir)
     if data is None or not (plan.layers or plan.reads_queries or sampler):
         return Fits(factors)
     groups = sum(len(block.groups) for block in roles_of(source).blocks)
     conversion.progress.stage("fitting blocks", groups, "groups")
     deeper = plan.depth is not None and plan.depth.deeper
     blocks = BlockFitter(
-        _inputs(conversion, outputs, moments, factors),
+        _inputs(conversion, outputs, workdir, factors),
         plan,
         data,
         dense_source=source if deeper else conversion.dense,
@@ -208,13 +216,13 @@ def fit_on_data(
 
 
 def _inputs(
-    conversion: Conversion, outputs: Outputs, moments: FitWorkplace, factors: SharedFactors
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, factors: SharedFactors
 ) -> FitInputs:
     return FitInputs(
         conversion.source,
         conversion.recipe.calibration.damping,
-        moments.moments,
-        reductions=partial(_reductions, conversion, outputs.plan, moments),
+        workdir.moments,
+        reductions=partial(_reductions, conversion, outputs.plan, workdir),
         dtype_of=outputs.dtype_of,
         device=conversion.device,
         factors=factors,
@@ -245,11 +253,11 @@ def _fit_embeddings(
 
 
 def _reductions(
-    conversion: Conversion, plan: Plan, moments: FitWorkplace, block: str
+    conversion: Conversion, plan: Plan, workdir: FitWorkplace, block: str
 ) -> Reductions:
     """Tell which channels of a block stay; by the weights alone where no data has told."""
     source, device = conversion.source, conversion.device
-    measured = read_reductions(moments.moments("channels", block))
+    measured = read_reductions(workdir.moments("channels", block))
     entries = {path_of(source, entry): entry for entry in plan.layers}
     around = next((item for item in roles_of(source).blocks if item.name == block), None)
 
@@ -266,7 +274,7 @@ def _reductions(
 
 
 def _fit_shared_factors(
-    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, moments: FitWorkplace
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace
 ) -> SharedFactors:
     """Fit all shared factors, as they are stored; what an interrupted run has fitted is read."""
     stored, progress = workdir.factors(), conversion.progress
@@ -284,11 +292,11 @@ def _fit_shared_factors(
                     key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                     uses.setdefault(key, []).append((entry, layout, rows))
     if conversion.data is not None and not conversion.recipe.measures_sensitivity:
-        _measure_inputs(conversion, outputs, moments, conversion.data)
+        _measure_inputs(conversion, outputs, workdir, conversion.data)
     progress.stage("fitting what layers share", len(uses), "sets")
     fitted: dict[FactorsKey, dict[str, Tensor]] = {}
     for (owner, name), members in uses.items():
-        targets = [_factors_target(conversion, moments, e, rows) for e, _, rows in members]
+        targets = [_factors_target(conversion, workdir, e, rows) for e, _, rows in members]
         layouts = [layout for _, layout, _ in members]
         names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
         where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
@@ -300,7 +308,7 @@ def _fit_shared_factors(
 
 
 def _measure_inputs(
-    conversion: Conversion, outputs: Outputs, moments: FitWorkplace, data: CalibrationData
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, data: CalibrationData
 ) -> None:
     """Keep the input moments of all layers that use shared factors."""
     layers = (entry for entry in outputs.plan.layers if factor_layouts(entry.parts))
@@ -311,18 +319,18 @@ def _measure_inputs(
     parts = (conversion.source, roles, entries, batches, conversion.device)
     for block, measured in input_moments(*parts, partial(progress.advance, 1)):
         damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
-        moments.keep_moments("inputs", block, damped)
+        workdir.keep_moments("inputs", block, damped)
 
 
 def _factors_target(
-    conversion: Conversion, moments: FitWorkplace, entry: LayerPlan, rows: slice
+    conversion: Conversion, workdir: FitWorkplace, entry: LayerPlan, rows: slice
 ) -> Target:
     """Target of the factors in one output split of a layer."""
     source = conversion.source
     weight = dense_matrix(source, entry, conversion.device)[rows].double()
     block = source.keymap.runtime_name(entry.block) or entry.block
-    gram = moments.moments("inputs", block).get(entry.name)
-    curvature = moments.moments("curvature", block).get(entry.name)
+    gram = workdir.moments("inputs", block).get(entry.name)
+    curvature = workdir.moments("curvature", block).get(entry.name)
     if gram is not None:
         gram = gram.double()
     if curvature is not None:
@@ -347,3 +355,112 @@ def _shared_factors(
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
     return stored
+
+
+# Blocks are fitted with two streams of activations: the dense one, and that of what is rewritten.
+
+
+@dataclass
+class BlockFitter:
+    """A walk of two streams through the model, on which every block is fitted."""
+
+    inputs: FitInputs
+    plan: Plan
+    data: CalibrationData  # batches held out are only measured on
+    _: KW_ONLY
+    dense_source: SourceModel
+    """The dense model with all its blocks, where `inputs.source` lacks some. Its states are the
+    targets, so that the blocks that stay make up for those that are gone."""
+    tables: Mapping[str, StructuredEmbedding]
+    """Rewritten word embeddings by module path, fitted before."""
+    sampler: OutputSampler | None = None
+    """Compares what the model puts out before and after, on the batches held out."""
+
+    def __post_init__(self) -> None:
+        self.comparison = OutputComparison(self.sampler) if self.sampler else None
+        """Outputs of the model before and after, where a sampler tells what counts."""
+        source, head = self.inputs.source, self.sampler is not None
+        self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
+        self.unreached = set(self._blocks)  # blocks that the data has not come to
+        names = [block.name for block in roles_of(self.dense_source).blocks]
+        self._model = PartialModel(self.dense_source, names, self.inputs.device, head=head)
+        for path, table in self.tables.items():
+            for name in (path, *tied_to(self.dense_source, path)):
+                module = self._model.model.get_submodule(name)
+                if isinstance(module, nn.Embedding):  # the output head is never reached
+                    branch = Branch(module, TiedTable(table, module))
+                    set_module(self._model.model, name, branch)
+        judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
+        batches = [
+            (self.sampler.with_variants(batch), True)
+            if self.sampler is not None and index in judged
+            else (batch, False)
+            for index, batch in enumerate(self.data.batches)
+        ]
+        dense = [self._model.stream(batch, keep=keep) for batch, keep in batches]
+        new = [self._model.stream(batch, rewritten=True, keep=keep) for batch, keep in batches]
+        self._streams = StreamPairs(self.data, dense, new)
+
+    def run(
+        self, done: Callable[[str], BlockResult | None], progress: Callable[[str], None]
+    ) -> Iterator[BlockResult]:
+        """Fit all blocks in the order in which the model runs them.
+
+        Of a block that an interrupted run finished, `done` returns the stored result.
+        """
+        rewriter = BlockRewriter(self.inputs, self._streams, self.plan.layers, self.plan.attention)
+        streams, unreached = [*self._streams.dense, *self._streams.new], self.unreached
+        with self._model.paused(streams):
+            while (unreached or self.sampler) and (name := common_block(streams)):
+                block = self._blocks.get(name)
+                if block is not None and name not in unreached:
+                    raise _runs_twice(name)
+                unreached.discard(name)
+                with self._model.loaded(name) as dense:
+                    readings = dense_readings(block, dense, self._model.forwards[name])
+                    if block is None:  # only the dense model has it
+                        self._advance(readings, self._model.forwards[name], None)
+                        continue
+                    stored = done(block.name)
+                    rewritten = rewriter.rewrite(block, dense, readings, stored, progress)
+                    if not unreached and self.sampler is None:  # the output head was never loaded
+                        self._check_end(readings)
+                    else:
+                        self._advance(readings, rewritten.new.forward, rewritten.routing)
+                if stored is None:
+                    yield rewritten.result
+
+    def _check_end(self, readings: Readings) -> None:
+        """Make sure that no block follows the last one, such as one that runs again."""
+        stream = self._streams.dense[0]
+        answer = readings.answer(stream)
+        try:
+            stream.answer(answer)
+        except Exception:  # the output head, which holds no weights: the end was reached
+            return
+        if stream.call is not None and stream.call.block in self._blocks:
+            raise _runs_twice(stream.call.block)
+
+    def _advance(
+        self, readings: Readings, new: Callable[..., Any], routing: Routing | None
+    ) -> None:
+        """Answer all streams; without routing it is a block that only the dense ones run."""
+        for index, dense_stream, new_stream in self._streams:
+            if routing is not None:
+                routing.current = index
+            dense_stream.answer(readings.answer(dense_stream))
+            call, answer = new_stream.waiting, self._model.answer_of(new_stream, new)
+            new_stream.answer(handed_on(call, answer) if routing is None else answer)
+            if self.comparison is not None and dense_stream.output is not None:
+                origin = self.data.origins.get(index, self.data.name)
+                self.comparison.add(
+                    origin, dense_stream.output, new_stream.output, dense_stream.batch
+                )
+                dense_stream.output = new_stream.output = None  # at once: logits are large
+
+
+def _runs_twice(block: str) -> DataError:
+    return DataError(
+        f"block `{block}` runs more than once in a forward pass",
+        "convert this model without data: `--calib none`",
+    )

@@ -25,7 +25,7 @@ from tcompress.blockwise.streams import (
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
 from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
-from tcompress.fitting.embeddings import dense_matrix
+from tcompress.fitting.embeddings import read_table
 from tcompress.fitting.first_values import adapt, start_layer
 from tcompress.fitting.layer_fits import (
     NO_FACTORS,
@@ -80,6 +80,14 @@ class FitInputs:
     factors: SharedFactors = field(default_factory=lambda: NO_FACTORS)
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     is_unfitted: Callable[[LayerPlan], bool] = lambda _: False
+
+
+def dense_matrix(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
+    """Read the dense weight of a planned layer, or table.  # ([experts,] out, in)."""
+    if entry.kind == "embedding":
+        return read_table(source, entry, device)
+    name = path_of(source, entry)
+    return entry.matrix(read_finite(source.store, source.keymap, name, device))
 
 
 def fit_group(
@@ -435,12 +443,12 @@ class BlockRewriter:
             return activated(experts, linear(tokens, weight[expert], shift))
 
         sums = [SplitSums() for _ in up]
-        for index, *streams in self.streams:
-            routed, rerouted = rewritten.inputs(relative, *streams, routed_arguments)
+        for index, dense, other in self.streams:
+            routed, rerouted = rewritten.inputs(relative, dense, other, routed_arguments)
             if routed is None or rerouted is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
             hidden, chosen, weights = routed
-            _, mask = token_rows(hidden, streams[0].batch, rewritten.block.name, entry.role)
+            _, mask = token_rows(hidden, dense.batch, rewritten.block.name, entry.role)
             # A weight of zero means that a token skips its expert, as in some families.
             alike = weights.shape == chosen.shape
             counts = weights != 0 if alike else torch.ones_like(chosen).bool()

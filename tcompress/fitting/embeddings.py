@@ -73,14 +73,6 @@ def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> T
     return weight
 
 
-def dense_matrix(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
-    """Read the dense weight of a planned layer, or table.  # ([experts,] out, in)."""
-    if entry.kind == "embedding":
-        return read_table(source, entry, device)
-    name = path_of(source, entry)
-    return entry.matrix(read_finite(source.store, source.keymap, name, device))
-
-
 def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
     """Count how often each word occurs in calibration data, padding left out.  # (words,)."""
     counts = torch.zeros(words, dtype=torch.float64)

@@ -46,10 +46,17 @@ class FitWorkplace(Workplace):
     """
 
     def __init__(
-        self, output: Path, identity: str, device: torch.device, *, force: bool = False
+        self,
+        output: Path,
+        identity: str,
+        device: torch.device,
+        *,
+        force: bool = False,
+        measured: Path | None = None,
     ) -> None:
         super().__init__(output, identity, force=force)
         self._device = device
+        self._measured = measured or self.folder  # where moments are
         self._blocks = self.folder / "blocks"
         self._blocks.mkdir(exist_ok=True)
 
@@ -93,13 +100,13 @@ class FitWorkplace(Workplace):
         Moments of `inputs`, or of output gradients (`curvature`); what `tokens` are worth, by
         name and batch; the order of `channels`.
         """
-        (self.folder / kind).mkdir(exist_ok=True)
+        (self._measured / kind).mkdir(exist_ok=True)
         tensors = {name: _narrowed(item) for name, item in moments.items()}
-        save_tensors(tensors, self.folder / kind / f"{block}.safetensors")
+        save_tensors(tensors, self._measured / kind / f"{block}.safetensors")
 
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
         """Read them back, onto the device; none where they were not measured."""
-        return read_tensors(self.folder / kind / f"{block}.safetensors", self._device) or {}
+        return read_tensors(self._measured / kind / f"{block}.safetensors", self._device) or {}
 
     def copy_moments(self, folder: Path) -> None:
         """Copy all that was measured, and nothing that was fitted."""
@@ -161,9 +168,13 @@ class FitWorkplace(Workplace):
         """Read it back, if the trial was finished."""
         return read_record(self.folder / "change", lambda text: Distance(*json.loads(text)))
 
-    def trial(self, name: str) -> FitWorkplace:
-        """Open the folder of another conversion that is tried out."""
-        return FitWorkplace(self.folder / TRIALS / name, "", self._device)
+    def trial(self, name: str, *, measures: bool = True) -> FitWorkplace:
+        """Open the folder of another conversion that is tried out.
+
+        It has moments of its own where it `measures`, else those of this one.
+        """
+        measured = None if measures else self._measured
+        return FitWorkplace(self.folder / TRIALS / name, "", self._device, measured=measured)
 
     def adopt(self, name: str) -> None:
         """Adopt what a trial has measured and fitted; the choice must be on disk by then."""

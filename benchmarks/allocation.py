@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tt": {"name": "tt"},
     "lprod fitted p=4": {"name": "lprod", "p": 4},
     "lprod p=8 + low rank": {"name": "lprod", "p": 8},
-    "tucker": {"name": "tucker"},
+    "tucker": {"name": "tucker", "share": "none"},
     "tucker heads": {"name": "tucker", "share": "heads"},
     "tucker layers": {"name": "tucker", "share": "layers"},
     "tucker model": {"name": "tucker", "share": "model"},

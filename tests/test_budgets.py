@@ -34,8 +34,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "tt": {"name": "tt"},
     "tt-4": {"name": "tt", "order": 4},
     "lprod": {"name": "lprod", "p": 16, "transform": "dct"},
-    "tucker": {"name": "tucker"},
-    "bank": {"name": "tucker", "share": "layers"},
+    "tucker": {"name": "tucker", "share": "none"},
+    "bank": {"name": "tucker"},
     "auto": {"name": "auto"},
 }
 NONE = {"calibration": {"source": "none"}}

@@ -172,8 +172,7 @@ def short_name(convert: Convert) -> str:
     method, words = convert.method, _attention_words(convert)
     if method is not None:
         words.append(str(method.name))
-        if method.shares_factors:
-            words.append(method.share)
+        words += filter(None, [getattr(method, "share", None)])
         for field, letter in _LETTERS.items():
             if (value := getattr(method, field, None)) is not None:
                 words.append(letter + _joined(value))

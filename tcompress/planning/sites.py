@@ -48,7 +48,10 @@ def offered_by(
 
 def alone_of(spec: AutoSpec, target: float, *, timed: bool = False) -> dict[str, tuple[Spec, ...]]:
     """List methods to try alone beside `auto`: those on offer."""
-    return {name: options.alone(target) for name, options in _specs(_offer(spec, timed)).items()}
+    return {
+        name: options.offered(target) if options.shares_factors else options.alone(target)
+        for name, options in _specs(_offer(spec, timed)).items()
+    }
 
 
 def _offer(spec: AutoSpec, timed: bool) -> tuple[str, ...]:

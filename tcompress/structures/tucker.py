@@ -1,10 +1,12 @@
-"""Tucker form: U G V^T, for one weight or over factors that many weights share (``tucker``).
+"""Tucker form over factors that many weights share (``tucker``).
 
-Alone, a weight is U G V^T: what `lowrank` computes, by the same truncated SVD, with r^2 parameters
-more. The form is there for what weights share: they are cut into blocks of one shape, and every
-block is U (sum_k a_k C_k) V^T. *Shared factors* U, V and cores C_k serve all blocks, and a
-layer's own are its mixing weights a_k. They serve one attention (`heads`), all weights of a role
-(`layers`), or a whole stack of blocks (`model`).
+Weights are cut into blocks of one shape, and every block is U (sum_k a_k C_k) V^T. *Shared factors*
+U, V and cores C_k serve all blocks, and a layer's own are its mixing weights a_k. They serve all
+weights of a role (`layers`, the default), one attention (`heads`), or a whole stack of blocks
+(`model`).
+
+A weight that has none to share with, such as a table of words, is U G V^T: what `lowrank` computes,
+by the same truncated SVD, with r^2 parameters more.
 """
 
 from __future__ import annotations
@@ -50,10 +52,10 @@ class TuckerSpec(Spec):
     """Options of `tucker`."""
 
     name: Literal["tucker"] = "tucker"
-    share: Share = option(
-        "none",
-        "what shares factors and cores; nothing (`svd` then needs fewer parameters), the `heads` "
-        "of an attention, the `layers` of a role, or the blocks of the whole `model`",
+    share: Share | None = option(
+        None,
+        "what shares factors and cores: the `layers` of a role (default), the `heads` of an "
+        "attention, or the blocks of the whole `model`; `none` is `svd` with more parameters",
     )
     rank: PositiveInt | Edges | None = option(
         None, "columns of the factors U and V; one number, or two if shared", metavar="N|N,N"
@@ -74,6 +76,15 @@ class TuckerSpec(Spec):
     @property
     def shares_factors(self) -> bool:
         return self.share != "none"
+
+    @property
+    def sharing(self) -> Share:
+        """What shares factors."""
+        return self.share or "layers"
+
+    def offered(self, target: float) -> tuple[TuckerSpec, ...]:
+        """`auto` sizes layers one by one: there they share nothing."""
+        return (self.model_copy(update={"share": "none"}),)
 
     def clipped(self, layout: Any) -> str | None:
         cores = None if layout.bank is None else clip_note(self.cores, (layout.cores,))
@@ -115,24 +126,23 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
     name = "tucker"
     summary = (
-        "small cores between factors that heads, layers or the model share; without `share` an SVD "
-        "with rank^2 parameters more than `svd`"
+        "small cores between factors that the layers of a role, heads or the whole model share"
     )
     reference = "Tucker 1966; De Lathauwer et al. 2000; Wang et al. 2020, arXiv:2004.12104"
     spec = TuckerSpec
     layout_type = TuckerLayout
 
     def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
-        block, turned = _cut(spec.share, site)
-        blocks = sum(_blocks(spec.share, other) for other in site.sharing_sites)
+        block, turned = _cut(spec.sharing, site)
+        blocks = sum(_blocks(spec.sharing, other) for other in site.sharing_sites)
         if block is None or blocks < 2:
             return _alone(spec, site, budget)
         sizes = (blocks, *block)
         if budget is not None:  # each pays in proportion to its size
             budget = budget * blocks * prod(block) // (site.in_features * site.out_features)
         cores, *ranks = linalg.clip_shared_ranks(*sizes, _shared_ranks(spec, sizes, budget))
-        name = site.role if spec.share == "layers" else spec.share
-        shared = {"share": spec.share, "bank": name, "cores": cores}
+        name = site.role if spec.sharing == "layers" else spec.sharing
+        shared = {"share": spec.sharing, "bank": name, "cores": cores}
         cut = {"block": block, "blocks": blocks, "turned": turned}
         return TuckerLayout(**site.widths, ranks=tuple(ranks), **shared, **cut)
 
@@ -206,13 +216,13 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
-        block, _ = _cut(spec.share, site)
+        block, _ = _cut(spec.sharing, site)
         if block is None:
             return None
-        if spec.share == "heads":
+        if spec.sharing == "heads":
             return site.block, site.role.startswith("cross_"), block
         stack = re.sub(r"\.\d+", "", site.block)
-        return stack, site.role if spec.share == "layers" else None, block
+        return stack, site.role if spec.sharing == "layers" else None, block
 
     def shared(self, layout: TuckerLayout) -> Shared | None:
         if layout.bank is None:
@@ -255,14 +265,15 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
 
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
-    """A weight that shares nothing; shared factors have ranks for their own shape only."""
-    rank = spec.rank if isinstance(spec.rank, int) and not spec.shares_factors else None
+    """A weight that shares nothing; ranks of factors that were asked for are for their shape."""
+    asked = spec.share not in (None, "none") or isinstance(spec.rank, tuple)
+    rank = spec.rank if isinstance(spec.rank, int) and not asked else None
     if rank is None and budget is not None:
         rank = linalg.largest_rank(site.in_features + site.out_features, budget)
     if rank is None:
-        alone = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
+        alone = f"`share: {spec.sharing}` has no factors for it, and no `target` gives it a rank"
         usual = "no rank is given: set `rank` or `target`"
-        raise Refusal(alone if spec.shares_factors else usual)
+        raise Refusal(alone if asked else usual)
     if rank < 1:
         raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
     rank = min(rank, *site.widths.values())

@@ -60,7 +60,6 @@ from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.planning.costs import Choice, plan_terms
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.sites import structure_of
 from tcompress.roles.find import find_roles
 from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
@@ -180,7 +179,6 @@ def watched(network: nn.Module, names: dict[str, str]) -> Iterator[dict[str, Ten
 def structured(case: Case, method: dict[str, Any], target: float | None, calibrated: bool) -> Any:
     """Fits a layer of ours, on moments or on the weight alone."""
     spec = Convert.model_validate({"method": method}).method
-    spec = structure_of(spec).settle(spec, calibrated=calibrated)
     site = Site(case.linear.in_features, case.linear.out_features, case.side)
     terms = plan_terms(Choice(spec, target=target), site, 1, calibrated=calibrated)
     part = PartLayout(name="weight", terms=terms)

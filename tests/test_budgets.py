@@ -35,7 +35,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tt-4": {"name": "tt", "order": 4},
     "lprod": {"name": "lprod", "p": 16, "transform": "dct"},
     "tucker": {"name": "tucker", "share": "none"},
-    "bank": {"name": "tucker"},
+    "bank": {"name": "tucker", "share": "layers"},
     "auto": {"name": "auto"},
 }
 NONE = {"calibration": {"source": "none"}}

@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lprod fitted p=4": {"name": "lprod", "p": 4},
     "lprod p=8 + low rank": {"name": "lprod", "p": 8},
     "tucker": {"name": "tucker", "share": "none"},
+    "tucker inputs": {"name": "tucker", "share": "inputs"},
     "tucker heads": {"name": "tucker", "share": "heads"},
     "tucker layers": {"name": "tucker", "share": "layers"},
     "tucker model": {"name": "tucker", "share": "model"},

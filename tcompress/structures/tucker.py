@@ -54,11 +54,11 @@ class TuckerSpec(Spec):
     """Options of `tucker`."""
 
     name: Literal["tucker"] = "tucker"
-    share: Share | None = option(
-        None,
-        "what shares factors: layers that read one input its factor (`inputs`, the default), or "
-        "`heads` of an attention, `layers` of a role or blocks of the whole `model` all factors "
-        "and cores; `none` is `svd` with more parameters",
+    share: Share = option(
+        "inputs",
+        "what shares factors: layers that read one input the factor of their `inputs`, or the "
+        "`heads` of an attention, the `layers` of a role or the blocks of the whole `model` all "
+        "factors and cores; `none` is `svd` with more parameters",
     )
     rank: PositiveInt | Edges | None = option(
         None, "columns of the factors U and V; one number, or two with cores", metavar="N|N,N"
@@ -81,14 +81,9 @@ class TuckerSpec(Spec):
         return self.share != "none"
 
     @property
-    def sharing(self) -> Share:
-        """What shares factors."""
-        return self.share or "inputs"
-
-    @property
     def mixes_cores(self) -> bool:
-        """Whether weights are mixtures of shared cores."""
-        return self.sharing not in ("none", "inputs")
+        """True where weights are mixtures of shared cores."""
+        return self.share not in ("none", "inputs")
 
     def offered(self, target: float) -> tuple[TuckerSpec, ...]:
         """`auto` sizes layers one by one: there they share nothing."""
@@ -104,7 +99,7 @@ class TuckerSpec(Spec):
             raise ValueError("`cores` are shared: choose `share` heads, layers or model")
         if not self.mixes_cores and isinstance(self.rank, tuple):
             raise ValueError(
-                f"with `share: {self.sharing}` both factors have one rank: give one number"
+                f"with `share: {self.share}` both factors have one rank: give one number"
             )
         return self
 
@@ -123,7 +118,7 @@ class TuckerLayout(Layout):
 
     @property
     def plain(self) -> bool:
-        """Whether the weight is U V^T, without a core."""
+        """True where the weight is U V^T, without a core."""
         return self.share == "inputs"
 
     @property
@@ -149,18 +144,18 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     layout_type = TuckerLayout
 
     def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
-        if spec.sharing == "inputs":
+        if spec.share == "inputs":
             return _with_shared_input(spec, site, budget)
-        block, turned = _cut(spec.sharing, site)
-        blocks = sum(_blocks(spec.sharing, other) for other in site.sharing_sites)
+        block, turned = _cut(spec.share, site)
+        blocks = sum(_blocks(spec.share, other) for other in site.sharing_sites)
         if block is None or blocks < 2:
             return _alone(spec, site, budget)
         sizes = (blocks, *block)
         if budget is not None:  # each pays in proportion to its size
             budget = budget * blocks * prod(block) // (site.in_features * site.out_features)
         cores, *ranks = linalg.clip_shared_ranks(*sizes, _shared_ranks(spec, sizes, budget))
-        name = site.role if spec.sharing == "layers" else spec.sharing
-        shared = {"share": spec.sharing, "bank": name, "cores": cores}
+        name = site.role if spec.share == "layers" else spec.share
+        shared = {"share": spec.share, "bank": name, "cores": cores}
         cut = {"block": block, "blocks": blocks, "turned": turned}
         return TuckerLayout(**site.widths, ranks=tuple(ranks), **shared, **cut)
 
@@ -248,15 +243,15 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
-        if spec.sharing == "inputs":
+        if spec.share == "inputs":
             return (site.block, site.reads) if site.reads else None
-        block, _ = _cut(spec.sharing, site)
+        block, _ = _cut(spec.share, site)
         if block is None:
             return None
-        if spec.sharing == "heads":
+        if spec.share == "heads":
             return site.block, site.role.startswith("cross_"), block
         stack = re.sub(r"\.\d+", "", site.block)
-        return stack, site.role if spec.sharing == "layers" else None, block
+        return stack, site.role if spec.share == "layers" else None, block
 
     def shared(self, layout: TuckerLayout) -> Shared | None:
         if layout.bank is None:
@@ -334,7 +329,7 @@ def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     if rank is None and budget is not None:
         rank = linalg.largest_rank(site.in_features + site.out_features, budget)
     if rank is None:
-        alone = f"`share: {spec.sharing}` has no factors for it, and no `target` gives it a rank"
+        alone = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
         usual = "no rank is given: set `rank` or `target`"
         raise Refusal(alone if spec.shares_factors else usual)
     if rank < 1:

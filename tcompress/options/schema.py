@@ -172,7 +172,7 @@ def short_name(convert: Convert) -> str:
     method, words = convert.method, _attention_words(convert)
     if method is not None:
         words.append(str(method.name))
-        if method.shares_factors:
+        if method.shares_factors and method.share != "inputs":
             words.append(method.share)
         for field, letter in _LETTERS.items():
             if (value := getattr(method, field, None)) is not None:

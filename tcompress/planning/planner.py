@@ -287,7 +287,13 @@ def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
 def site_of(block: Block, layer: Layer, part: Part) -> Site:
     """Describe where a part of a layer sits."""
     return Site(
-        layer.in_features, part.size, layer.side, role=part.name, block=block.name, head=layer.head
+        layer.in_features,
+        part.size,
+        layer.side,
+        role=part.name,
+        block=block.name,
+        head=layer.head,
+        reads=layer.group,
     )
 
 

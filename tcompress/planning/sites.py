@@ -48,7 +48,8 @@ def offered_by(
     offered: dict[str, tuple[Spec, ...]] = {}
     for name in spec.offer or [item.spec.names()[0] for item in usual]:
         options = next(i.spec(name=name) for i in structures() if name in i.spec.names())
-        offered[name] = options.alone(target) if alone else options.offered(target)
+        by_itself = alone and not options.shares_factors  # budgets of `auto` are of single layers
+        offered[name] = options.alone(target) if by_itself else options.offered(target)
     return offered
 
 

@@ -306,6 +306,8 @@ def describe_layout(layout: Layout | Stored) -> str:
         shown = f"r={left}" if left == right else f"r={left},{right}"
         if options.get("bank") is None:
             return f"tucker {shown}"
+        if options["share"] == "inputs":  # such as `tucker inputs r=72`
+            return f"tucker inputs {shown}"
         rows, columns = options.get("block", (1, 1))
         return f"tucker {options['share']} {options.get('cores', 1)} of {rows}x{columns} {shown}"
     left_out = ("structure", "in_features", "out_features")

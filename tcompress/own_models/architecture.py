@@ -211,7 +211,8 @@ def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[st
     names = ("pad_token_id", "eos_token_id", "bos_token_id")
     usual = {getattr(config, name, None): name for name in reversed(names)}
     start = usual.get(getattr(config, "decoder_start_token_id", None), "pad_token_id")
-    ends["decoder_start_token_id"] = {**ends, **said}.get(start)
-    if getattr(config, "forced_eos_token_id", None) is not None and "eos_token_id" in ends:
-        ends["forced_eos_token_id"] = ends["eos_token_id"]
+    numbers = {**ends, **said}
+    ends["decoder_start_token_id"] = numbers.get(start)
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        ends["forced_eos_token_id"] = numbers.get("eos_token_id")
     return ends

@@ -37,7 +37,7 @@ from tcompress.structures.base import (
     structure,
     transform_shapes,
 )
-from tcompress.structures.costs import FitCost, fit_cost, svd_flops
+from tcompress.structures.flops import FitCost, fit_cost, svd_flops
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""

@@ -18,7 +18,14 @@ from tcompress.data.inputs import IGNORED, longest_text
 from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.evaluation.language_modeling import Compared
 from tcompress.evaluation.statistics import Array, ratio
-from tcompress.evaluation.task_base import Measured, Prepared, Row, Runner, Task, checked
+from tcompress.evaluation.task_base import (
+    EvaluationTask,
+    Measured,
+    Prepared,
+    Row,
+    Runner,
+    checked,
+)
 from tcompress.models import SourceModel
 
 _SPARE = 8  # tokens that may be generated beyond the longest target: texts that go on are wrong
@@ -74,7 +81,7 @@ class Generating:
         return [token for token in tokens if token not in self.ignored]
 
 
-class Seq2Seq(Task):
+class Seq2Seq(EvaluationTask):
     """Tokens of a target that are guessed right from those before, and whole targets."""
 
     name = "seq2seq"

@@ -14,7 +14,7 @@ from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.limits import Budget
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
-from tcompress.structures.costs import lookup_macs, macs_of
+from tcompress.structures.flops import lookup_macs, macs_of
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import (
     Channels,

@@ -35,7 +35,7 @@ from tcompress.reporting.tree import (
 )
 from tcompress.roles import Block, Roles
 from tcompress.roles.find import attentions_of, find_roles
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 
 LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen
 
@@ -88,7 +88,7 @@ def report_of(
 
 
 def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]:
-    """What a dense model does not have; of what a manifest says, only part is known without."""
+    """Facts that a dense model does not have; without a manifest only some of them."""
     layers = _layers(artifact, now, length)
     facts: dict[str, Any] = {"layers": layers, "attention": artifact.attention}
     facts |= {"errors": mean_errors(layers), "storage": artifact.storage}
@@ -100,7 +100,7 @@ def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]
 
 
 def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) -> dict[str, Any]:
-    """What is known of a plain model with narrower layers."""
+    """Facts about a plain model with narrower layers."""
     plan, found = manifest.plan, []
     for entry in plan.layers:
         runs = experts_per_token(now.model.config, entry.experts)
@@ -148,7 +148,7 @@ def layer_report(
 
 
 def _recorded(manifest: Manifest | None) -> dict[str, Any]:
-    """What the manifest says of the model's life; converted and dense ones alike."""
+    """Records of the manifest, of converted and dense models: training, metrics, times, files."""
     if manifest is None:
         return {"created": None}
     return {
@@ -457,7 +457,7 @@ def reports_of(
 
 
 def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
-    """Gives dense models the numbers that other models were compared with, and these its files.
+    """Add to dense models the numbers that other models were compared with, and to these its files.
 
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.

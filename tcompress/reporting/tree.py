@@ -123,7 +123,7 @@ class ModelReport(_Node):
 
     @property
     def is_smaller(self) -> bool:
-        """Whether it was converted, and is no dense model."""
+        """True for a converted model, False for a dense one."""
         done = self.layers or self.attention or self.depth or self.vocabulary
         return bool(done) or self.storage is not None
 

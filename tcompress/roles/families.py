@@ -82,7 +82,7 @@ class Layer:
 
     @property
     def routed(self) -> bool:
-        """Whether these are experts of whose routing is known what calibration needs."""
+        """True for experts of whose routing is known what calibration needs."""
         return self.role in ("experts_gate_up", "experts_down")
 
     @property
@@ -113,7 +113,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class BaseAttention:
-    """What a self-attention does, whichever model it is part of."""
+    """Heads, mask and positions of a self-attention, whichever model it is part of."""
 
     heads: int  # of queries
     key_heads: int  # of keys and values; a divisor of `heads`
@@ -140,7 +140,7 @@ class Attention(BaseAttention):
 
 @dataclass(frozen=True)
 class Roles:
-    """What can be compressed in a model."""
+    """Layers of a model that can be compressed, by role."""
 
     family: str  # the model type in the model's config, or its class name where there is none
     blocks: tuple[Block, ...]  # transformer blocks in the order in which the model lists them

@@ -1,7 +1,7 @@
 """What a model takes that has to be measured, and plans that take no more than is allowed.
 
 To add a resource: a subclass of `Resource`, and a field of `Convert` with
-`limits=Limit("resource", unit)`; `tests/test_resource_contract.py` tries it.
+`limits=Limit("resource", unit)`; `tests/search/test_resource_contract.py` tries it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from tcompress.structures.base import (
     shared_of,
     transform_shapes,
 )
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tests.support.structure_cases import (
     CASES,

@@ -28,7 +28,7 @@ class CostsOther(ABC):
 
     @abstractmethod
     def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
-        """What `fit` takes."""
+        """Cost of `fit`."""
 
 
 def svd_flops(rows: int, columns: int) -> float:
@@ -38,7 +38,7 @@ def svd_flops(rows: int, columns: int) -> float:
 
 
 def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
-    """What the fit of a term takes."""
+    """Cost of the fit of a term."""
     kind = structure(layout.structure)
     if isinstance(kind, CostsOther):
         return kind.fit_cost(layout, calibrated=calibrated)

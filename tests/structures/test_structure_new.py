@@ -70,7 +70,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_contract_holds(tree: Path) -> None:
-    contract = "tests/test_structure_contract.py"
+    contract = "tests/structures/test_structure_contract.py"
     out = in_tree(tree, "-m", "pytest", "-q", "-p", "no:cacheprovider", contract, "-k",
                   "blockdiag or registered")  # fmt: skip
     assert re.search(r"\n\d{2,} passed", out), out

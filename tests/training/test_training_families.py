@@ -165,7 +165,7 @@ def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
     environment = {
         **own,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
         "GLOO_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": "",  # without a GPU `--device auto` is a CPU
     }

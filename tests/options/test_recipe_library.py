@@ -25,7 +25,7 @@ from tcompress.options.words import describe
 from tests.support.cli import run
 from tests.support.tiny import build
 
-FOLDER = Path(__file__).parents[1] / "recipes"
+FOLDER = Path(__file__).parents[2] / "recipes"
 FILES = sorted(FOLDER.rglob("*.yaml"))
 
 

@@ -32,7 +32,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.structures import Site, structure
 from tcompress.structures.base import LooksUp
-from tcompress.structures.costs import lookup_macs
+from tcompress.structures.flops import lookup_macs
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tcompress.structures.modules.linear import PartLayout
 from tests.support.cli import run

@@ -4,7 +4,9 @@ from itertools import pairwise
 
 import pytest
 
+from tcompress.artifact.manifest import Speed
 from tcompress.compression.effort import Effort, Needs
+from tcompress.compression.working import _agree, _fastest
 
 NEEDS = Needs(least=1.2, full=4.0)
 
@@ -38,3 +40,16 @@ def test_the_least_is_said_without_false_precision(least: float, words: str) -> 
     said = Needs(least, 2 * least).too_short(0.2)
     assert said is not None
     assert f"at least about {words} on this machine" in said
+
+
+def test_timings_join_to_the_fastest_of_both_models() -> None:
+    def timed(own: float, dense: float) -> Speed:
+        numbers = {"milliseconds": own, "baseline_milliseconds": dense, "ratio": dense / own}
+        where = {"batch": 1, "length": 1, "mode": "onnx-int8", "baseline": "dense"}
+        return Speed(**where, **numbers, tokens_per_second=1.0, protocol={})
+
+    slow_dense = [timed(20.0, 150.0), timed(21.0, 100.0)]
+    assert _fastest(slow_dense).ratio == 5.0
+    assert not _agree(slow_dense, surely=True)  # too few, and the dense ones differ
+    assert not _agree([*slow_dense, timed(20.0, 120.0)], surely=True)
+    assert _agree([*slow_dense, timed(20.0, 104.0)], surely=True)

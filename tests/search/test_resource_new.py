@@ -13,7 +13,7 @@ from tests.support.copied_tree import copied, example, in_tree
 FILES = (
     "tcompress/options/convert_options.py",
     "tcompress/search/resources.py",
-    "tests/test_resource_contract.py",
+    "tests/search/test_resource_contract.py",
 )
 COMMANDS = """
 import json
@@ -55,7 +55,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_contract_holds(tree: Path) -> None:
-    contract = "tests/test_resource_contract.py"
+    contract = "tests/search/test_resource_contract.py"
     options = ("-q", "-p", "no:cacheprovider", "-m", "grid or not grid")
     out = in_tree(tree, "-m", "pytest", *options, contract, "-k", "joules or every_option")
     assert re.search(r"\n4 passed", out), out

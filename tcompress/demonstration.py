@@ -80,7 +80,7 @@ COMPRESS: Compress | None = Compress(
 
 
 class DemoRow(BaseModel, frozen=True):
-    """What came of one model."""
+    """Size, speed and quality of one model."""
 
     label: str
     healed: bool = False
@@ -114,7 +114,7 @@ class DemoData(NamedTuple):
 
 @contextmanager
 def shipped_data() -> Iterator[DemoData]:
-    """Gives the model and the stories of the package."""
+    """Unpack the model and the stories of the package while they are used."""
     with as_file(files("tcompress").joinpath("assets", "demo")) as folder:
         stories = (folder / "heldout.txt").read_text(encoding="utf-8").splitlines()
         yield DemoData(folder / "model", tuple(story for story in stories if story.strip()))
@@ -215,7 +215,7 @@ def _language_model(folder: Path) -> Any:
 
 
 def written_stories(folder: Path, tokenizer: Any, count: int) -> list[str]:
-    """Lets a language model write texts."""
+    """Generate texts with a language model."""
     return written_texts(_language_model(folder), tokenizer, count, _STORY_TOKENS + 1)
 
 

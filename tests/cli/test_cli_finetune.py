@@ -235,7 +235,7 @@ def test_ctrl_c_keeps_the_training(tmp_path: Path) -> None:
     output = tmp_path / "out"
     command = f"finetune bert-small --data texts.txt --device cpu -o {output}"
     options = "--steps 5000 --checkpoint-every 3 --evaluate-every 5000"
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
         [sys.executable, "-m", "tcompress", *command.split(), *options.split()],
         env={**os.environ, **own}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

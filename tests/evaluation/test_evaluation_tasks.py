@@ -16,7 +16,7 @@ from transformers import AutoImageProcessor
 from tcompress.data.examples import Examples, load_examples
 from tcompress.errors import DataError
 from tcompress.evaluation.measuring import TASKS
-from tcompress.evaluation.task_base import Task
+from tcompress.evaluation.task_base import EvaluationTask
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.options import Evaluate
@@ -59,12 +59,12 @@ def logits_of(model: Any, tokenizer: Any, *texts: str) -> torch.Tensor:
     return found
 
 
-def numbers(prepared: Task, model: Any, batch_size: int = 4) -> dict[str, float]:
+def numbers(prepared: EvaluationTask, model: Any, batch_size: int = 4) -> dict[str, float]:
     measured = prepared.measure(model, batch_size, lambda amount: None)
     return {item.name: item.value() for item in measured.statistics}
 
 
-def same_at_all_batch_sizes(prepared: Task, model: Any) -> dict[str, float]:
+def same_at_all_batch_sizes(prepared: EvaluationTask, model: Any) -> dict[str, float]:
     """Numbers that batches of 1 and of 7 agree on."""
     alone, together = (numbers(prepared, model, batch_size=size) for size in (1, 7))
     assert together == pytest.approx(alone, abs=1e-5)

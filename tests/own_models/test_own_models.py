@@ -259,7 +259,7 @@ def test_auto_classes_know_the_hosts_whatever_is_imported_first(first: str, tmp_
         [sys.executable, "-c", code, *folders],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     assert not done.returncode, done.stderr
 

@@ -65,7 +65,7 @@ def test_without_tcompress_loading_fails(models: Models) -> None:
         [sys.executable, "-c", TRY, *map(str, folders)],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     lines = ran.stdout.splitlines()
     assert ran.returncode == 0, ran.stderr

@@ -17,7 +17,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.reporting.formatting import describe_layout
 from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Layout, Site, Target, structure
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 from tcompress.structures.tt import TTLayout, TTSpec
 from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn, target_of

@@ -16,7 +16,7 @@ from tcompress.api import evaluate
 from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.scores import Threshold
-from tcompress.evaluation.task_base import Task
+from tcompress.evaluation.task_base import EvaluationTask
 from tests.support.cli import run
 from tests.support.converted import converted
 from tests.support.evaluation import (
@@ -184,7 +184,7 @@ def test_the_model_is_named_in_errors(place: Path) -> None:
 
 
 def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Task, "measure", Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(EvaluationTask, "measure", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(InputError) as failure:
         sts("bert", batch_size=8)
     assert failure.value.message == "`bert`: memory of cpu is too small for batches of 8"

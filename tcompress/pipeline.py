@@ -23,12 +23,12 @@ from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Evaluate, Recipe
-from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.options.schema import converted_beside, data_of
+from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
+from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.page import write_html
-from tcompress.reporting.seeds import seed_groups
 from tcompress.reporting.tree import ModelReport
 from tcompress.search.shared_statistics import Statistics
 from tcompress.training.finetuning import finetune
@@ -106,7 +106,7 @@ def run_recipe(
 
 @dataclass(frozen=True)
 class Repeated:
-    """What a recipe has produced with several seeds."""
+    """Results of a recipe with several seeds."""
 
     outcomes: tuple[Outcome, ...]  # in the order of the seeds
     page: Path | None = None  # the HTML report, if one was asked for
@@ -135,7 +135,7 @@ class Repeated:
 def run_seeds(
     recipe: Recipe, source: SourceModel, output: Path, count: int, **options: Any
 ) -> Repeated:
-    """Does everything that a recipe says with each of so many seeds, one after another.
+    """Do everything that a recipe says with each of so many seeds, one after another.
 
     Each seed has folders of its own, named after it, so that run again only what is missing is
     done. `options` are those of `run_recipe`. The page shows the finished models of all seeds.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 

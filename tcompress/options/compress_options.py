@@ -79,8 +79,8 @@ class Compress(Section):
             raise ValueError("`task` and `test_data` go together: give both, or none")
         if self.task == "seq2seq":
             raise ValueError(
-                "`compress` writes ONNX files and measures them, and the task `seq2seq` is measured "
-                "in PyTorch alone: convert, heal and evaluate one after another"
+                "`compress` measures ONNX files too, and the task `seq2seq` is measured in PyTorch "
+                "alone: convert, heal and evaluate one after another"
             )
         if self.vocab == "data" and not self.data:
             raise ValueError("`vocab: data` keeps what your data needs: give `data`")

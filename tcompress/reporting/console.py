@@ -14,7 +14,7 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
-from tcompress.reporting.seeds import SeedGroup, seed_groups
+from tcompress.reporting.over_seeds import SeedGroup, seed_groups
 from tcompress.reporting.table_rows import (
     Row,
     amount,
@@ -102,7 +102,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
 
 
 def seeds_table(group: SeedGroup) -> RenderableType:
-    """Renders the numbers of models that differ in their seeds alone."""
+    """Render the numbers of models that differ in their seeds alone."""
     seeds = [f"seed {seed}" for seed in group.seeds]
     names = ("number", "mean ± deviation", *seeds)
     table = fmt.table(*names, right=names[1:], title=f"{group.name}, {len(seeds)} seeds")

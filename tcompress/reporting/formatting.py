@@ -133,7 +133,7 @@ def value_text(value: float, digits: int = 4) -> str:
 
 
 def deviation_text(mean: float, deviation: float) -> str:
-    """Writes a mean and how far it deviates, with as many digits behind the point."""
+    """Write a mean and how far it deviates, with as many digits behind the point."""
     text = value_text(mean)
     digits = len(text.partition(".")[2])
     return f"{text} ± {deviation:.{digits}f}"

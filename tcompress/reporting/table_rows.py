@@ -14,7 +14,7 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.headline import file_of
-from tcompress.reporting.seeds import OverSeeds, names_of, seed_groups
+from tcompress.reporting.over_seeds import OverSeeds, names_of, seed_groups
 from tcompress.reporting.shipped import file_metric, int8_speed
 from tcompress.reporting.tree import (
     Amount,

@@ -27,7 +27,12 @@ from tcompress.training.tasks import TASKS
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
 _PREDICTED = {
     "tokens": (
-        "CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration", "MTModel", "EncoderDecoderModel",
+        "CausalLM",
+        "MaskedLM",
+        "LMHead",
+        "ConditionalGeneration",
+        "MTModel",
+        "EncoderDecoderModel",
     ),
     "classes of tokens": ("TokenClassification",),
     "classes": ("SequenceClassification", "ImageClassification"),

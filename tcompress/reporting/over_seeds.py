@@ -96,9 +96,8 @@ def _made_by(report: ModelReport) -> str:
     """Equal for models that were made in the same way, seeds left out."""
     said = {**(report.recipe or {}), "seed": None}
     said["calibration"] = {**(said.get("calibration") or {}), "seed": None}
-    runs = [
-        (run.task, run.data_fingerprint, {**run.settings, "seed": None}) for run in report.training
-    ]
+    # Of more examples than are read, which are depends on the seed: sources are in the settings.
+    runs = [(run.task, run.data, {**run.settings, "seed": None}) for run in report.training]
     size = report.parameters.total.dense, report.family, report.source
     return json.dumps([said, runs, size], sort_keys=True, default=str)
 

@@ -36,5 +36,6 @@ class Statistics:
             self._measured[key] = measured
             request.workdir.copy_moments(moments)
             return plans
-        shutil.copytree(moments, request.workdir.folder, dirs_exist_ok=True)
+        if moments.is_dir():  # without data there are none
+            shutil.copytree(moments, request.workdir.folder, dirs_exist_ok=True)
         return answers(before, request)

@@ -87,8 +87,8 @@ def test_a_run_with_seeds_keeps_each_and_shows_their_mean(
 
 
 def test_a_seed_is_needed_to_be_of_use_before_any_work(own_folder: None) -> None:
-    _scratch(architecture=None, model="nowhere", convert={"calibration": {"source": "none"}},
-             finetune=None)  # fmt: skip
+    plain = {"method": "svd", "target": 0.5, "calibration": {"source": "none"}}
+    _scratch(architecture=None, model="nowhere", convert=plain, finetune=None)
     done = run("run", "r.yaml", "--seeds", 3)
     assert done.code == 2
     assert "`--seeds 3` repeats what depends on chance, and nothing of this does" in done.err

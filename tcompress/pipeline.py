@@ -30,7 +30,7 @@ from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
 from tcompress.training.teacher import find_teachers

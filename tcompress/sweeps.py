@@ -53,7 +53,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of, mean_of
 from tcompress.reporting.tree import ModelReport, main_metrics
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 from tcompress.timing_model.clocks import REPEATS, USUAL_PASS, Workload
 from tcompress.training.setup import check_run
 from tcompress.vocabulary.choice import with_vocabulary

@@ -22,7 +22,7 @@ from tcompress.demonstration import (
 from tcompress.errors import InputError
 from tcompress.options import Bench
 from tcompress.structures.lowrank import LowRankSpec
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.model_folders import WORDS, model_folder
 
 FITTING = 10
@@ -117,8 +117,7 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.demonstration.shipped_data", lambda: nullcontext(data))
     monkeypatch.setattr("tcompress.demonstration.VARIANTS", TRIED[::2])
-    done = run("demo", "--keep-dir", tmp_path / "kept")
-    assert done.code == 0
+    done = completed("demo", "--keep-dir", tmp_path / "kept")
     assert "1 of 2 blocks, healed: " in done.out
     assert "times smaller on disk" in done.out
     assert "stories that the dense model wrote" in " ".join(done.out.split())

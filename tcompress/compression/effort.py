@@ -93,7 +93,7 @@ class Needs:
         """Estimate both for a model on this machine as it is now; its weights are not read."""
         blocks = roles_of(source).blocks
         layers = [layer for block in blocks for layer in block.layers]
-        numbers = sum(one.in_features * one.out_features * (one.experts or 1) for one in layers)
+        numbers = sum(layer.parameters for layer in layers)
         batch, length = settings.batch_and_length
         with threads(settings.threads):
             tokens = 2 * numbers / _products_per_second()  # seconds of one

@@ -21,7 +21,7 @@ from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
 from tcompress.planning.costs import weight_bytes
-from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
+from tcompress.planning.entries import AttentionPlan, LayerPlan, SkippedLayer
 from tcompress.planning.planner import is_table
 from tcompress.reporting.formatting import describe_entry
 from tcompress.reporting.tree import (
@@ -225,17 +225,16 @@ def _dense_bytes(artifact: Artifact) -> int:
     return bytes_
 
 
-def _left(now: _Counted) -> tuple[Left, ...]:
+def _left(now: _Counted) -> tuple[SkippedLayer, ...]:
     """Says what stayed dense where no manifest does."""
-    found = []
-    for block, layer in ((one, layer) for one in now.roles.blocks for layer in one.layers):
-        if (layer.name, layer.parameter) not in now.layers:
-            count = layer.in_features * layer.out_features * (layer.experts or 1)
-            facts: dict[str, Any] = {"block": block.name, "role": layer.role, "parameters": count}
-            found.append(Left(name=layer.weight_name, reason="not part of the plan", **facts))
-    for item in now.roles.refused:
-        found.append(Left(name=item.name, block="", role="", parameters=0, reason=item.reason))
-    return tuple(found)
+    skipped = [
+        SkippedLayer.of(layer, block.name, "not part of the plan")
+        for block in now.roles.blocks
+        for layer in block.layers
+        if (layer.name, layer.parameter) not in now.layers
+    ]
+    refused = now.roles.refused
+    return (*skipped, *(SkippedLayer(name=item.name, reason=item.reason) for item in refused))
 
 
 @dataclass(frozen=True)

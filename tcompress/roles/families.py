@@ -74,6 +74,11 @@ class Layer:
     bilinear: bool = False
 
     @property
+    def parameters(self) -> int:
+        """Numbers in its weight, or in those of all experts."""
+        return self.in_features * self.out_features * (self.experts or 1)
+
+    @property
     def side(self) -> Side:
         """Which side of the layer faces the residual stream; `both` where that is unknown."""
         if self.role == "linear":

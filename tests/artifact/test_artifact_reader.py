@@ -1,6 +1,5 @@
 """Strict reading of converted models: what is damaged is refused, and named."""
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from tcompress.exports.dense import export_dense
 from tcompress.project import UPDATE
 from tcompress.reporting.model_report import report_of
 from tests.support.converted import converted, recipe
+from tests.support.model_folders import edited
 
 QUERY = "bert.encoder.layer.0.attention.self.query"
 WEIGHTS = "model.safetensors"
@@ -43,9 +43,8 @@ def rewrite(weights: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+    with edited(path) as content:
+        change(content)
 
 
 def refused(folder: Path) -> ArtifactError:

@@ -29,8 +29,8 @@ from tests.support.model_folders import model_folder, sentences
 from tests.support.own_models import HOSTS, REPLACEMENTS
 from tests.support.tiny import TinyModel
 from tests.support.training import (
+    assert_gradients,
     batch_of,
-    gradients,
     losses_of,
     needs_pictures,
     pictures,
@@ -69,11 +69,7 @@ def test_a_step_of_healing_trains_the_mechanism(
     assert 0 < losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
     own = [m for m in losses.setup.model.modules() if isinstance(m, ReplacementModule)]
     assert len(own) == 2
-    for module in own:
-        found = gradients(module)
-        assert found
-        assert all(value.isfinite().all() for value in found.values())
-        assert any(value.any() for value in found.values())
+    assert_gradients(own)
     done = train(folder, tmp_path / "out", steps=2, data=data)
     before, after = Artifact.open(folder), Artifact.open(done.folder)
     assert after.attention == before.attention

@@ -17,7 +17,7 @@ from tcompress.cli import terminal
 from tcompress.cli.convert import default_output
 from tcompress.models import WeightStore
 from tcompress.reporting.formatting import bytes_text
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.model_folders import model_folder
 from tests.support.training import AtStep
 from tests.support.typed import conversion
@@ -129,8 +129,7 @@ def test_default_output(options: dict[str, Any], name: str) -> None:
 
 
 def test_conversion_prints_the_result_and_writes_a_model(model: Path) -> None:
-    done = run("convert", model, "--p", "2", "--calib", "none")
-    assert done.code == 0
+    done = completed("convert", model, "--p", "2", "--calib", "none")
     assert done.lines[0] == "bert-lprod-p2"
     assert "bert · lprod" in done.lines[1]
     assert re.search(r"rewritten layers +16,384 +8,192 +50\.0%", done.out)
@@ -158,8 +157,7 @@ def test_work_that_was_left_is_named(model: Path) -> None:
     left.mkdir(mode=0o700)
     for name in ("identity", "lock"):
         (left / name).write_bytes(b"12345")
-    done = run("convert", model, "--p", "2", "--calib", "none", "-o", "out")
-    assert done.code == 0
+    done = completed("convert", model, "--p", "2", "--calib", "none", "-o", "out")
     said = "Runs that were stopped left work in `.other.partial` (10 B): "
     assert said in done.err
     assert left.is_dir()
@@ -176,8 +174,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("options", TAKEN)
 def test_what_is_taken_unasked_is_said_first(model: Path, options: str) -> None:
-    done = run("convert", model, *options.split(), "--dry-run")
-    assert done.code == 0, done.err
+    done = completed("convert", model, *options.split(), "--dry-run")
     assert TAKEN[options] in done.err
     quiet = run("convert", model, *options.split(), "--dry-run", "--quiet")
     assert (quiet.out, quiet.err) == (done.out, "")
@@ -205,9 +202,8 @@ def test_data_that_nothing_is_fitted_to_is_said_not_to_be_read(model: Path) -> N
 
 
 def test_json_is_one_document(model: Path) -> None:
-    done = run("convert", model, "--method", "svd", "--rank", "4", "--calib", "none", "--json")
-    assert done.code == 0
-    document = done.document
+    options = ("--method", "svd", "--rank", "4", "--calib", "none")
+    document = completed("convert", model, *options, "--json").document
     assert Path(document["output"]).name == "bert-svd-r4"
     assert (document["resumed"], document["healed"]) == (False, False)
     assert document["report"]["parameters"]["rewritten"]["now"] == 2 * (4 * 4 * 64 + 2 * 4 * 96)
@@ -217,8 +213,7 @@ def test_json_is_one_document(model: Path) -> None:
 def test_force_replaces_the_output(model: Path) -> None:
     shutil.copytree(model, "out")
     Path("out/old.txt").touch()
-    done = run("convert", model, "--calib", "none", "-o", "out", "--force", "--quiet")
-    assert done.code == 0
+    completed("convert", model, "--calib", "none", "-o", "out", "--force", "--quiet")
     assert not Path("out/old.txt").exists()
 
 
@@ -232,8 +227,7 @@ def test_token_is_not_written_anywhere(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_dry_run_for_a_speed_shows_no_sizes(model: Path) -> None:
-    done = run("convert", model, "--speedup", "50", "--dry-run")
-    assert done.code == 0, done.err
+    done = completed("convert", model, "--speedup", "50", "--dry-run")
     assert "not known yet" in done.out
     assert "lowrank r=" not in done.out
     kept = [line for line in done.lines if line.split()[:2] == ["rewritten", "layers"]]
@@ -307,8 +301,7 @@ def test_interrupted_conversion_goes_on(
     )
     with pytest.raises(OSError, match="out"):
         AutoModel.from_pretrained("./out")
-    done = run("convert", model, *options)
-    assert done.code == 0
+    done = completed("convert", model, *options)
     assert ", continuing an interrupted run." in done.out
     assert AutoModel.from_pretrained("./out").config.model_type == "bert"
     assert [path.name for path in Path().iterdir()] == ["out"]

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tcompress.cli.finetune import GRACE, default_output
 from tcompress.options import Finetune
-from tests.support.cli import error, run
+from tests.support.cli import completed, error, run
 from tests.support.evaluation import encoder, labelled_file, rows_file
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
@@ -52,8 +52,7 @@ def _in_the_folder(
 
 
 def test_table() -> None:
-    done = run("finetune", "bert-small", "--data", "texts.txt", *SHORT)
-    assert done.code == 0
+    done = completed("finetune", "bert-small", "--data", "texts.txt", *SHORT)
     assert done.lines[0].split() == [
         "step", "loss", "validation", "loss", "learning", "rate", "minutes"
     ]  # fmt: skip
@@ -73,16 +72,14 @@ def test_table() -> None:
 
 
 def test_a_start_that_stays_the_best_says_what_to_do() -> None:
-    done = run("finetune", "bert-small", "--data", "texts.txt", "--lr", "10", *SHORT)
-    assert done.code == 0
+    done = completed("finetune", "bert-small", "--data", "texts.txt", "--lr", "10", *SHORT)
     assert "with the weights of step 0.\nNo step did better than the start: give more" in done.out
 
 
 def test_what_numbers_of_a_task_are_of_is_said() -> None:
     rows_file(Path("few.jsonl"), text=sentences(12), label=[0, 1] * 6)
     task = ("finetune", "bert-small", "--task", "classification", "--data", "few.jsonl", *SHORT)
-    done = run(*task)
-    assert done.code == 0, done.err
+    done = completed(*task)
     assert "few.jsonl:text,label (columns guessed: `--columns` names others)" in done.out
     assert "`accuracy` is of a held-out part of few.jsonl" in done.out
     assert "examples to train on: with fewer than 30 little is learnt" in done.err
@@ -97,8 +94,7 @@ def test_minutes_bound_the_comparison_of_weights(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tcompress.training.mixing.time", clock)
     for minutes, compared in (([], 3), (["--minutes", "1"], 2)):
         options = (*SHORT, *minutes, "-o", f"out-{compared}")
-        done = run("finetune", "bert-small", "--data", "texts.txt", *options)
-        assert done.code == 0, done.err
+        done = completed("finetune", "bert-small", "--data", "texts.txt", *options)
         assert f"between the first and the best ones: {compared} of 3 batches" in done.err
 
 
@@ -114,14 +110,13 @@ def test_json() -> None:
 
 
 def test_builtin_text_is_the_default() -> None:
-    done = run("finetune", "bert-small", "-o", "out", "--quiet", "--samples", "20", *SHORT)
-    assert done.code == 0
+    done = completed("finetune", "bert-small", "-o", "out", "--quiet", "--samples", "20", *SHORT)
     assert "8 examples of builtin text in " in done.out
 
 
 def test_a_task_names_the_output(place: Path) -> None:
-    done = run("finetune", "bert-small", "--task", "classification", "--data", "rows.jsonl", *SHORT)
-    assert done.code == 0
+    task = ("--task", "classification", "--data", "rows.jsonl")
+    done = completed("finetune", "bert-small", *task, *SHORT)
     assert Path("bert-small-classification").is_dir()
     next_step = "Next: `tcompress evaluate bert-small-classification --task classification --data"
     assert done.lines[-1].startswith(next_step)

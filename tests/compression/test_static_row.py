@@ -19,7 +19,7 @@ from tcompress.data.sentences import PLAIN
 from tcompress.hf.opening import load_model
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.evaluation import classifier, encoder, pairs_file
 from tests.support.model_folders import sentences, text_file
 
@@ -111,8 +111,7 @@ def test_compress_measures_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert TABLE not in {row["name"] for row in done.document["rows"]}
         assert f"no {TABLE}: 100 tokens" in done.err
     for more in ((), ("--task", "sts", "--test-data", "pairs.jsonl")):
-        done = run(*typed, "--size", size, *more, "-o", f"small{len(more)}")
-        assert done.code == 0, done.err
+        done = completed(*typed, "--size", size, *more, "-o", f"small{len(more)}")
         rows = {row["name"]: row for row in done.document["rows"]}
         assert rows[TABLE]["bytes"] == 100 * (32 + ROW_BYTES)
         assert -1 <= rows[TABLE]["agreement"] < 1

@@ -32,19 +32,20 @@ from tcompress.linalg.rounding import (
 from tcompress.models import SourceModel
 from tcompress.models.store import WeightStore
 from tcompress.options import Convert, Finetune
-from tcompress.planning import storage
+from tcompress.planning import costs
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.training.rounded import RoundedWeights
-from tests.support.cli import run
-from tests.support.conversions import calibration, outputs
+from tests.support.cli import completed, run
+from tests.support.conversions import calibration, load_whole, outputs
 from tests.support.converted import converted
-from tests.support.model_folders import model_folder
+from tests.support.evaluation import encoder
+from tests.support.model_folders import model_folder, save_tokenizer
 from tests.support.numerics import quick
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
-from tests.support.training import small_encoder, texts, train
+from tests.support.training import texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NONE = {"calibration": {"source": "none"}}
@@ -52,7 +53,7 @@ NONE = {"calibration": {"source": "none"}}
 
 @pytest.fixture(autouse=True)
 def _round_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SMALLEST", 256)
+    monkeypatch.setattr(costs, "SMALLEST", 256)
 
 
 def _recipe(**changes: Any) -> Convert:
@@ -139,6 +140,15 @@ def test_rows_are_as_wide_as_a_group_at_least() -> None:
 
 
 # ---------------------------------------------------------------- files and models
+def _saved_again(kind: Any, folder: Path, again: Path) -> nn.Module:
+    """Load a model, which is whole, and save it as an ordinary checkpoint of the same numbers."""
+    model = load_whole(kind, folder)
+    model.save_pretrained(again)
+    other = kind.from_pretrained(again)
+    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+    return model
+
+
 TABLELESS = ("vit", "deit", "clip_vision_model", "tcompress_grid", "tcompress_grid-series")
 FAMILIES = tiered(TINY, lambda family: family in ("bert", "gpt2", "t5", "mixtral", "vit"))
 
@@ -162,13 +172,8 @@ def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> Non
     for key, value in _numbers(tmp_path / "dense").items():
         expected = unpack(pack(value, rounded[key])) if key in rounded else value
         assert torch.equal(store.tensor(key), expected)
-    kind: Any = type(dense)
-    model, info = kind.from_pretrained(done.folder, output_loading_info=True)
-    assert not any(info.values())
-    model.save_pretrained(tmp_path / "again")  # an ordinary checkpoint
+    _saved_again(type(dense), done.folder, tmp_path / "again")
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
-    other = kind.from_pretrained(tmp_path / "again")
-    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -194,12 +199,8 @@ def test_factors_are_rounded_too(method: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(tmp_path / family))
     assert artifact.store.total_bytes == disk_bytes(source, done.manifest.plan, None)
     kind: Any = type(build(family))
-    model, info = kind.from_pretrained(done.folder, output_loading_info=True)
-    assert not any(info.values())
-    model.save_pretrained(tmp_path / "again")
+    model = _saved_again(kind, done.folder, tmp_path / "again")
     assert Artifact.open(tmp_path / "again").storage is None
-    other = kind.from_pretrained(tmp_path / "again")
-    assert all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
     if artifact.attention:
         return
     plain = kind.from_pretrained(export_dense(done.folder, tmp_path / "plain"))
@@ -253,14 +254,9 @@ def test_reports_count_what_is_in_the_files(tmp_path: Path) -> None:
 
 
 def test_healing_rounds_again(tmp_path: Path) -> None:
-    folder = small_encoder(tmp_path)
-    rounded = convert(
-        str(tmp_path / "bert"),
-        _recipe(method={"name": "svd"}, target=0.5, bits=4),
-        tmp_path / "rounded",
-    ).folder
-    for file in folder.glob("tokenizer*"):
-        (rounded / file.name).write_bytes(file.read_bytes())
+    chosen = _recipe(method={"name": "svd"}, target=0.5, bits=4)
+    rounded = convert(str(encoder(tmp_path / "bert")), chosen, tmp_path / "rounded").folder
+    save_tokenizer(rounded)
     done = train(rounded, tmp_path / "healed", data=texts(tmp_path), steps=4, learning_rate=1e-2)
     assert _rounded_keys(done.folder) == _rounded_keys(rounded)
     manifest = read_manifest(done.folder)
@@ -274,8 +270,7 @@ def test_training_sees_weights_as_they_will_be_stored(tmp_path: Path) -> None:
     """What was validated last is what is written, and so what the next run begins with."""
     model_folder("llama", tmp_path / "llama", processor=False)
     rounded = converted("llama", tmp_path, method=None, bits=4).folder
-    for file in (tmp_path / "llama").glob("tokenizer*"):
-        (rounded / file.name).write_bytes(file.read_bytes())
+    save_tokenizer(rounded)
     given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
     first = train(rounded, tmp_path / "first", steps=6, learning_rate=3e-3, **given)
     assert first.facts.best_step > 0
@@ -291,8 +286,7 @@ def test_healing_begins_with_whole_weights_and_writes_few_bits(tmp_path: Path) -
     table = {"method": {"name": "svd"}, "target": 0.5}  # has no moments to be rounded by
     options = {"method": {"name": "svd"}, "target": 0.5, "embeddings": table}
     whole = converted("llama", tmp_path, **options).folder
-    for file in (tmp_path / "llama").glob("tokenizer*"):
-        (whole / file.name).write_bytes(file.read_bytes())
+    save_tokenizer(whole)
     given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
     options = {**given, "train": "blocks"}
     first = train(whole, tmp_path / "first", steps=6, bits=4, learning_rate=3e-3, **options)
@@ -385,8 +379,7 @@ def test_bytes_out_of_reach_name_what_each_option_gives(source: SourceModel) -> 
 # ---------------------------------------------------------------- options
 def test_the_command_needs_no_method(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     output = tmp_path / "out"
-    shown = run("convert", str(tiny("bert")), "--bits", "4", "-o", str(output))
-    assert shown.code == 0
+    shown = completed("convert", str(tiny("bert")), "--bits", "4", "-o", str(output))
     assert "4 bits in groups of 32" in shown.out
     manifest = read_manifest(output)
     assert manifest is not None

@@ -19,7 +19,7 @@ from tcompress.options import Convert, dump_recipe, parse_recipe
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
 from tcompress.training.setup import set_up
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.conversions import distance, outputs
 from tests.support.depth import deep
 from tests.support.model_folders import save_tokenizer
@@ -186,8 +186,7 @@ def test_a_damaged_tensor_is_named_as_in_its_file(tmp_path: Path) -> None:
 # The command line
 def _blocks(*options: Any) -> list[str]:
     """What the table of a conversion says of its blocks."""
-    ran = run("convert", *options)
-    assert ran.code == 0
+    ran = completed("convert", *options)
     return next(line for line in ran.lines if line.startswith("blocks")).split()
 
 

@@ -21,8 +21,9 @@ from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
+from tcompress.roles.find import find_roles
 from tests.support.conversions import calibration
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import edited, save_tokenizer
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
@@ -35,8 +36,8 @@ def _recipe(**changes: Any) -> Convert:
 
 
 def _claims(folder: Path, name: str) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [name]}))
+    with edited(folder / "config.json") as config:
+        config["architectures"] = [name]
 
 
 @pytest.mark.parametrize("changes", [SVD, {"drop_layers": 1, "method": None, "target": None}])
@@ -111,8 +112,8 @@ def _stored_otherwise(
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    with edited(folder / "config.json") as settings:
+        settings |= config
     return str(folder)
 
 
@@ -209,9 +210,8 @@ def test_a_class_that_nobody_knows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", tiered(TINY, often=lambda row: row in ("bert", "mixtral")))
-def test_whole_models_are_whole(family: str, tmp_path: Path) -> None:
-    build(family).save_pretrained(tmp_path)
-    assert SourceModel.open(str(tmp_path)).notes == ()
+def test_whole_models_are_whole(family: str, sources: Callable[[str], SourceModel]) -> None:
+    assert sources(family).notes == ()
 
 
 @pytest.mark.parametrize("changes", [SVD, {"target": None, "max_error": 0.1}])
@@ -228,18 +228,12 @@ def test_budgets_by_loss_of_experts_alone(changes: dict[str, Any], tmp_path: Pat
 
 
 def test_outputs_of_calibration_are_held_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: Callable[[str], SourceModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build("llama").save_pretrained(tmp_path / "dense")
-    source = SourceModel.open(str(tmp_path / "dense"))
+    source, cpu = sources("llama"), torch.device("cpu")
     batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
-    (tmp_path / "scratch").mkdir()
-    from tcompress.roles.find import find_roles
-
-    walk = BackwardWalk(
-        source, find_roles(source.meta_model()), batches, OutputSampler(None), tmp_path / "scratch",
-        torch.device("cpu"),
-    )  # fmt: skip
+    roles = find_roles(source.meta_model())
+    walk = BackwardWalk(source, roles, batches, OutputSampler(None), tmp_path, cpu)
     held: list[int] = []
     start = walk._start_backward
 

@@ -33,6 +33,7 @@ from tests.support.conversions import (
     dense_weight,
     densified,
     distance,
+    load_whole,
     make,
     outputs,
     recipe,
@@ -57,14 +58,6 @@ ROWS = list(product(TINY, ALL, (False, True)))
 def test_the_default_pairs_cover_all() -> None:
     assert {family for family, _, _ in PAIRS} == set(TINY)
     assert {pair[1:] for pair in PAIRS} == {(o, aware) for o in ALL for aware in (False, True)}
-
-
-def _load_exactly(kind: type, folder: Path) -> nn.Module:
-    """Load a model whose checkpoint must fit it to the last tensor."""
-    model, info = kind.from_pretrained(folder, output_loading_info=True)
-    assert {name: found for name, found in info.items() if found} == {}
-    assert not model.training
-    return model
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
@@ -117,7 +110,7 @@ def _check_errors(made: Made, model: nn.Module) -> None:
 @pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)
-    model = _load_exactly(type(made.dense), made.folder)
+    model = load_whole(type(made.dense), made.folder)
     assert len(structured(model)) == len(made.plan.layers) > 0
     found = outputs(model, made.inputs())
     assert distance(found, outputs(densified(model, made.dense), made.inputs())) <= 1e-4
@@ -129,7 +122,7 @@ def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> No
         _check_errors(made, model)
     verify_files(made.folder)
     model.save_pretrained(tmp_path / "again")
-    again = _load_exactly(type(made.dense), tmp_path / "again")
+    again = load_whole(type(made.dense), tmp_path / "again")
     assert distance(found, outputs(again, made.inputs())) <= 1e-6
     Artifact.open(tmp_path / "again")
 
@@ -223,7 +216,7 @@ def with_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]
 @pytest.mark.parametrize("family", HEADS)
 def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -> None:
     made = with_head(family)
-    model = _load_exactly(HEADS[family], made.folder)
+    model = load_whole(HEADS[family], made.folder)
     assert type(model) is type(made.dense)
     assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) == 0
     _assert_filled(model, made)
@@ -274,7 +267,7 @@ def _base_alone(family: str, folder: Path) -> Made:
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "vit", "mixtral"])
 def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
     made = _base_alone(family, tmp_path)
-    base = _load_exactly(AutoModel, made.folder)
+    base = load_whole(AutoModel, made.folder)
     assert type(base) is type(made.dense)
     _assert_filled(base, made)
     inputs = made.inputs()
@@ -293,5 +286,5 @@ def test_saved_without_its_head_or_with_one_added(
     model = kind.from_pretrained(made.folder)
     model.save_pretrained(tmp_path / "again")
     Artifact.open(tmp_path / "again")
-    again = _load_exactly(kind, tmp_path / "again")
+    again = load_whole(kind, tmp_path / "again")
     assert distance(outputs(model, made.inputs()), outputs(again, made.inputs())) == 0

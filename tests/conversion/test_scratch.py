@@ -21,7 +21,7 @@ from tcompress.options import Convert
 from tcompress.own_models.architecture import open_architecture
 from tcompress.planning.planner import make_plan
 from tcompress.structures.base import dense_of
-from tests.support.conversions import OPTIONS, dense_weight, outputs, structured
+from tests.support.conversions import OPTIONS, dense_weight, load_whole, outputs, structured
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import random_bank, random_operators
@@ -243,10 +243,7 @@ def test_what_mechanisms_mix_keeps_its_scale(attention: dict[str, Any], tmp_path
 def test_without_a_method_the_dense_model_is_written(tmp_path: Path) -> None:
     made = scratch(tmp_path / "made")
     source = open_architecture(architecture(), 0)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        made.folder, output_loading_info=True
-    )
-    assert not any(info.values())
+    model = load_whole(AutoModelForSequenceClassification, made.folder)
     dense = draw_model(source.model_class, source.config, 0)
     for name, parameter in dense.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name

@@ -1,6 +1,5 @@
 """Calibration data: what is drawn, and what the model gets."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,16 @@ from tcompress.latency.benchmark import bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Calibration, TrainingData
 from tcompress.training.training_data import load_data
+from tests.support.calibrating import drawn
 from tests.support.grids import grid_folder, series_file, volume_file
-from tests.support.model_folders import WORDS, model_folder, save_tokenizer, sentences, text_file
+from tests.support.model_folders import (
+    WORDS,
+    edited,
+    model_folder,
+    save_tokenizer,
+    sentences,
+    text_file,
+)
 from tests.support.own_models import VIDEOMAE
 from tests.support.tiers import tiered
 from tests.support.tiny import FRAMES, MELS, SERIES, TINY, VOCAB, VOLUME
@@ -68,14 +75,14 @@ def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> N
 def test_clips_are_made_up_and_not_read(tmp_path: Path) -> None:
     VIDEOMAE.build().save_pretrained(tmp_path / "model")
     source = SourceModel.open(str(tmp_path / "model"))
-    data = load_batches(source, Calibration(source="builtin", samples=6))
+    data = drawn(source, "builtin", samples=6)
     (clips,) = {tuple(batch["pixel_values"].shape[1:]) for batch in data.batches}
     assert clips == (4, 3, 16, 16)
     first = data.batches[0]["pixel_values"][0]
     assert not torch.equal(first[0], first[1])  # things move
     source.model_class.from_pretrained(tmp_path / "model")(**data.batches[0])
     with pytest.raises(DataError, match="takes clips, which cannot be read from"):
-        load_batches(source, Calibration(samples=500, source="pictures"))
+        drawn(source, "pictures")
     with pytest.raises(DataError, match="takes clips, which cannot be trained on yet"):
         load_data(source, TrainingData(source=["builtin"]), None, 0)
     (times,) = bench(
@@ -92,17 +99,17 @@ def test_volumes_and_series_are_drawn_from_files(tmp_path: Path) -> None:
         ("tcompress_grid-series", series, SERIES[::-1], "s.csv"),
     ):
         source = SourceModel.open(str(model_folder(family, tmp_path / family)))
-        data = load_batches(source, Calibration(source=str(path), samples=6, batch_size=4))
+        data = drawn(source, path, samples=6, batch_size=4)
         assert (data.samples, data.name) == (6, name)
         assert next(iter(data.batches[0].values())).shape[1:] == shape
     other = grid_folder("tcompress_grid", tmp_path / "other", input_size=(8, 8, 8))
     with pytest.raises(DataError, match=r"inputs of shape \(1, 8, 8, 4\), the model takes"):
-        load_batches(SourceModel.open(str(other)), Calibration(samples=500, source=str(volumes)))
+        drawn(SourceModel.open(str(other)), volumes)
 
 
 def test_padding_is_on_the_right_and_masked(bert: SourceModel, tmp_path: Path) -> None:
     file = text_file(tmp_path / "texts.txt", ["red fox runs", "tree"])
-    data = load_batches(bert, Calibration(source=file, samples=9))
+    data = drawn(bert, file, samples=9)
     assert rows(data) == [(1, 5, 6, 7, 2), (1, WORDS.index("tree") + 4, 2)]
     assert data.tokens == 8
     assert data.samples == 2
@@ -115,7 +122,7 @@ def test_a_decoder_reads_the_text_shifted_right(
     """A start token that the text begins with is not doubled."""
     source = SourceModel.open(str(model_folder(family, tmp_path / family)))
     file = text_file(tmp_path / "texts.txt", ["red fox", "the old stone"])
-    for batch in load_batches(source, Calibration(samples=500, source=file)).batches:
+    for batch in drawn(source, file).batches:
         ids = batch["input_ids"]
         before = torch.tensor(start, dtype=ids.dtype).expand(len(ids), -1)
         shifted = torch.cat([before, ids], 1)[:, : ids.shape[1]]
@@ -155,10 +162,7 @@ def test_drawing_is_repeatable_and_follows_the_seed(bert: SourceModel) -> None:
 
 def test_the_batch_size_changes_no_sample(bert: SourceModel, tmp_path: Path) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(60))
-    small, large = (
-        load_batches(bert, Calibration(samples=500, source=file, batch_size=size, holdout=0.2))
-        for size in (3, 16)
-    )
+    small, large = (drawn(bert, file, batch_size=size, holdout=0.2) for size in (3, 16))
     assert small.fingerprint == large.fingerprint
     assert small.tokens == large.tokens
     assert rows(small, small.holdout) == rows(large, large.holdout)
@@ -169,13 +173,13 @@ def test_samples_of_like_length_go_together_and_all_lengths_are_held_out(
     bert: SourceModel, tmp_path: Path
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(140))
-    data = load_batches(bert, Calibration(samples=500, source=file, holdout=0.2, batch_size=10))
+    data = drawn(bert, file, holdout=0.2, batch_size=10)
     held = [len(row) for row in rows(data, data.holdout)]
     everything = [len(row) for row in rows(data)]
     assert len(held) == 28
     assert {min(held), max(held)} == {min(everything), max(everything)}
     assert np.mean(held) == pytest.approx(np.mean(everything), rel=0.05)
-    data = load_batches(bert, Calibration(samples=500, source=file, batch_size=10))
+    data = drawn(bert, file, batch_size=10)
     assert data.tokens > 0.9 * sum(batch["input_ids"].numel() for batch in data.batches)
 
 
@@ -184,15 +188,13 @@ def test_few_samples_are_split_all_the_same(
     count: int, batches: int, holdout: list[int], bert: SourceModel, tmp_path: Path
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(count))
-    data = load_batches(bert, Calibration(samples=500, source=file))
+    data = drawn(bert, file)
     assert (len(data.batches), data.holdout, data.samples) == (batches, holdout, count)
 
 
 def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -> None:
     texts = ["red fox", "", "   ", "red fox ", "stone bridge", "red fox"]
-    data = load_batches(
-        bert, Calibration(samples=500, source=text_file(tmp_path / "texts.txt", texts))
-    )
+    data = drawn(bert, text_file(tmp_path / "texts.txt", texts))
     assert data.samples == 2
 
 
@@ -218,7 +220,7 @@ def test_texts_are_cut_at_the_smallest_limit(
     save_tokenizer(folder, **options)
     source = SourceModel.open(str(folder))
     file = text_file(tmp_path / "texts.txt", ["fox " * 200, "stone " * 200])
-    data = load_batches(source, Calibration(samples=500, source=file, max_length=max_length))
+    data = drawn(source, file, max_length=max_length)
     assert {batch["input_ids"].shape[1] for batch in data.batches} == {expected}
     model = source.model_class.from_pretrained(folder).eval()
     with torch.no_grad():
@@ -232,9 +234,7 @@ def test_a_model_without_padding_token_is_padded_with_a_known_one(
     folder = model_folder("gpt2", tmp_path / "model", tokenizer=False)
     save_tokenizer(folder, start=False, pad_token=pad)
     file = text_file(tmp_path / "texts.txt", ["fox", "fox runs over", "tree"])
-    data = load_batches(
-        SourceModel.open(str(folder)), Calibration(samples=500, source=file, holdout=0.3)
-    )
+    data = drawn(SourceModel.open(str(folder)), file, holdout=0.3)
     batch = data.batches[0]
     masks = batch["attention_mask"].sum(1).tolist()
     assert masks == [3, 1]
@@ -256,20 +256,15 @@ def test_a_foreign_tokenizer_is_noticed(tmp_path: Path) -> None:
     tokenizer.save_pretrained(folder)
     file = text_file(tmp_path / "texts.txt", ["one newword"])
     with pytest.raises(DataError, match=f"gives token {VOCAB} for `one newword`"):
-        load_batches(SourceModel.open(str(folder)), Calibration(samples=500, source=file))
+        drawn(SourceModel.open(str(folder)), file)
 
 
 def test_a_tokenizer_that_gives_nothing_is_noticed(tmp_path: Path) -> None:
     folder = model_folder("gpt2", tmp_path / "model", tokenizer=False)
     save_tokenizer(folder, start=False)
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["unk_token"] = "none"
-    tokenizer["pre_tokenizer"] = {
-        "type": "Split",
-        "pattern": {"Regex": "."},
-        "behavior": "Removed",
-        "invert": False,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    split = {"pattern": {"Regex": "."}, "behavior": "Removed", "invert": False}
+    with edited(folder / "tokenizer.json") as tokenizer:
+        tokenizer["model"]["unk_token"] = "none"
+        tokenizer["pre_tokenizer"] = {"type": "Split", **split}
     with pytest.raises(DataError, match="gives no tokens for any text"):
         load_batches(SourceModel.open(str(folder)), Calibration(samples=3))

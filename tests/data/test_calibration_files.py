@@ -32,6 +32,7 @@ from tcompress.options.convert_options import FEWEST
 from tcompress.progress import listening
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import rows_of
+from tests.support.calibrating import drawn
 from tests.support.hearing import Heard
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
@@ -43,35 +44,13 @@ def bert(tmp_path: Path) -> SourceModel:
 
 
 # Files
-def write_arrow(path: Path, frame: pd.DataFrame) -> None:
-    with datasets.arrow_writer.ArrowWriter(path=str(path)) as writer:
-        for row in frame.to_dict("records"):
-            writer.write(row)
-        writer.finalize()
-
-
-WRITERS: dict[str, Callable[[Path, pd.DataFrame], Any]] = {
-    "csv": lambda path, frame: frame.to_csv(path, index=False),
-    "tsv": lambda path, frame: frame.to_csv(path, index=False, sep="\t"),
-    "json": lambda path, frame: frame.to_json(path, orient="records"),
-    "jsonl": lambda path, frame: frame.to_json(path, orient="records", lines=True),
-    "parquet": lambda path, frame: frame.to_parquet(path),
-    "arrow": write_arrow,
-}
-
-
-@pytest.mark.often("tsv")
-@pytest.mark.parametrize("kind", sorted(WRITERS))
-def test_every_format_gives_the_same(kind: str, bert: SourceModel, tmp_path: Path) -> None:
+def test_a_column_of_a_table_is_read_as_a_text_file_is(bert: SourceModel, tmp_path: Path) -> None:
     texts = sentences(12)
     frame = pd.DataFrame({"id": range(12), "text": texts, "label": ["good", "bad"] * 6})
-    file = tmp_path / f"data [1].{kind}"
-    WRITERS[kind](file, frame)
-    data = load_batches(bert, Calibration(samples=500, source=str(file)))
-    plain = load_batches(
-        bert, Calibration(samples=500, source=text_file(tmp_path / "texts.txt", texts))
-    )
-    assert data.name == f"data [1].{kind}:text"
+    frame.to_csv(tmp_path / "data [1].tsv", index=False, sep="\t")
+    data = drawn(bert, tmp_path / "data [1].tsv")
+    plain = drawn(bert, text_file(tmp_path / "texts.txt", texts))
+    assert data.name == "data [1].tsv:text"
     assert plain.name == "texts.txt"
     assert data.fingerprint == plain.fingerprint
 
@@ -89,7 +68,7 @@ def test_both_sentences_of_a_pair_are_samples(bert: SourceModel, tmp_path: Path)
         }
     )
     frame.to_parquet(tmp_path / "pairs.parquet")
-    data = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "pairs.parquet")))
+    data = drawn(bert, tmp_path / "pairs.parquet")
     assert data.name == "pairs.parquet:premise,hypothesis"
     assert data.samples == 40
 
@@ -97,35 +76,17 @@ def test_both_sentences_of_a_pair_are_samples(bert: SourceModel, tmp_path: Path)
 def test_named_columns_are_used_whatever_they_hold(bert: SourceModel, tmp_path: Path) -> None:
     frame = pd.DataFrame({"text": sentences(6), "word": WORDS[:6]})
     frame.to_csv(tmp_path / "words.csv", index=False)
-    options = Calibration(samples=500, source=str(tmp_path / "words.csv"), columns=("word",))
-    data = load_batches(bert, options)
+    data = drawn(bert, tmp_path / "words.csv", columns=("word",))
     assert data.name == "words.csv:word"
     assert data.tokens == 6 * 3
 
 
-def test_a_folder_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
-    folder = tmp_path / "data"
-    folder.mkdir()
-    (folder / "README.md").write_text("# Data\n")
-    pd.DataFrame({"text": sentences(9)}).to_parquet(folder / "train.parquet")
-    pd.DataFrame({"text": sentences(4)}).to_parquet(folder / "test.parquet")
-    assert load_batches(bert, Calibration(samples=500, source=str(folder))).samples == 9
-    assert (
-        load_batches(bert, Calibration(samples=500, source=str(folder), split="test")).samples == 4
-    )
-    with pytest.raises(DataError, match=r"has no split `dev`; it has `test`, `train`"):
-        load_batches(bert, Calibration(samples=500, source=str(folder), split="dev"))
-
-
-def test_a_data_set_saved_to_disk_is_read(bert: SourceModel, tmp_path: Path) -> None:
-    found = datasets.Dataset.from_dict({"text": sentences(9)})
-    found.save_to_disk(str(tmp_path / "one"))
-    datasets.DatasetDict({"dev": found}).save_to_disk(str(tmp_path / "more"))
-    one = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "one")))
-    more = load_batches(bert, Calibration(samples=500, source=str(tmp_path / "more"), split="dev"))
-    assert one.fingerprint == more.fingerprint
+def test_a_data_set_saved_to_disk_is_read_by_split(bert: SourceModel, tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": sentences(9)})
+    datasets.DatasetDict({"dev": rows}).save_to_disk(str(tmp_path / "more"))
+    assert drawn(bert, tmp_path / "more", split="dev").samples == 9
     with pytest.raises(DataError, match="no such split"):
-        load_batches(bert, Calibration(samples=500, source=str(tmp_path / "more")))
+        drawn(bert, tmp_path / "more")
 
 
 def test_nothing_is_left_behind(
@@ -138,7 +99,7 @@ def test_nothing_is_left_behind(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
     file = text_file(tmp_path / "texts.txt", sentences(9))
     before = datasets.logging.get_verbosity()
-    load_batches(bert, Calibration(samples=500, source=file))
+    drawn(bert, file)
     assert [*(tmp_path / "temporary").iterdir(), *(tmp_path / "cache").iterdir()] == []
     assert datasets.logging.get_verbosity() == before
     assert not datasets.utils.are_progress_bars_disabled()
@@ -164,7 +125,7 @@ def test_unusable_files_are_explained(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        load_batches(bert, Calibration(samples=500, source=str(tmp_path / name)))
+        drawn(bert, tmp_path / name)
     assert caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -177,28 +138,28 @@ def test_a_missing_file_lists_what_is_there(
     monkeypatch.chdir(tmp_path)
     for name in ("sub/trian.txt", str(tmp_path / "sub" / "tran.txt"), "sub/train.text"):
         with pytest.raises(DataError, match=r"holds `train\.txt`") as caught:
-            load_batches(bert, Calibration(samples=500, source=name))
+            drawn(bert, name)
         assert caught.value.hint == "did you mean `train.txt`"
     for name in ("texts.csv", ""):
         with pytest.raises(DataError, match=r"there is no file|name .* is empty"):
-            load_batches(bert, Calibration(samples=500, source=name))
+            drawn(bert, name)
 
 
 def test_a_folder_without_data_is_refused(bert: SourceModel, tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "notes.md").touch()
     with pytest.raises(DataError, match=r"has no data files; it holds `notes\.md`"):
-        load_batches(bert, Calibration(samples=500, source=str(tmp_path / "docs")))
+        drawn(bert, tmp_path / "docs")
 
 
 def test_named_columns_are_checked(bert: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "data.csv"
     pd.DataFrame({"sentence": sentences(3), "label": [0, 1, 0]}).to_csv(file, index=False)
     with pytest.raises(DataError, match="has no column `sentense`") as caught:
-        load_batches(bert, Calibration(samples=500, source=str(file), columns=("sentense",)))
+        drawn(bert, file, columns=("sentense",))
     assert caught.value.hint == "did you mean `sentence`"
     with pytest.raises(DataError, match="holds int64, but `BertForMaskedLM` takes text"):
-        load_batches(bert, Calibration(samples=500, source=str(file), columns=("label",)))
+        drawn(bert, file, columns=("label",))
 
 
 # Data of the hub
@@ -207,8 +168,8 @@ def test_a_hub_data_set_is_asked_for_split_and_configuration(
 ) -> None:
     load_dataset = Mock(return_value=datasets.Dataset.from_dict({"text": sentences(5)}))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data = load_batches(bert, Calibration(samples=500, source="owner/name", split="train[:5]"))
-    load_batches(bert, Calibration(samples=500, source="name:config"))
+    data = drawn(bert, "owner/name", split="train[:5]")
+    drawn(bert, "name:config")
     assert data.name == "owner/name:text"
     asked = [call("owner/name", None, split="train[:5]"), call("name", "config", split="train")]
     assert load_dataset.call_args_list == asked
@@ -228,7 +189,7 @@ def test_failures_of_the_hub_are_explained(
 ) -> None:
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=error))
     with pytest.raises(DataError, match=message) as caught:
-        load_batches(bert, Calibration(samples=500, source="owner/name"))
+        drawn(bert, "owner/name")
     assert caught.value.hint
     assert "\n" not in caught.value.message
 
@@ -290,7 +251,7 @@ def feature_file(folder: Path) -> Path:
 def test_pictures_are_normalised_as_the_model_wants(
     write: Callable[[Path], Path], name: str, vit: SourceModel, tmp_path: Path
 ) -> None:
-    data = load_batches(vit, Calibration(source=str(write(tmp_path / "pictures"))))
+    data = drawn(vit, write(tmp_path / "pictures"))
     assert data.name == name
     pixels = torch.cat([batch["pixel_values"] for batch in data.batches])
     assert pixels.shape == (4, 3, IMAGE, IMAGE)
@@ -321,22 +282,19 @@ def test_a_model_of_the_other_kind_is_refused(
 ) -> None:
     file = text_file(tmp_path / "texts.txt", sentences(3))
     with pytest.raises(DataError, match=r"takes images, but no column of `texts.txt`"):
-        load_batches(vit, Calibration(samples=500, source=file))
+        drawn(vit, file)
     folder = str(image_folder(tmp_path / "pictures"))
     with pytest.raises(DataError, match=r"takes text, .* it has `image` \(image\)"):
-        load_batches(bert, Calibration(samples=500, source=folder))
+        drawn(bert, folder)
 
 
 def test_bytes_that_are_no_pictures_are_refused(vit: SourceModel, tmp_path: Path) -> None:
     file = tmp_path / "bytes.parquet"
-    pd.DataFrame({"image": [png(COLORS[0])[:60]]}).to_parquet(file)
-    with pytest.raises(DataError, match=r"a picture of `bytes\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(samples=500, source=str(file)))
     pd.DataFrame({"volume": [bytes(27), bytes(8)]}).to_parquet(file)
     with pytest.raises(DataError, match=r"it has `volume` \(bytes\)"):
-        load_batches(vit, Calibration(samples=500, source=str(file)))
+        drawn(vit, file)
     with pytest.raises(DataError, match=r"of `bytes\.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(samples=500, source=str(file), columns=("volume",)))
+        drawn(vit, file, columns=("volume",))
 
 
 def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
@@ -344,7 +302,7 @@ def test_real_pictures_need_the_models_processor(tmp_path: Path) -> None:
     source = SourceModel.open(str(folder))
     pictures = str(image_folder(tmp_path / "pictures"))
     with pytest.raises(DataError, match="has no usable image processor"):
-        load_batches(source, Calibration(samples=500, source=pictures))
+        drawn(source, pictures)
     data = load_batches(source, Calibration(samples=3))
     assert data.name == "builtin images (synthetic, without the model's image processor)"
     assert data.batches[0]["pixel_values"].abs().max() <= 1
@@ -354,10 +312,10 @@ def test_real_pictures_need_pillow(
     vit: SourceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = str(byte_file(tmp_path / "pictures"))
-    load_batches(vit, Calibration(samples=500, source=file))
+    drawn(vit, file)
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match="needs Pillow") as caught:
-        load_batches(vit, Calibration(samples=500, source=file))
+        drawn(vit, file)
     assert caught.value.hint == "pip install pillow"
 
 
@@ -381,10 +339,10 @@ def test_texts_with_pictures_fill_both_towers(tmp_path: Path) -> None:
     file = tmp_path / "captions.parquet"
     frame = {"image": [png(color) for color in COLORS], "caption": sentences(4)}
     pd.DataFrame(frame).to_parquet(file)
-    data = load_batches(source, Calibration(samples=500, source=str(file)))
+    data = drawn(source, file)
     assert (data.name, data.samples) == ("captions.parquet:image,caption", 4)
     texts = text_file(tmp_path / "captions.txt", sentences(MOST_PICTURES + 9))
-    data = load_batches(source, Calibration(samples=500, source=texts))
+    data = drawn(source, texts)
     assert data.name == "captions.txt + builtin images (synthetic)"
     assert data.samples == MOST_PICTURES  # nine of them with two texts
     assert all(batch["input_ids"].shape[0] == len(batch["pixel_values"]) for batch in data.batches)
@@ -394,7 +352,7 @@ def test_sound_cannot_be_read_from_files(tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder("whisper", tmp_path / "whisper")))
     file = text_file(tmp_path / "texts.txt", sentences(3))
     with pytest.raises(DataError, match="takes sound, which cannot be read from"):
-        load_batches(source, Calibration(samples=500, source=file))
+        drawn(source, file)
 
 
 # What is made up
@@ -442,38 +400,36 @@ def test_sources_have_equal_shares_and_batches_held_out_of_their_own(
     bert: SourceModel, tmp_path: Path
 ) -> None:
     both = pair_of_sources(tmp_path, 40, 8)
-    data = load_batches(bert, Calibration(source=both, samples=20, holdout=0.4, batch_size=4))
+    data = drawn(bert, both, samples=20, holdout=0.4, batch_size=4)
     assert (data.name, data.samples) == ("a/t.txt + b/t.txt", 20)
     assert {*data.origins} == {*data.holdout}
     assert {*data.origins.values()} == {"a/t.txt", "b/t.txt"}
-    alone = load_batches(bert, Calibration(source=both[1], samples=20))
+    alone = drawn(bert, both[1], samples=20)
     assert alone.samples == 8  # all of them are in the mixture: twelve are of the other one
-    assert load_batches(bert, Calibration(source=both[0], samples=12)).tokens == (
-        data.tokens - alone.tokens
-    )
+    assert drawn(bert, both[0], samples=12).tokens == (data.tokens - alone.tokens)
 
 
 def test_a_short_file_has_built_in_text_beside_it(bert: SourceModel, tmp_path: Path) -> None:
     file = text_file(tmp_path / "few.txt", sentences(9))
     data = load_batches(bert, Calibration(source=file))
     assert (data.name, data.samples) == ("few.txt + builtin text", FEWEST)
-    assert load_batches(bert, Calibration(source=file, samples=FEWEST)).samples == 9
+    assert drawn(bert, file, samples=FEWEST).samples == 9
 
 
 def test_columns_are_those_of_any_source(bert: SourceModel, tmp_path: Path) -> None:
     pd.DataFrame({"one": sentences(9), "other": WORDS[:9]}).to_csv(tmp_path / "a.csv", index=False)
     pd.DataFrame({"two": sentences(9)}).to_csv(tmp_path / "b.csv", index=False)
     both = [str(tmp_path / "a.csv"), str(tmp_path / "b.csv")]
-    data = load_batches(bert, Calibration(source=both, columns=("one",), samples=50))
+    data = drawn(bert, both, columns=("one",), samples=50)
     assert data.name == "a.csv:one + b.csv:two"
     with pytest.raises(DataError, match="none of the data has the columns `three`") as caught:
-        load_batches(bert, Calibration(source=both, columns=("one", "three"), samples=50))
+        drawn(bert, both, columns=("one", "three"), samples=50)
     assert "`one`, `other`, `two`" in str(caught.value.hint)
 
 
 def test_pictures_of_several_folders_have_equal_shares(vit: SourceModel, tmp_path: Path) -> None:
     both = [str(image_folder(tmp_path / name)) for name in ("a", "b")]
-    data = load_batches(vit, Calibration(source=both, samples=4))
+    data = drawn(vit, both, samples=4)
     assert (data.name, data.samples) == ("a + b", 4)
 
 
@@ -523,39 +479,30 @@ def test_nothing_stands_beside_none() -> None:
 def test_long_documents_are_several_samples(bert: SourceModel, tmp_path: Path) -> None:
     """A corpus in one line is read as its lines are."""
     line = " ".join(sentences(200))
-    data = load_batches(
-        bert,
-        Calibration(source=text_file(tmp_path / "one.txt", [line]), samples=500, max_length=16),
-    )
+    data = drawn(bert, text_file(tmp_path / "one.txt", [line]), max_length=16)
     assert data.name == "one.txt"
     tokens = len(line.split())
     assert tokens <= data.tokens - 2 * data.samples <= 1.2 * tokens
-    few = Calibration(source=text_file(tmp_path / "two.txt", [line, line[9:]]), samples=5)
-    assert load_batches(bert, few).samples == 5
+    few = text_file(tmp_path / "two.txt", [line, line[9:]])
+    assert drawn(bert, few, samples=5).samples == 5
 
 
-@pytest.mark.parametrize(
-    ("column", "speaker", "said", "who"),
-    [("messages", "role", "content", "user"), ("conversations", "from", "value", "human")],
-)
-def test_chats_are_written_by_the_template(
-    column: str, speaker: str, said: str, who: str, bert: SourceModel, tmp_path: Path
-) -> None:
+def test_chats_are_written_by_the_template(bert: SourceModel, tmp_path: Path) -> None:
     texts = sentences(8)
-    chats = [[{speaker: who, said: text}, {speaker: "system", said: "w2"}] for text in texts]
+    chats = [
+        [{"from": "human", "value": text}, {"from": "system", "value": "w2"}] for text in texts
+    ]
     file = tmp_path / "chats.jsonl"
-    pd.DataFrame({"prompt": texts, column: chats}).to_json(file, orient="records", lines=True)
-    options = Calibration(source=str(file), samples=50, max_length=64)
+    frame = pd.DataFrame({"prompt": texts, "conversations": chats})
+    frame.to_json(file, orient="records", lines=True)
     with pytest.raises(DataError, match="holds chats, and the model's tokenizer has no chat temp"):
-        load_batches(bert, options)
+        drawn(bert, file, max_length=64)
     template = "{% for m in messages %}{{ m.content }} {{ 'w1' if m.role == 'user' }}{% endfor %}"
     (Path(bert.folder) / "chat_template.jinja").write_text(template)
-    data = load_batches(bert, options)
-    assert (data.name, data.samples) == (f"chats.jsonl:{column}", 8)
-    plain = [f"{text} w1w2 " for text in texts]
-    lines = text_file(tmp_path / "plain.txt", plain)
-    same = load_batches(bert, Calibration(source=lines, samples=50, max_length=64))
-    assert data.tokens == same.tokens
+    data = drawn(bert, file, max_length=64)
+    assert (data.name, data.samples) == ("chats.jsonl:conversations", 8)
+    lines = text_file(tmp_path / "plain.txt", [f"{text} w1w2 " for text in texts])
+    assert data.tokens == drawn(bert, lines, max_length=64).tokens
 
 
 @pytest.mark.parametrize("words", [True, False])
@@ -565,11 +512,10 @@ def test_texts_in_lists_are_samples(words: bool, bert: SourceModel, tmp_path: Pa
     cells = [text.split() for text in texts] if words else [texts[:4], texts[4:]]
     file = tmp_path / "sets.jsonl"
     pd.DataFrame({"set": cells}).to_json(file, orient="records", lines=True)
-    data = load_batches(bert, Calibration(source=str(file), samples=50, max_length=64))
+    data = drawn(bert, file, max_length=64)
     lines = text_file(tmp_path / "plain.txt", texts)
-    same = load_batches(bert, Calibration(source=lines, samples=50, max_length=64))
     assert (data.name, data.samples) == ("sets.jsonl:set", 8)
-    assert data.tokens == same.tokens
+    assert data.tokens == drawn(bert, lines, max_length=64).tokens
 
 
 RAMP = np.arange(0, 256, 17, dtype=np.uint8).reshape(4, 4)
@@ -634,7 +580,7 @@ def test_a_damaged_picture_is_named(vit: SourceModel, tmp_path: Path) -> None:
     damaged = sorted(folder.rglob("*.png"))[1]
     damaged.write_bytes(damaged.read_bytes()[:60])
     with pytest.raises(DataError, match=rf"{damaged.name}`, a picture of `pictures` cannot be dec"):
-        load_batches(vit, Calibration(samples=500, source=str(folder)))
+        drawn(vit, folder)
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -657,4 +603,4 @@ def test_a_damaged_picture_without_a_name_is_known_by_its_row(
     with pytest.raises(DataError, match=r"row 2, a picture of `here` cannot be decoded \(of no kn"):
         decode(examples.images[1], 3, "`here`")
     with pytest.raises(DataError, match=r"row 2, a picture of `rows.parquet` cannot be decoded"):
-        load_batches(vit, Calibration(samples=500, source=str(path)))
+        drawn(vit, path)

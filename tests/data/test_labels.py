@@ -21,7 +21,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Evaluate
 from tcompress.progress import listening
 from tcompress.training.objectives import Logits, Observed, Setting
-from tcompress.training.setup import set_up
+from tcompress.training.setup import Setup, set_up
 from tests.support.evaluation import classifier, encoder, loaded, rows_file
 from tests.support.hearing import Heard
 from tests.support.model_folders import sentences
@@ -183,6 +183,13 @@ def test_numbers_with_gaps(tmp_path: Path) -> None:
         assert said in heard.texts[-1]
 
 
+def _set_up(folder: Path, teachers: Sequence[SourceModel] = (), **data: Any) -> Setup:
+    """Everything that a training on classes needs."""
+    teacher = str(folder) if teachers else "none"
+    options = settings(task="classification", teacher=teacher, data=data)
+    return set_up(SourceModel.open(str(folder)), teachers, options, None)
+
+
 @pytest.mark.parametrize(
     ("head", "labels", "numbers", "doubt"),
     [
@@ -197,15 +204,14 @@ def test_numbers_with_gaps(tmp_path: Path) -> None:
 def test_a_head_that_is_there_learns_its_own_labels(
     head: list[str], labels: list[Any], numbers: list[int] | None, doubt: str, tmp_path: Path
 ) -> None:
-    model = SourceModel.open(str(classifier(tmp_path / "model", head)))
+    folder = classifier(tmp_path / "model", head)
     path = rows_file(tmp_path / "rows.jsonl", text=sentences(30), label=(labels * 15)[:30])
     data = {"source": [str(path)], "validation": str(path)}
-    options = settings(task="classification", teacher="none", data=data)
     if numbers is None:
         with pytest.raises(DataError, match=doubt):
-            set_up(model, (), options, None)
+            _set_up(folder, **data)
         return
-    data_of = set_up(model, (), options, None).data
+    data_of = _set_up(folder, **data).data
     assert data_of.train.labels is not None
     assert data_of.train.labels.tolist() == (numbers * 15)[:30]
     assert doubt in " ".join(data_of.notes)
@@ -307,8 +313,7 @@ def test_several_labels_are_learnt(head: str, tmp_path: Path) -> None:
         "source": [str(_several_file(tmp_path, "names"))],
         "validation": str(tmp_path / "rows.jsonl"),
     }
-    options = settings(task="classification", teacher="none", data=data)
-    setup = set_up(SourceModel.open(str(folder)), (), options, None)
+    setup = _set_up(folder, **data)
     order = [0, 1, 2] if head == "none" else [2, 1, 0]
     marks = torch.tensor(MARKS, dtype=torch.float32)
     assert setup.data.train.labels is not None
@@ -340,8 +345,7 @@ def test_one_label_an_example_beside_several(tmp_path: Path) -> None:
     one = str(rows_file(tmp_path / "one.jsonl", text=sentences(3), labels=["a", "c", "b"]))
 
     def labels(**data: Any) -> list[Any]:
-        options = settings(task="classification", teacher="none", data=data)
-        found = set_up(SourceModel.open(str(folder)), (), options, None).data
+        found = _set_up(folder, **data).data
         return [part.labels.tolist() for part in (found.train, found.validation)]  # type: ignore[union-attr]
 
     marks = [[1, 0, 0], [0, 0, 1], [0, 1, 0]]
@@ -355,8 +359,7 @@ def test_one_label_an_example_beside_several(tmp_path: Path) -> None:
 def test_one_label_of_a_head_for_several(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "model", 3, problem_type="multi_label_classification")
     path = rows_file(tmp_path / "rows.jsonl", text=sentences(12), label=[0, 2, 1] * 4)
-    options = settings(task="classification", teacher="none", data={"source": [str(path)]})
-    setup = set_up(SourceModel.open(str(folder)), (), options, None)
+    setup = _set_up(folder, source=[str(path)])
     assert setup.data.train.labels is not None
     assert setup.data.train.labels.sum(-1).tolist() == [1.0] * len(setup.data.train)
 
@@ -373,10 +376,8 @@ def test_a_teacher_of_several_labels_is_imitated_label_by_label(tmp_path: Path) 
     expected -= binary_cross_entropy_with_logits(teacher, target, reduction="sum")
     assert float(found) == pytest.approx(float(expected), rel=1e-5)
     folder = classifier(tmp_path / "model", 3, problem_type="multi_label_classification")
-    data = {"source": [str(_several_file(tmp_path, "ids"))]}
-    options = settings(task="classification", teacher=str(folder), data=data)
-    source = SourceModel.open(str(folder))
-    setup = set_up(source, [source], options, None)
+    teacher_model = SourceModel.open(str(folder))
+    setup = _set_up(folder, [teacher_model], source=[str(_several_file(tmp_path, "ids"))])
     terms = {objective.name: objective for objective, _ in setup.objectives}
     assert terms["logits"].setting.independent
     assert json.loads((Path(folder) / "config.json").read_text())["problem_type"]

@@ -160,10 +160,7 @@ def test_tables_name_pictures(tmp_path: Path) -> None:
     beside = tmp_path / "set" / "rows.jsonl"
     rows = [{"image": f"pictures/{index}.png", "label": "ab"[index]} for index in (1, 0)]
     beside.write_text("\n".join(map(json.dumps, rows)))
-    expected = [
-        {"image": contents[1], "label": "b"},
-        {"image": contents[0], "label": "a"},
-    ]
+    expected = [{"image": contents[1], "label": "b"}, {"image": contents[0], "label": "a"}]
     assert _column(beside) == expected
     beside.unlink()
     (tmp_path / "set" / "metadata.csv").write_text(

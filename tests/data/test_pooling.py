@@ -1,6 +1,5 @@
 """One embedding of a sentence's tokens."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tcompress.data.sentences import Pooling, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tests.support.evaluation import encoder
+from tests.support.model_folders import edited
 
 MODES = ("mean", "cls", "max", "lasttoken", "weightedmean", "mean_sqrt_len_tokens")
 
@@ -41,10 +41,8 @@ def test_modes_of_a_model(
 
 def test_what_follows_the_pooling_matters_only_where_it_is_asked(tmp_path: Path) -> None:
     folder = encoder(tmp_path / "bert", pooling={"pooling_mode": "cls"})
-    path = folder / "modules.json"
-    modules = json.loads(path.read_text())
-    modules[-1]["type"] = "sentence_transformers.models.CNN"
-    path.write_text(json.dumps(modules))
+    with edited(folder / "modules.json") as modules:
+        modules[-1]["type"] = "sentence_transformers.models.CNN"
     source = SourceModel.open(str(folder))
     with pytest.raises(DataError, match="modules CNN after its transformer"):
         SentenceEncoder.of(source)

@@ -17,7 +17,7 @@ from tcompress.artifact.manifest import Metric, read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.scores import Threshold
 from tcompress.evaluation.task_base import EvaluationTask
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.converted import converted
 from tests.support.evaluation import (
     classifier,
@@ -211,8 +211,7 @@ STS = ("--task", "sts", "--data", "pairs.jsonl", "--bootstrap", "50", "--device"
 
 
 def test_table() -> None:
-    done = run("evaluate", "./bert", "./bert-small", *STS, "--no-save")
-    assert done.code == 0
+    done = completed("evaluate", "./bert", "./bert-small", *STS, "--no-save")
     assert done.lines[0] == (
         "sts on pairs.jsonl:sentence1,sentence2,score: 30 examples (columns guessed: `--columns` "
         "names others), at most 64 tokens, float32 on cpu; in brackets 95 % intervals of 50 "
@@ -253,8 +252,7 @@ def test_json() -> None:
 
 def test_few_examples_are_warned_of() -> None:
     named = ("--columns", "text=sentence1,pair=sentence2,score=score")
-    done = run("evaluate", "bert", *STS, *named, "--limit", "4", "--no-save")
-    assert done.code == 0, done.err
+    done = completed("evaluate", "bert", *STS, *named, "--limit", "4", "--no-save")
     data = "pairs.jsonl:sentence1,sentence2,score"
     assert f"{data}: 4 examples, at most" in done.lines[0]
     assert done.lines[-1] == (

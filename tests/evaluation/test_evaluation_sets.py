@@ -14,7 +14,7 @@ from tcompress.artifact.averages import Mean, means_of
 from tcompress.artifact.manifest import Interval, Metric, read_manifest
 from tcompress.errors import InputError
 from tcompress.evaluation import measuring
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder, labelled_file, pairs_file, rows_file
 from tests.support.model_folders import sentences
@@ -134,8 +134,7 @@ def test_a_set_counts_once(place: Path) -> None:
 
 
 def test_table() -> None:
-    done = run("evaluate", "bert", "bert-small", *BOTH, columns=100)
-    assert done.code == 0
+    done = completed("evaluate", "bert", "bert-small", *BOTH, columns=100)
     assert "one/pairs.jsonl:sentence1,sentence2,score: 30 examples; two/" in done.lines[0]
     rows = [line.split()[0] for line in done.lines if "─" not in line]
     group = ["bert", "pearson", "bert-small", "pearson", "agreement"]

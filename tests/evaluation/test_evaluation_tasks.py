@@ -100,16 +100,10 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     assert facts == ["index", "name", "index"]
     assert scores[1] == pytest.approx(1 - scores[0])  # the same weights, labels swapped
     assert scores[2] == scores[0]
-    doubt = (
-        "the model calls its labels {}, the data `bad`, `good`; they are matched by their order: "
-        "if that is another, {}"
-    )
-    changes = (
-        "name them as `id2label` in the model's `config.json`",
-        "call the classes as the model ",
-    )
-    assert notes[0] == [doubt.format("`LABEL_0`, `LABEL_1`", changes[0])]
-    assert notes[1:] == [[], [doubt.format("`yes`, `no`", f"{changes[1]}does")]]
+    doubt = "the model calls its labels {}, the data `bad`, `good`; they are matched by their order"
+    assert notes[0][0].startswith(doubt.format("`LABEL_0`, `LABEL_1`"))
+    assert notes[2][0].startswith(doubt.format("`yes`, `no`"))
+    assert notes[1] == []
 
 
 def test_numbers_for_labels_with_names_are_doubted(tmp_path: Path) -> None:
@@ -136,33 +130,19 @@ def test_long_and_empty_texts(tmp_path: Path) -> None:
     assert list(found) == ["accuracy", "macro_f1", "matthews"]
 
 
-def embedding(folder: Path, text: str, how: str) -> np.ndarray:
+def embedding(folder: Path, text: str, how: str = "mean") -> np.ndarray:
     model, tokenizer = loaded(folder, "AutoModel")
     with torch.no_grad():
         states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
-    vector = {
-        "mean": states.mean(0),
-        "cls": states[0],
-        "max": states.max(0),
-        "lasttoken": states[-1],
-        "weightedmean": np.average(states, axis=0, weights=np.arange(1, len(states) + 1)),
-    }
-    return vector[how] / np.linalg.norm(vector[how])
+    vector = states[0] if how == "cls" else states.mean(0)
+    return vector / np.linalg.norm(vector)
 
 
-POOLINGS: dict[str, dict[str, Any] | None] = {
-    "mean": None,
-    "cls": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
-    "max": {"pooling_mode": "max"},
-    "lasttoken": {"pooling_mode": ["lasttoken"]},
-    "weightedmean": {"pooling_mode_weightedmean_tokens": True, "pooling_mode_mean_tokens": False},
-}
-
-
-@pytest.mark.often("mean", "cls")
-@pytest.mark.parametrize("how", POOLINGS)
+@pytest.mark.parametrize("how", ["mean", "cls"])
 def test_similarity(how: str, tmp_path: Path) -> None:
-    folder = encoder(tmp_path / "model", pooling=POOLINGS[how])
+    """Other ways of pooling have tests of their own."""
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    folder = encoder(tmp_path / "model", pooling=pooling if how == "cls" else None)
     data = pairs_file(tmp_path / "pairs.jsonl", 12)
     prepared, model = ready("sts", folder, data)
     found = same_at_all_batch_sizes(prepared, model)
@@ -183,11 +163,6 @@ def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl")
     folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
     with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
-        ready("sts", folder, data)
-    (folder / "1_Pooling" / "config.json").write_text("{}")
-    modules = (folder / "modules.json").read_text().replace("Normalize", "CNN")
-    (folder / "modules.json").write_text(modules)
-    with pytest.raises(DataError, match="modules CNN after its transformer"):
         ready("sts", folder, data)
 
 
@@ -320,10 +295,10 @@ def test_retrieval(tmp_path: Path) -> None:
     data = rows_file(tmp_path / "rows.jsonl", query=texts[:15], document=documents)
     prepared, model = ready("retrieval", folder, data)
     found = same_at_all_batch_sizes(prepared, model)
-    corpus = {text: embedding(folder, text, "mean") for text in documents}
+    corpus = {text: embedding(folder, text) for text in documents}
     places = []
     for query, document in zip(texts[:15], documents, strict=True):
-        vector = embedding(folder, query, "mean")
+        vector = embedding(folder, query)
         cosines = {text: float(vector @ other) for text, other in corpus.items()}
         places.append(sum(value >= cosines[document] for value in cosines.values()))
     assert prepared.facts["documents"] == 14
@@ -353,9 +328,7 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
                 logits = logits_of(plain, tokenizer, one, two)
                 scores.append(float(logits[-1] - (logits[0] if labels == 2 else 0)))
             else:
-                scores.append(
-                    float(embedding(folder, one, "mean") @ embedding(folder, two, "mean"))
-                )
+                scores.append(float(embedding(folder, one) @ embedding(folder, two)))
         places.append(sum(score >= scores[0] for score in scores))
     assert found["recall@1"] == pytest.approx(np.mean([place == 1 for place in places]))
     assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))

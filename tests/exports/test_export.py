@@ -21,7 +21,7 @@ from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.options import Convert
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted
-from tests.support.model_folders import model_folder, sentences, text_file
+from tests.support.model_folders import edited, model_folder, sentences, text_file
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, named
 from tests.support.training import train
@@ -203,15 +203,22 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     """A model type that Transformers has says nothing where the class came with the model."""
     folder = converted("bert", tmp_path, method={"name": "svd"}, target=0.5).folder
     (folder / "tcompress.json").unlink()
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"auto_map": {"AutoModel": f"modeling_own.{architecture}"}}
-    path.write_text(json.dumps(config | {"architectures": [architecture]}))
-
+    with edited(folder / "config.json") as config:
+        config["auto_map"] = {"AutoModel": f"modeling_own.{architecture}"}
+        config["architectures"] = [architecture]
     monkeypatch.setattr(
         "tcompress.exports.dense.SourceModel.open", Mock(side_effect=AssertionError)
     )
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()
+
+
+def _small_healed_and_plain(dense: Path, folder: Path) -> tuple[Path, ...]:
+    """A conversion of a model, what healing makes of it, and an export of that."""
+    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": {"source": "none"}})
+    small = convert(str(dense), recipe, folder / "small").folder
+    texts = {"source": [text_file(folder / "t.txt", sentences(20))]}
+    healed = train(small, folder / "healed", steps=1, data=texts).folder
+    return small, healed, export_dense(healed, folder / "plain")
 
 
 def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
@@ -219,15 +226,9 @@ def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
     folder = model_folder("bert", tmp_path / "bert")
     (folder / "modeling_own.py").write_text("raise ImportError")
     for name in ("config.json", "tokenizer_config.json"):
-        settings = json.loads((folder / name).read_text())
-        settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
-        (folder / name).write_text(json.dumps(settings))
-    data_free = {"source": "none"}
-    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": data_free})
-    small = convert(str(folder), recipe, tmp_path / "small").folder
-    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
-    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
-    for made in (small, healed, export_dense(small, tmp_path / "plain")):
+        with edited(folder / name) as settings:
+            settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
+    for made in _small_healed_and_plain(folder, tmp_path):
         assert "auto_map" not in "".join(path.read_text() for path in made.glob("*config.json"))
         transformers.AutoModel.from_pretrained(made, trust_remote_code=True)
         transformers.AutoTokenizer.from_pretrained(made, trust_remote_code=True)
@@ -241,15 +242,8 @@ def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
     other = {"widget": [{"text": "a"}], "language": "en"}
     head = yaml.safe_dump(said | other)
     (folder / "README.md").write_text(f"---\r\n{head}---\r\n# Title\n---\n", encoding="utf-8")
-    recipe = Convert.model_validate({**RECIPES["llama"], "calibration": {"source": "none"}})
-    small = convert(str(folder), recipe, tmp_path / "small").folder
-    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
-    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
-    for made, tags in (
-        (small, ["compressed"]),
-        (healed, ["compressed"]),
-        (export_dense(healed, tmp_path / "plain"), []),
-    ):
+    made_tags = (["compressed"], ["compressed"], [])
+    for made, tags in zip(_small_healed_and_plain(folder, tmp_path), made_tags, strict=True):
         text = (made / "README.md").read_text()
         assert 'AutoModelForMaskedLM.from_pretrained("PATH")' in text
         found = yaml.safe_load(text.split("---")[1])

@@ -3,7 +3,6 @@
 `ONNX_DOOR` names its Python: optimum takes older versions of Transformers than tcompress does.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tcompress.exports.onnx_folder import export_onnx
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
-from tests.support.model_folders import save_tokenizer, sentences
+from tests.support.model_folders import edited, save_tokenizer, sentences
 from tests.support.other_python import there
 from tests.support.sentence_folders import MEAN, base, with_dense
 from tests.support.tiny import build
@@ -56,9 +55,8 @@ print("\\n" + json.dumps(new.tolist()))
 
 def test_sentence_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
     source = with_dense(base(tmp_path / "model", MEAN, "Dense", "Normalize"))
-    settings = source / "tokenizer_config.json"  # older versions do not know the class of this one
-    known = {**json.loads(settings.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}
-    settings.write_text(json.dumps(known))
+    with edited(source / "tokenizer_config.json") as settings:  # older versions know no newer one
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     recipe = {"method": {"name": "lprod", "p": 4}, "calibration": {"source": "none"}}
     small = convert(str(source), Convert.model_validate(recipe), tmp_path / "small").folder
     out = export_onnx(small, tmp_path / "out", OnnxFiles(int8=True, bits=4)).folder

@@ -22,7 +22,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
 from tcompress.runtimes.onnx_session import OnnxModel
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.sentence_folders import MEAN, base, with_dense
 
 onnx = pytest.importorskip("onnx")
@@ -119,8 +119,7 @@ def test_the_folder_of_the_model_gets_files_too(tmp_path: Path) -> None:
     (source / "mine.txt").write_text("kept")
     before = {path.relative_to(source) for path in source.rglob("*")}
     weights = (source / "model.safetensors").read_bytes()
-    ran = run("export", source, "--to", "onnx", "-o", source, "--no-sentence-embedding")
-    assert ran.code == 0, ran.err
+    ran = completed("export", source, "--to", "onnx", "-o", source, "--no-sentence-embedding")
     assert ran.lines[0].startswith("onnx/model.onnx: ")
     assert (source / "mine.txt").read_text() == "kept"
     after = {path.relative_to(source) for path in source.rglob("*")}

@@ -21,7 +21,7 @@ from tcompress.exports.onnx_folder import export_onnx, with_files, without_files
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.model_folders import model_folder, sentences
 from tests.support.other_python import there
 from tests.support.sentence_folders import MEAN, base, with_dense
@@ -80,8 +80,7 @@ def test_a_folder_holds_files_for_both_runtimes(tmp_path: Path) -> None:
     recipe = {"method": {"name": "svd"}, "target": 0.25, "calibration": {"source": "none"}}
     small = convert(str(source), Convert.model_validate(recipe), tmp_path / "small").folder
     out = export_onnx(small, tmp_path / "out").folder
-    ran = run("export", out, "--to", "openvino", "-o", out)
-    assert ran.code == 0, ran.err
+    ran = completed("export", out, "--to", "openvino", "-o", out)
     assert ran.lines[0].startswith("openvino/openvino_model.xml: ")
     assert sorted(path.name for path in (out / "openvino").iterdir()) == [
         "openvino_model.bin", "openvino_model.xml",

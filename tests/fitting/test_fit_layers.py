@@ -17,10 +17,7 @@ from tcompress.fitting.layer_fits import EvaluationMoments, FittedLayer, LayerMo
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
-from tcompress.structures.base import (
-    dense_of,
-    transform_of,
-)
+from tcompress.structures.base import dense_of, transform_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear, tensor_prefix
 from tests.support.structures import make_moments, randn
 

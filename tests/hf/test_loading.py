@@ -35,6 +35,7 @@ from tests.support.conversions import (
     recipe,
     structured,
 )
+from tests.support.model_folders import edited
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
@@ -104,9 +105,8 @@ def test_a_model_with_an_earlier_name_of_the_method_loads(
     made = models("bert", "dct")
     folder = Path(shutil.copytree(made.folder, tmp_path / "older"))
     (folder / "tcompress.json").unlink()
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["quant_method"] = name
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["quantization_config"]["quant_method"] = name
     assert len(Artifact.open(folder).layers) == len(made.plan.layers)
     found = type(made.load()).from_pretrained(folder)
     assert distance(outputs(found, made.inputs()), outputs(made.load(), made.inputs())) == 0

@@ -19,7 +19,7 @@ from tcompress.latency.passes import Pass, spread, turns
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.converted import converted
 from tests.support.records import MACHINE, record_dense, speed
 from tests.support.tiny import IMAGE, SERIES, VOLUME, build
@@ -40,9 +40,7 @@ class Ticking:
         return self.now
 
 
-def saved(family: str, folder: Path) -> SourceModel:
-    build(family).save_pretrained(folder / family)
-    return SourceModel.open(str(folder / family))
+Sources = Callable[[str], SourceModel]
 
 
 @pytest.fixture
@@ -95,9 +93,8 @@ def test_medians_and_ratios(folder: Path) -> None:
 
 
 # -- the inputs
-def test_texts(tmp_path: Path) -> None:
-    source = saved("bert", tmp_path)
-    inputs = RandomInputs.of(source, source)
+def test_texts(sources: Sources) -> None:
+    inputs = RandomInputs.of(sources("bert"), sources("bert"))
     made = inputs.batch(3, 8, 0, torch.device("cpu"), torch.float32)
     assert set(made) == {"input_ids", "attention_mask"}
     assert made["input_ids"].shape == (3, 8)
@@ -119,18 +116,13 @@ def test_texts(tmp_path: Path) -> None:
             f"random pictures of 3 x {IMAGE} x {IMAGE}",
         ),
         ("tcompress_grid", {"grid_values": (2, 1, *VOLUME)}, "random volumes of 1 x 8 x 8 x 4"),
-        (
-            "tcompress_grid-series",
-            {"past_values": (2, *SERIES[::-1])},
-            "random series of 16 x 3",
-        ),
+        ("tcompress_grid-series", {"past_values": (2, *SERIES[::-1])}, "random series of 16 x 3"),
     ],
 )
 def test_other_inputs(
-    family: str, shapes: dict[str, tuple[int, ...]], words: str | None, tmp_path: Path
+    family: str, shapes: dict[str, tuple[int, ...]], words: str | None, sources: Sources
 ) -> None:
-    source = saved(family, tmp_path)
-    inputs = RandomInputs.of(source, source)
+    inputs = RandomInputs.of(sources(family), sources(family))
     made = inputs.batch(2, 5, 0, torch.device("cpu"), torch.bfloat16)
     assert inputs.has_length is (words is None)
     if words is None:
@@ -141,16 +133,15 @@ def test_other_inputs(
         assert inputs.words() == words
 
 
-def test_models_with_other_inputs_cannot_be_compared(tmp_path: Path) -> None:
+def test_models_with_other_inputs_cannot_be_compared(sources: Sources) -> None:
     with pytest.raises(InputError) as caught:
-        RandomInputs.of(saved("vit", tmp_path), saved("bert", tmp_path))
+        RandomInputs.of(sources("vit"), sources("bert"))
     assert f"/vit` takes pictures of 3 x {IMAGE} x {IMAGE}, `" in caught.value.message
     assert caught.value.message.endswith("/bert` takes token ids under a full mask")
 
 
-def test_lengths_beyond_the_models(tmp_path: Path) -> None:
-    source = saved("bert", tmp_path)
-    inputs = RandomInputs.of(source, source)
+def test_lengths_beyond_the_models(sources: Sources) -> None:
+    inputs = RandomInputs.of(sources("bert"), sources("bert"))
     assert inputs.fitting((32, 128)) == (32,)
     assert inputs.fitting((100, 200)) == (64,)
 
@@ -348,8 +339,7 @@ def gpt2_folder(tmp_path: Path, own_folder: None) -> None:
 
 @pytest.mark.usefixtures("gpt2_folder")
 def test_a_table() -> None:
-    done = run("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--threads", "1")
-    assert done.code == 0
+    done = completed("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--threads", "1")
     assert done.lines[0] == "gpt2-small against gpt2"
     names = "batch length mode time dense ratio tokens/s memory dense"
     assert done.lines[1].split() == names.split()
@@ -367,9 +357,8 @@ def test_a_table() -> None:
 
 @pytest.mark.usefixtures("gpt2_folder")
 def test_one_document() -> None:
-    done = run("bench", "gpt2-small", "gpt2", "--against", "gpt2", *TYPED, "--no-save", "--json")
-    assert done.code == 0
-    first, second = done.document["benches"]
+    both = ("gpt2-small", "gpt2", "--against", "gpt2")
+    first, second = completed("bench", *both, *TYPED, "--no-save", "--json").document["benches"]
     assert (first["model"], first["baseline"], first["saved"]) == ("gpt2-small", "gpt2", False)
     assert second["model"] == "gpt2"
     assert {"ratio", "milliseconds", "peak_bytes", "protocol"} <= set(first["speed"][0])
@@ -379,8 +368,7 @@ def test_one_document() -> None:
 @pytest.mark.usefixtures("gpt2_folder")
 def test_kept_weights() -> None:
     arguments = ("bench", "gpt2-small", "--against", "gpt2", *TYPED, "--keep-weights")
-    done = run(*arguments, "--threads", "1")
-    assert done.code == 0
+    done = completed(*arguments, "--threads", "1")
     assert done.lines[5].startswith("cpu, 1 thread, float32, weights kept")
     size = 4 * 2 * (32 * 96 + 32 * 32 + 2 * 32 * 64)  # two blocks: qkv, o, up and down, float32
     assert f"note: kept weights take {size:,} bytes of memory beside " in done.out

@@ -18,7 +18,7 @@ from tcompress.latency.generation import Generation, check_generates
 from tcompress.latency.sizes import Cell, RandomInputs, cells
 from tcompress.models import SourceModel
 from tcompress.options import Bench
-from tests.support.cli import run
+from tests.support.cli import completed
 from tests.support.converted import converted
 from tests.support.tiny import TINY, build
 
@@ -200,8 +200,7 @@ def test_prompts_leave_room(tmp_path: Path) -> None:
 def test_a_table_of_generation(tmp_path: Path, own_folder: None) -> None:
     build("gpt2").save_pretrained("gpt2")
     options = ("--batch", "1", "--length", "4", "--repeats", "1", "--threads", "1", "--quiet")
-    done = run("bench", "gpt2", "--against", "gpt2", *options, "--generate", "3")
-    assert done.code == 0
+    done = completed("bench", "gpt2", "--against", "gpt2", *options, "--generate", "3")
     assert [line.split()[:3] for line in done.lines[3:6]] == [
         ["1", "4", "eager"],
         ["1", "4", "prefill"],

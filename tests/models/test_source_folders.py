@@ -18,7 +18,7 @@ from tcompress.models import SourceModel
 from tcompress.models.mended import plain_names, plain_types
 from tcompress.training.teacher import find_teacher
 from tests.support.cli import run
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import edited, save_tokenizer
 from tests.support.tiny import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,9 +97,9 @@ def test_names_without_wrappers_stay() -> None:
 
 
 def _says(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    config = {key: value for key, value in json.loads(path.read_text()).items() if key != "dtype"}
-    path.write_text(json.dumps(config | changes))
+    with edited(folder / "config.json") as config:
+        config.pop("dtype", None)
+        config |= changes
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -211,9 +211,8 @@ def test_an_adapter_is_merged(where: str, folder: Path, tmp_path: Path) -> None:
 def test_an_adapter_with_a_head_of_its_own_is_merged(folder: Path, tmp_path: Path) -> None:
     """A classifier of three labels on a language model; what has no place is refused."""
     _adapt(folder)
-    path = folder / "adapter_config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}))
+    with edited(folder / "adapter_config.json") as config:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
     file = folder / "adapter_model.safetensors"
     head = torch.randn(3, 32)
     save_file(load_file(file) | {"base_model.model.score.weight": head}, file)

@@ -16,6 +16,7 @@ from tcompress.errors import SourceError
 from tcompress.models import WeightStore
 from tcompress.models import store as weight_files
 from tests.support.checkpoints import refusal_of, save
+from tests.support.model_folders import edited
 
 INDEX = "model.safetensors.index.json"
 
@@ -45,9 +46,8 @@ def shard_of(folder: Path, number: int) -> Path:
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
+    with edited(folder / INDEX) as index:
+        change(index["weight_map"])
 
 
 def test_every_tensor_of_every_shard_is_read(sharded: Path) -> None:

@@ -22,7 +22,7 @@ from tcompress.options import (
     recipe_text,
 )
 from tcompress.options.words import describe
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.tiny import build
 
 FOLDER = Path(__file__).parents[2] / "recipes"
@@ -200,8 +200,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = "recipe_version: 1\noutput: made\nconvert: {method: svd, target: 0.5, calibration: "
     said += "{source: none}}\nvariants:\n  tiny: {convert.target: 0.25}\n"
     (tmp_path / "r.yaml").write_text(said)
-    done = run("run", "r.yaml", "--model", model, "--variant", "tiny")
-    assert done.code == 0, done.err
+    done = completed("run", "r.yaml", "--model", model, "--variant", "tiny")
     assert "Wrote `made-tiny`" in done.out
     assert not (tmp_path / "made").exists()
 

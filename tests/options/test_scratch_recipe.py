@@ -29,7 +29,7 @@ from tcompress.pipeline import run_recipe
 from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import finetune
 from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer, text_file
 from tests.support.scratch import BERT, LPROD, architecture, scratch
@@ -307,14 +307,13 @@ def test_the_report_says_how_it_began(place: Path) -> None:
 def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
     folder = open_architecture(architecture(), 0)
     path = folder.folder / "config.json"
-    done = run("convert", path, "--init", "random", "--seed", "3", "-o", tmp_path / "plain", "-q")
-    assert done.code == 0, done.err
+    drawn = ("--init", "random", "--seed", "3")
+    done = completed("convert", path, *drawn, "-o", tmp_path / "plain", "-q")
     assert done.lines[-2] == "Not trained yet: all weights are as they were drawn at random."
     assert done.lines[-1].startswith("Next: `tcompress finetune ")
     assert done.lines[-1].endswith(" --task ... --data ...`")
     assert "bert · dense · weights at random, seed 3 · no teacher" in done.out
-    planned = run("convert", path, "--init", "random", "--method", "lprod", "--dry-run")
-    assert planned.code == 0, planned.err
+    planned = completed("convert", path, "--init", "random", "--method", "lprod", "--dry-run")
     assert "Weights will be drawn at random, with seed 0; none are read." in planned.lines
     wrong = run("convert", path, "--init", "random", "--method", "auto", "--target", "0.5")
     assert wrong.code == 2

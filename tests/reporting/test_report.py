@@ -1,6 +1,5 @@
 """Reports: numbers that were worked out by hand or measured another way."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 
 import tcompress  # noqa: F401 - lets Transformers load converted models
-from tcompress.conversion.converter import convert
 from tcompress.errors import ArtifactError
 from tcompress.models import WeightStore
 from tcompress.models.store import SafetensorsShard
-from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import amount
 from tcompress.reporting.tree import Amount, ModelReport
 from tests.support.converted import converted
+from tests.support.model_folders import edited
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build, named
 
@@ -174,10 +172,8 @@ def test_multiply_adds_are_those_that_run(tmp_path: Path, family: str, option: s
 
 def test_images_count_their_own_tokens_dense_and_now(tmp_path: Path) -> None:
     """Whatever length is asked for: 16 patches and a class token, on both sides."""
-    build("vit").save_pretrained(tmp_path / "dense")
-    hot = Convert.model_validate({"attention": {"name": "hot"}, "calibration": {"source": "none"}})
-    made = convert(str(tmp_path / "dense"), hot, tmp_path / "made").folder
-    dense, now = (report_of(folder, 999).macs_per_token for folder in (tmp_path / "dense", made))
+    made = converted("vit", tmp_path, method=None, attention={"name": "hot"}).folder
+    dense, now = (report_of(folder, 999).macs_per_token for folder in (tmp_path / "vit", made))
     assert dense.length == now.length == 17
     assert dense.dense == now.dense
 
@@ -209,9 +205,8 @@ def test_multiply_adds_of_experts_count_those_of_a_token(tmp_path: Path) -> None
 
 def test_a_class_without_the_planned_layers_is_refused(tmp_path: Path) -> None:
     folder = converted("bert", tmp_path).folder
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited(folder / "config.json") as config:
+        config["num_hidden_layers"] = 1
     (folder / "tcompress.json").unlink()  # its checksums would say so before
     with pytest.raises(ArtifactError) as caught:
         report_of(folder)

@@ -12,7 +12,7 @@ from transformers import AutoModelForMaskedLM
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
-from tcompress.search import layer_statistics
+from tcompress.search import predictions
 from tests.support.conversions import calibration, make, outputs
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build
@@ -126,7 +126,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     def walk(*_: object) -> None:
         raise AssertionError("the backward pass was made again")
 
-    monkeypatch.setattr(layer_statistics, "BackwardWalk", walk)
+    monkeypatch.setattr(predictions, "BackwardWalk", walk)
     _convert(source, output, SVD)
     assert contents(output) == contents(whole().folder)
 

@@ -20,9 +20,9 @@ from tcompress.latency.passes import Pass
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
-from tcompress.planning.entries import Form, Plan
+from tcompress.planning.entries import LayerForm, Plan
 from tcompress.planning.planner import make_plan
-from tcompress.search import layer_statistics
+from tcompress.search import predictions
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import allocate_within
 from tcompress.search.layer_times import Time
@@ -87,7 +87,7 @@ def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
 
     def times(work: str) -> list[float]:
         clock = ModelClock(source, Workload.read(work), CPU)
-        layer = clock.layer_times(16).of(Form(plan.layers[0].parts))
+        layer = clock.layer_times(16).of(LayerForm(plan.layers[0].parts))
         return [clock.seconds, *clock.speedups(plan), layer, *clock.speedups(plan)]
 
     first = times("4x8")
@@ -303,8 +303,8 @@ def test_several_speeds_are_models_of_one_measurement(
     counted: None, own_folder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
-    walked = Mock(side_effect=layer_statistics.BackwardWalk)
-    monkeypatch.setattr(layer_statistics, "BackwardWalk", walked)
+    walked = Mock(side_effect=predictions.BackwardWalk)
+    monkeypatch.setattr(predictions, "BackwardWalk", walked)
     options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
     done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
     assert done.code == 0, done.err

@@ -35,7 +35,7 @@ from tcompress.structures.base import LooksUp
 from tcompress.structures.flops import lookup_macs
 from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedding, TiedTable
 from tcompress.structures.modules.linear import PartLayout
-from tests.support.cli import run
+from tests.support.cli import completed
 from tests.support.conversions import (
     assert_same_from_disk,
     assert_same_without_a_cache,
@@ -248,9 +248,10 @@ def test_words_that_occur_count_more(tmp_path: Path) -> None:
     assert errors[1] < 0.9 * errors[0]
 
 
-def test_the_fit_is_the_best_of_its_rank_in_the_norm_of_frequencies(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path)
-    (entry,) = make_plan(recipe(), SourceModel.open(str(tmp_path))).embeddings
+def test_the_fit_is_the_best_of_its_rank_in_the_norm_of_frequencies(
+    sources: Callable[[str], SourceModel],
+) -> None:
+    (entry,) = make_plan(recipe(), sources("bert")).embeddings
     weight, counts = randn(VOCAB, 32, seed=1), torch.arange(VOCAB).double()
     fitted = fit_table(entry, weight, counts, counts, torch.float64)
     scales = frequencies(counts).sqrt()[:, None]
@@ -303,17 +304,16 @@ def test_layers_are_fitted_to_what_the_rewritten_table_gives(
     assert float((means[0] - means[1]).norm()) > 0.1 * float(means[0].norm())
 
 
-def test_an_interrupted_conversion_keeps_the_table(tmp_path: Path, monkeypatch: Any) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    chosen = recipe(method={"name": "svd"}, target=0.5)
-    options: dict[str, Any] = {"data": calibration("bert")}
-
+def test_an_interrupted_conversion_keeps_the_table(
+    sources: Callable[[str], SourceModel], tmp_path: Path, monkeypatch: Any
+) -> None:
+    asked = (sources("bert"), recipe(method={"name": "svd"}, target=0.5), tmp_path / "out")
     with monkeypatch.context() as patched:
         patched.setattr(model_fits.BlockFitter, "run", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
+            convert(*asked, data=calibration("bert"))
     monkeypatch.setattr(model_fits, "fit_embeddings", None)  # nothing is fitted again
-    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", **options)
+    done = convert(*asked, data=calibration("bert"))
     assert done.resumed
     assert EMBEDDINGS not in {entry.block for entry in done.manifest.plan.layers}
 
@@ -418,9 +418,8 @@ def test_the_report_counts_the_table_apart(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_names_the_table(tiny: Callable[[str], Path]) -> None:
-    planned = run("convert", tiny("bert"), "--embeddings", "svd", "--calib", "none", "--dry-run")
-    assert planned.code == 0
-    assert "word embedding" in planned.out
+    free = ("--embeddings", "svd", "--calib", "none")
+    assert "word embedding" in completed("convert", tiny("bert"), *free, "--dry-run").out
 
 
 @pytest.mark.slow

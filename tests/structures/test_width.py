@@ -1,6 +1,6 @@
 """Fewer channels between layers: neurons, values and scores of heads."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import joint
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import alike, randn
-from tests.support.tiny import build
 
 quick = settings(deadline=None, derandomize=True, max_examples=20)
 
@@ -144,10 +143,11 @@ def test_sites_that_are_joint_offer_the_best_of_all() -> None:
         ("mixtral", {"values", "neurons"}),
     ],
 )
-def test_what_layers_have_in_common(family: str, wanted: set[str], tmp_path: Path) -> None:
-    build(family).save_pretrained(tmp_path / "dense")
-    roles = roles_of(SourceModel.open(str(tmp_path / "dense")))
-    assert {own.kind for block in roles.blocks for own in couplings(block)} == wanted
+def test_what_layers_have_in_common(
+    family: str, wanted: set[str], sources: Callable[[str], SourceModel]
+) -> None:
+    blocks = roles_of(sources(family)).blocks
+    assert {own.kind for block in blocks for own in couplings(block)} == wanted
 
 
 def _narrow(family: str, folder: Path, *, aware: bool = False, **changes: Any) -> Any:
@@ -242,9 +242,8 @@ def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
         ("mpnet", 0),
     ],
 )
-def test_whose_heads_may_go(family: str, heads: int, tmp_path: Path) -> None:
-    build(family).save_pretrained(tmp_path / "dense")
-    source = SourceModel.open(str(tmp_path / "dense"))
+def test_whose_heads_may_go(family: str, heads: int, sources: Callable[[str], SourceModel]) -> None:
+    source = sources(family)
     found = attentions_of(source.keymap.model, roles_of(source))
     wholes = [own for item in found if (own := whole_heads(item)) is not None]
     assert bool(wholes) == bool(heads)
@@ -312,10 +311,9 @@ def _fewer_heads(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return make(family, folder, aware=True, method={"name": "width"}, target=0.5, only=only)
 
 
-def test_experts_keep_neurons(tmp_path: Path) -> None:
-    build("mixtral").save_pretrained(tmp_path / "dense")
-    roles = roles_of(SourceModel.open(str(tmp_path / "dense")))
-    found = [own for own in couplings(roles.blocks[0]) if own.kind == "neurons"]
+def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
+    block = roles_of(sources("mixtral")).blocks[0]
+    found = [own for own in couplings(block) if own.kind == "neurons"]
     assert [min(own.sizes) > 0 for own in found] == [True]
 
 

@@ -24,6 +24,7 @@ from tcompress.training.teaching import arranged
 from tcompress.training.text_agreement import without_words
 from tests.support.evaluation import classifier, encoder, headed, labelled_file
 from tests.support.interrupted import partial_folder
+from tests.support.model_folders import edited
 from tests.support.training import (
     batch_of,
     curve,
@@ -43,14 +44,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def _with_other_tokens(folder: Path) -> Path:
     """Give words the numbers of others."""
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    words = content["model"]["vocab"]
-    last = len(words) - 1
-    content["model"]["vocab"] = {
-        word: place if place < 4 else last - place + 4 for word, place in words.items()
-    }
-    path.write_text(json.dumps(content), encoding="utf-8")
+    with edited(folder / "tokenizer.json") as content:
+        words = content["model"]["vocab"]
+        last = len(words) + 3
+        words |= {word: last - place for word, place in words.items() if place >= 4}
     return folder
 
 
@@ -286,10 +283,12 @@ def test_a_new_head_is_numbered_like_the_teachers(tmp_path: Path) -> None:
     wide = {"hidden_size": 48, "intermediate_size": 64}
     teacher = classifier(tmp_path / "teacher", ["b", "a"], seed=3, **wide)
     options = {"task": "classification", "data": {"source": [str(path)]}, "steps": 2}
-    done = train(student, tmp_path / "out", teacher=str(teacher), **options)
-    assert done.facts.objectives == {"task": 1.0, "logits": 1.0}
-    config = json.loads((done.folder / "config.json").read_text(encoding="utf-8"))
-    assert config["id2label"] == {"0": "b", "1": "a"}
+    alike = classifier(tmp_path / "alike", ["b", "a"], seed=3)
+    for model, shared in ((teacher, {}), (alike, {"hidden": 1.0})):
+        done = train(student, tmp_path / f"{model.name}-out", teacher=str(model), **options)
+        assert done.facts.objectives == {"task": 1.0, **shared, "logits": 1.0}
+        config = json.loads((done.folder / "config.json").read_text(encoding="utf-8"))
+        assert config["id2label"] == {"0": "b", "1": "a"}
     three = classifier(tmp_path / "three", 3, seed=3, **wide)
     labelled_file(path, 40)
     with pytest.raises(InputError, match="the model predicts 2 classes, its teacher"):

@@ -18,7 +18,6 @@ from tcompress.models import SourceModel
 from tcompress.progress import listening
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
-from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, check_training_data, load_data
 from tests.support.evaluation import (
@@ -248,26 +247,6 @@ def test_validation_data_number_classes_alike(place: Path, tmp_path: Path) -> No
     other = rows_file(tmp_path / "other.jsonl", text=sentences(3), label=list("cad"))
     with pytest.raises(DataError, match="has the classes `d`, which"):
         _load(place / "encoder", "classification", source=[str(train)], validation=str(other))
-
-
-@pytest.mark.parametrize(
-    ("names", "numbers"),
-    [
-        (("b", "A"), [1, 0]),  # the head's own order
-        (("LABEL_0", "LABEL_1"), [0, 1]),
-        (("x", "y"), [0, 1]),  # other words: by their order
-    ],
-)
-def test_classes_are_numbered_as_the_head_does(
-    names: tuple[str, str], numbers: list[int], tmp_path: Path
-) -> None:
-    model = SourceModel.open(str(classifier(tmp_path / "bert", names)))
-    path = rows_file(tmp_path / "rows.jsonl", text=sentences(20), label=["a", "b"] * 10)
-    options = settings(task="classification", teacher="none", data={"source": [str(path)]})
-    data = set_up(model, (), options, None).data
-    raw = _load(tmp_path / "bert", "classification", source=[str(path)])
-    for part, plain in ((data.train, raw.train), (data.validation, raw.validation)):
-        assert part.labels.tolist() == [numbers[label] for label in plain.labels.tolist()]
 
 
 def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> None:

@@ -17,14 +17,14 @@ from tcompress.linalg.transforms import rotate_strided, slice_product
 from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import FloatAttention
 from tests.support.cli import run
-from tests.support.conversions import structured
+from tests.support.conversions import load_whole, structured
 from tests.support.evaluation import encoder, pairs_file
 from tests.support.interrupted import partial_folder
 from tests.support.tiers import tiered
 from tests.support.tiny import build
 from tests.support.training import (
+    assert_gradients,
     batch_of,
-    gradients,
     losses_of,
     needs_pictures,
     picture_rows,
@@ -54,15 +54,10 @@ def test_families(family: str, tmp_path: Path) -> None:
     assert 0 < losses.gradients(batch_of(losses), 1, alone=False) < float("inf")
     layers = structured(losses.setup.model)
     assert len(layers) == len(Artifact.open(folder).layers)
-    for layer in layers.values():
-        found = gradients(layer)
-        assert found
-        assert all(value.isfinite().all() for value in found.values())
-        assert any(value.any() for value in found.values())
+    assert_gradients(layers.values())
     done = train(folder, tmp_path / "out", steps=1, data=data)
     verify_files(done.folder)
-    _, info = type(build(family)).from_pretrained(done.folder, output_loading_info=True)
-    assert {name: problems for name, problems in info.items() if problems} == {}
+    load_whole(type(build(family)), done.folder)
 
 
 @pytest.mark.often("vit-image-classification-accuracy")
@@ -183,6 +178,18 @@ def _curve(document: dict[str, Any]) -> list[float]:
     return [number for number in found if number is not None]
 
 
+def _alone_and_together(folder: Path, *options: object) -> tuple[dict[str, Any], ...]:
+    """What one process tells, and two; the second also what they said."""
+    out = ("--batch-size", 8, "-o", folder / "one", "--device", "cpu", "--json", "--quiet")
+    alone = run("finetune", *options, *out).document
+    done = _together(folder, *options, "--batch-size", 4, "-o", folder / "two")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(done.stdout)  # one of them prints
+    assert _curve(document) == pytest.approx(_curve(alone), rel=1e-4)
+    verify_files(folder / "two")
+    return alone, {**document, "said": done.stderr}
+
+
 @pytest.mark.slow
 @pytest.mark.often("adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -193,20 +200,12 @@ def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
     common = [folder, "--task", "sts", "--data", path, "--steps", 6, "--evaluate-every", 2]
     common += ["--block-steps", 2, "--checkpoint-every", 4, "--minutes", 5]
     common += ["--optimizer", optimizer]
-    alone = run(
-        "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu", "--json",
-        "--quiet",
-    ).document  # fmt: skip
-    done = _together(tmp_path, *common, "--batch-size", 4, "-o", tmp_path / "two")
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(done.stdout)  # one of them prints
+    alone, document = _alone_and_together(tmp_path, *common)
     assert len(_curve(alone)) == 7
-    assert _curve(document) == pytest.approx(_curve(alone), rel=1e-4)
     for name in ("steps", "samples", "best_step", "data_fingerprint"):
         assert document["training"][name] == alone["training"][name]
     assert document["training"]["environment"]["processes"] == "2"
-    assert done.stderr.count("training: 6 of 6 steps") == 1
-    verify_files(tmp_path / "two")
+    assert document["said"].count("training: 6 of 6 steps") == 1
     assert not partial_folder(tmp_path / "two").exists()
 
 
@@ -219,13 +218,5 @@ def test_texts_that_teachers_read_are_shared(tmp_path: Path) -> None:
     path = pairs_file(tmp_path / "pairs.jsonl", 30)
     common = [student, "--teacher", wide, "--teacher", student, "--task", "sts", "--data", path]
     common += ["--steps", 4, "--evaluate-every", 2]
-    alone = run(
-        "finetune", *common, "--batch-size", 8, "-o", tmp_path / "one", "--device", "cpu", "--json",
-        "--quiet",
-    ).document  # fmt: skip
-    done = _together(tmp_path, *common, "--batch-size", 4, "-o", tmp_path / "two")
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads(done.stdout)
+    _, document = _alone_and_together(tmp_path, *common)
     assert document["training"]["objectives"] == {"task": 1, "similarities": 1, "embedding": 1}
-    assert _curve(document) == pytest.approx(_curve(alone), rel=1e-4)
-    verify_files(tmp_path / "two")

@@ -1,6 +1,7 @@
 """Models with fewer tokens: any text is written, and known ones give the same output."""
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from tcompress.models.vocabulary import Vocabulary, as_runs
 from tcompress.vocabulary.pieces import read_pieces
 from tcompress.vocabulary.tokenizer_files import renumbered, required_ids, tokenizer_json
 from tests.support.conversions import outputs
-from tests.support.model_folders import save_tokenizer, text_file
+from tests.support.model_folders import edited, save_tokenizer, text_file
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.vocabularies import KINDS, save_letters
 
@@ -282,18 +283,15 @@ def test_other_tokenizers_and_models_are_refused_by_name(
     data: str, tiny: Callable[[str], Path], tmp_path: Path
 ) -> None:
     words = tmp_path / "words"
-    words.mkdir()
-    for path in tiny("bert").iterdir():
-        (words / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(tiny("bert"), words)
     with pytest.raises(PlanError, match="no usable tokenizer"):
         cut(words, data, tmp_path / "no")
     save_tokenizer(words)
     with pytest.raises(PlanError, match="is of the type `WordLevel`"):
         cut(words, data, tmp_path / "no")
-    settings = json.loads((words / "tokenizer_config.json").read_text())
-    settings["tokenizer_class"] = "CanineTokenizer"
+    with edited(words / "tokenizer_config.json") as settings:
+        settings["tokenizer_class"] = "CanineTokenizer"
     (words / "tokenizer.json").unlink()
-    (words / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(PlanError, match="`CanineTokenizer`, is written in Python"):
         cut(words, data, tmp_path / "no")
     with pytest.raises(PlanError, match="`ViTForImageClassification` has no word embedding"):

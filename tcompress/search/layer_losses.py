@@ -196,7 +196,6 @@ class WeightFits:
         group: Sequence[LayerPlan],
         sites: Mapping[str, Site],
         statistics: Mapping[str, LayerStatistics],
-        damping: float,
     ) -> None:
         """Fit layers in the sizes that `closest` picks, and compare losses with predictions."""
         evaluation = {entry.name: statistics[entry.name].whole for entry in group}
@@ -209,7 +208,7 @@ class WeightFits:
             [statistics[entry.name].weight for entry in group],
             moments,
             dtype=torch.float32,
-            damping=damping,
+            damping=0.0,
             evaluation_moments=evaluation,
         )
         for entry, layer in zip(group, fitted, strict=True):

@@ -13,7 +13,7 @@ import torch
 
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.planning.couplings import Coupling
-from tcompress.planning.entries import Form, LayerPlan
+from tcompress.planning.entries import LayerForm, LayerPlan
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import Channels, PartLayout
@@ -63,13 +63,13 @@ def _loss(orders: Sequence[ChannelOrder], sizes: Sequence[int]) -> float:
     return sum(float(order.losses[size]) for order, size in zip(orders, sizes, strict=True))
 
 
-def _parameters(form: Form) -> int:
+def _parameters(form: LayerForm) -> int:
     return sum(part.terms[0].in_features * part.out_features for part in form.parts)
 
 
 def forms_of(
     chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
-) -> Iterator[tuple[str, Form]]:
+) -> Iterator[tuple[str, LayerForm]]:
     """Give plain matrices of these sizes to all layers of some couplings, by weight name."""
     layers = dict.fromkeys(layer for coupling in chosen for layer in coupling.layers)
     for layer in layers:
@@ -91,7 +91,7 @@ def forms_of(
                 out_features=channels.left if channels else part.size,
             )
             parts.append(PartLayout(name=part.name, terms=(term,), channels=channels))
-        yield entries[layer.weight_name].key, Form(tuple(parts), reads)
+        yield entries[layer.weight_name].key, LayerForm(tuple(parts), reads)
 
 
 def joined(
@@ -154,11 +154,6 @@ def is_unfitted(entry: LayerPlan) -> bool:
     """Tell whether what is left of a layer is as it was."""
     terms = [term for part in entry.parts for term in part.terms]
     return entry.reads is None and all(term.structure == WIDTH for term in terms)
-
-
-def offered(widths: Sequence[WidthSite], methods: Collection[str]) -> tuple[WidthSite, ...]:
-    """List the sites of several layers that these methods may choose for."""
-    return tuple(widths) if WIDTH in methods else ()
 
 
 def is_offered(methods: Collection[str]) -> bool:

@@ -21,10 +21,10 @@ WORDS = (
 )  # fmt: skip
 """The words that texts are made of."""
 
-LENGTHS = (5, 8)
+LENGTHS = (4, 6)
 """Fewest and most words of a text."""
 
-_ROWS = {"test": 1000, "validation": 1000, "train": 20_000}
+_ROWS = {"test": 1000, "validation": 1000, "train": 40_000}
 
 
 def copy_rows(split: str) -> Any:

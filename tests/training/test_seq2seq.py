@@ -179,9 +179,9 @@ def test_words_begin_and_end_as_the_tokenizer_writes_them() -> None:
 def test_the_copy_task_has_no_text_twice() -> None:
     parts = {split: copy_rows(split) for split in ("train", "validation", "test")}
     assert {name: len(rows) for name, rows in parts.items()} == {
-        "train": 20_000, "validation": 1000, "test": 1000
+        "train": 40_000, "validation": 1000, "test": 1000
     }  # fmt: skip
-    assert len({text for rows in parts.values() for text in rows["source"]}) == 22_000
+    assert len({text for rows in parts.values() for text in rows["source"]}) == 42_000
     assert parts["test"]["source"] == parts["test"]["target"]
     with pytest.raises(DataError, match=f"`{COPY}` has no split `dev`"):
         copy_rows("dev")

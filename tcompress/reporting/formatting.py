@@ -132,6 +132,13 @@ def value_text(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
+def deviation_text(mean: float, deviation: float) -> str:
+    """Write a mean and how far it deviates, with as many digits behind the point."""
+    text = value_text(mean)
+    digits = len(text.partition(".")[2])
+    return f"{text} ± {deviation:.{digits}f}"
+
+
 def tick_text(value: float) -> str:
     """Writes a number beside an axis."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

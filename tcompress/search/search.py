@@ -131,7 +131,8 @@ class Statistics:
         key = " ".join([*map(str, facts), recipe.model_dump_json()])
         moments = self.folder / str([*self._measured, key].index(key))
         if key in self._measured:
-            shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
+            if moments.is_dir():  # without data there are none
+                shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
             return answers(inputs, self._measured[key])
         measured = Measurements(inputs)
         plans = answers(inputs, measured)

@@ -47,6 +47,16 @@ CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "hot-folded": (KroneckerSpec(fold=3), TEXT, 8),
     "hot-favor": (KroneckerSpec(kernel="favor", features=6), VIDEO, 12),
     "hot-smreg": (KroneckerSpec(kernel="smreg", features=6, pool="sum"), VIDEO, 12),
+    "hot-axes": (KroneckerSpec(axes=(2, 0), masks=("causal", "none")), VIDEO, 12),
+    "hot-masked-features": (
+        KroneckerSpec(
+            kernel="smreg", features=6, pool="sum", masks=("causal", "window:1", "none"),
+            scale="fixed",
+        ),
+        VIDEO,
+        12,
+    ),
+    "hot-folded-columns": (KroneckerSpec(fold=3, axes=(1,), masks=("window:1",)), TEXT, 8),
     "hot-favor-folded": (KroneckerSpec(kernel="favor", features=6, fold=4), TEXT, 6),
     "tam-cp": (TamSpec(cores=2), TEXT, 6),
     "tam-aligned": (TamSpec(core="aligned"), TEXT, 6),

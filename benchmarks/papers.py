@@ -4,8 +4,8 @@
         [--seeds 3] [--jobs 1]
 
 DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
-`etth1`, `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
-two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
+`etth1`, `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are
+cut for two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
 `--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What
 is done with the same settings is not done again: OUT/results.json keeps it, with the machine.
 """

@@ -178,7 +178,7 @@ def test_the_regularised_kernel_written_out() -> None:
 @pytest.mark.parametrize("kernel", ["softmax", "smreg"])
 @pytest.mark.parametrize(("mask", "seen"), [("causal", (0, 1, 2)), ("window:1", (1, 2, 3))])
 def test_a_masked_axis_hides_places(mask: str, seen: tuple[int, ...], kernel: Any) -> None:
-    """Along an axis alone that is mixed, row 2 of 5 depends on what its mask shows, nothing else."""
+    """Along one axis alone, row 2 of 5 depends on what its mask shows and on nothing else."""
     host = BaseAttention(HEADS, HEADS, WIDTH, tokens=15, grid=(3, 5))
     spec = KroneckerSpec(kernel=kernel, features=6, axes=(1,), masks=(mask,))
     kind = replacement_named("kronecker")

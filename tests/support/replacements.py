@@ -50,7 +50,10 @@ CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "hot-axes": (KroneckerSpec(axes=(2, 0), masks=("causal", "none")), VIDEO, 12),
     "hot-masked-features": (
         KroneckerSpec(
-            kernel="smreg", features=6, pool="sum", masks=("causal", "window:1", "none"),
+            kernel="smreg",
+            features=6,
+            pool="sum",
+            masks=("causal", "window:1", "none"),
             scale="fixed",
         ),
         VIDEO,

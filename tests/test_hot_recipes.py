@@ -4,13 +4,19 @@ from pathlib import Path
 
 import pytest
 
+from tcompress.reporting.formatting import value_text
 from tests.support.cli import run, worked
 from tests.support.grids import archive_file, series_file
 from tests.support.tiny import VOLUME
 
 SMALL = ("architecture.hidden_size=16", "finetune.batch_size=8", "finetune.device=cpu")
 SERIES = (*SMALL, "finetune.steps=2", "architecture.input_size=[7, 96]", "evaluate.0.limit=20")
-VOLUMES = (*SMALL, "finetune.epochs=1", f"architecture.input_size={list(VOLUME)}")
+VOLUMES = (
+    *SMALL[1:],
+    "architecture.hidden_size=32",
+    "finetune.epochs=1",
+    f"architecture.input_size={list(VOLUME)}",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +56,18 @@ def test_a_variant_runs_and_is_reported(
     name: str, variants: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = run("run", f"scratch/{name}", "--variant", variants, *_changes(data, name), "-q")
+    chosen = [f"--variant={variant}" for variant in variants.split(",")]
+    done = run("run", f"scratch/{name}", *chosen, *_changes(data, name), "-q")
     assert done.code == 0, done.err
     folder = f"{name}-{variants.replace(',', '-')}"
     report = worked("report", folder)
     if name == "adrenal-hot":
         assert "auc" in report.out
         return
-    protocol = worked("report", folder, "--json").document["models"][0]["metrics"][0]["protocol"]
+    protocol = worked("report", folder, "--json").document["reports"][0]["metrics"][0]["protocol"]
     for label in ("last value", "context mean", "linear"):
         (line, _) = [line for line in report.lines if line.startswith(f"{label} (no model)")]
-        assert f"{protocol['naive'][label]['mse']:.4f}" in line
+        assert value_text(protocol["naive"][label]["mse"]) in line
     page = tmp_path / "page.html"
     assert worked("report", folder, "--html", page).code == 0
     assert "mae of context mean (no model)" in page.read_text("utf-8")

@@ -71,19 +71,3 @@ def test_a_variant_runs_and_is_reported(
     page = tmp_path / "page.html"
     assert worked("report", folder, "--html", page).code == 0
     assert "mae of context mean (no model)" in page.read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("axes=[0, 1, 2, 3]", "`axes` names `2`, `3`, and a grid of 7 x 6 has 2 axes: allowed are"),
-        ("axes=[1, 1]", "`axes` names `1` more than once: name each once"),
-        ("axes=[time]", "`convert.attention.axes[0]`: found the text `time`"),
-        ("masks=[causal]", "`masks` has 1, and the axes that are mixed are 2: give one for each"),
-        ("masks=[later, none]", "`convert.attention.masks[0]`: found the text `later`"),
-    ],
-)
-def test_axes_and_masks_that_do_not_fit_are_named_in_one_line(change: str, message: str) -> None:
-    done = run("run", "scratch/etth1-hot", "--dry-run", "--set", f"convert.attention.{change}")
-    assert done.code == 2
-    assert done.err.count(message) == 1

@@ -140,8 +140,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             )
         if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        facts = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
-        facts |= {"scale": spec.scale, **_arranged_axes(spec, grid)}
+        facts: dict[str, Any] = {"grid": grid, "fold": spec.fold, "special": special}
+        facts |= {"pool": spec.pool, "scale": spec.scale, **_arranged_axes(spec, grid)}
         if spec.kernel == "softmax":
             return facts
         features = spec.features or 2 * base.head_dim

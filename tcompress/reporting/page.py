@@ -130,7 +130,7 @@ def _section(model: Shown) -> dict[str, Any]:
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
-        bare = {"interval": None, "difference": None, "protocol": {}}
+        bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
         metrics += [
             (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
             for name, value in naive_values(metric).items()

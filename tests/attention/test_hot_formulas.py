@@ -48,8 +48,8 @@ def test_attention_is_that_of_the_paper(
     own = {name: value.double() for name, value in kind.constants(layout).items()}
     rng = np.random.default_rng(0)
     q, k, v = (0.4 * rng.standard_normal((*grid, WIDTH)) for _ in range(3))
-    given = [torch.from_numpy(x.reshape(1, 1, -1, WIDTH)) for x in (q, k, v)]
-    mixed = kind.apply(*given, own, layout, Visible())[0, 0].numpy()
+    queries, keys, values = (torch.from_numpy(x.reshape(1, 1, -1, WIDTH)) for x in (q, k, v))
+    mixed = kind.apply(queries, keys, values, own, layout, Visible())[0, 0].numpy()
     axes = (0, 1, 2) if axes is None else axes
     features = None
     if kernel == "smreg":

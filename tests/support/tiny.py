@@ -84,7 +84,7 @@ def named(name: str) -> Any:
     """Find a class of Transformers, or of the hosts that come with tcompress."""
     return next(
         found
-        for home in (transformers, configs, text, grid)
+        for home in (transformers, configs, text, grid, tam)
         if (found := getattr(home, name, None))
     )
 

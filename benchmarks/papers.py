@@ -137,7 +137,11 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
     """What is changed in the recipe of a row, its variant first."""
     row = ROWS[name]
     variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
-    said = [variant, *local_files(args.data / row.data, variant), f"output={args.out / name}-{seed}"]
+    said = [
+        variant,
+        *local_files(args.data / row.data, variant),
+        f"output={args.out / name}-{seed}",
+    ]
     said += [f"convert.seed={seed}", f"finetune.seed={seed}"]
     said += [] if args.full else list(row.cut)
     return said + ([f"finetune.minutes={args.max_minutes}"] if args.max_minutes else [])

@@ -78,7 +78,9 @@ def _by_reference(model: Any, batch: dict[str, Tensor], row: int) -> Any:
         output = own.o_proj if fused else own.split_proj
         if not fused:
             weights |= {"v": weights["k"]}  # not used
-            columns = _array(output.weight).T.reshape(config.semantics_length, -1, output.out_features)
+            columns = _array(output.weight).T.reshape(
+                config.semantics_length, -1, output.out_features
+            )
             weights["o"] = columns[:third, :pair].reshape(-1, output.out_features)
         size = config.attention_size
         places = first if aligned else size
@@ -157,7 +159,7 @@ def _sets(folder: Path, **more: str) -> list[str]:
     places = ("pretrain.data.source", "finetune.data.source")
     said = {
         "architecture.tokenizer": f"{{words: {file}, size: 60}}",
-        **{place: f"[{file}]" for place in places},
+        **dict.fromkeys(places, f"[{file}]"),
         "evaluate.0.data": str(file),
         "evaluate.0.limit": "3",
         "pretrain.steps": "2",
@@ -196,9 +198,7 @@ def test_the_recipe_pretrains_trains_measures_and_draws(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_bert_is_pretrained_likewise(tmp_path: Path) -> None:
     said = _sets(tmp_path)
-    done = run(
-        "run", "scratch/tweetqa-tam", "--variant", "softmax", "-o", tmp_path / "out", *said
-    )
+    done = run("run", "scratch/tweetqa-tam", "--variant", "softmax", "-o", tmp_path / "out", *said)
     assert done.code == 0, done.err
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None

@@ -65,7 +65,9 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
         return {"score_weight": weight}
 
     def note(self, layout: AdditiveLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        text = "additive attention takes queries and keys in another way: the model has to be healed"
+        text = (
+            "additive attention takes queries and keys in another way: the model has to be healed"
+        )
         return text if pretrained else None
 
     def apply(

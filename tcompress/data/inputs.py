@@ -23,7 +23,9 @@ def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        filler = pad if name.endswith("input_ids") else IGNORED if name in ("labels", "words") else 0
+        filler = (
+            pad if name.endswith("input_ids") else IGNORED if name in ("labels", "words") else 0
+        )
         if values[0].ndim == 1:
             batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
         else:
@@ -86,7 +88,9 @@ def check_texts(source: SourceModel, count: int, name: str) -> None:
     reads, model = getattr(source.config, "reads_semantics", False), source.model_class.__name__
     if reads and count != 3:
         given = "one" if count == 1 else "two"
-        text = f"`{model}` reads three texts (query, response, semantics), and `{name}` gives {given}"
+        text = (
+            f"`{model}` reads three texts (query, response, semantics), and `{name}` gives {given}"
+        )
         hint = "name all three: `--columns text=COLUMN,pair=COLUMN,semantics=COLUMN`"
         raise DataError(text, hint)
     if count == 3 and not reads:

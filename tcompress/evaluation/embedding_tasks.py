@@ -78,7 +78,9 @@ class _PairTask(Task):
             one = [text for text in first for _ in range(candidates.shape[1])]
             two = [documents[index] for index in candidates.flatten().tolist()]
             count = candidates.shape[1]
-            thirds = [[t for t in column for _ in range(count)] for column in self.examples.texts[2:]]
+            thirds = [
+                [t for t in column for _ in range(count)] for column in self.examples.texts[2:]
+            ]
             rows = self.reader.encode(one, two, *thirds)
             truncated = self.reader.truncated(rows, one, two, *thirds)
             together = "all three texts" if thirds else "both texts"

@@ -134,7 +134,9 @@ class TextReader:
         """Count the texts, or pairs, that were longer than what was read of them."""
         if semantics is not None:
             room = self.limit - self.encoder.third
-            uncut = self.tokenizer(list(texts), None if pairs is None else list(pairs), verbose=False)
+            uncut = self.tokenizer(
+                list(texts), None if pairs is None else list(pairs), verbose=False
+            )
             return sum(len(ids) > room for ids in uncut["input_ids"])
         full = [index for index, row in enumerate(rows) if len(row["input_ids"]) >= self.limit]
         if not full:

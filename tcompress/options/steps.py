@@ -11,8 +11,8 @@ from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sourc
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
-    "columns by role (`text`, `pair`, `semantics`, `image`, `volume`, `shape`, `label`, `score`); guessed where "
-    "not given"
+    "columns by role (`text`, `pair`, `semantics`, `image`, `volume`, `shape`, `label`, `score`); "
+    "guessed where not given"
 )
 
 TrainingTask = Literal[

@@ -314,9 +314,7 @@ def _joined(parts: Tensor, layout: TTLayout) -> Tensor:
     return parts.movedim(0, 1).flatten(1) if layout.turned else parts.flatten(0, 1)
 
 
-def _target_of(
-    target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]
-) -> Target:
+def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]) -> Target:
     """Target of one chain, where all others have these matrices.
 
     Chains that share out the outputs have their part of the product and of the output moment,

@@ -206,7 +206,9 @@ class Pretraining(ResponseSelection):
         each = cross_entropy(logits, words[rows, places], reduction="none")
         counts = torch.bincount(rows, minlength=len(words)).clamp_min(1)
         segments = outputs.output.seq_relationship_logits.float()
-        follows = cross_entropy(segments, 1 - batch["labels"], reduction="sum")  # 0 for what follows
+        follows = cross_entropy(
+            segments, 1 - batch["labels"], reduction="sum"
+        )  # 0 for what follows
         return (each / counts[rows]).sum() + follows
 
 

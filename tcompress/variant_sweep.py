@@ -76,7 +76,8 @@ def sweep_variants(
     """Train and measure each variant in a folder of its own; what is finished is not done again."""
     chosen, folder = variants_of(recipe, origin), Path(folder).expanduser().absolute()
     page = Path(recipe.report or folder / "sweep.html").expanduser()
-    check_page(page)
+    if recipe.report is not None:
+        check_page(page)
     heard, reports = progress or Silent(), dict[str, ModelReport]()
     for number, (name, variant) in enumerate(chosen.items(), 1):
         heard.part(name, number, len(chosen))

@@ -161,7 +161,7 @@ def _sets(folder: Path, **more: str) -> list[str]:
         "architecture.tokenizer": f"{{words: {file}, size: 60}}",
         **dict.fromkeys(places, f"[{file}]"),
         "evaluate.0.data": str(file),
-        "evaluate.0.limit": "3",
+        "evaluate.0.limit": "11",
         "pretrain.steps": "2",
         "finetune.steps": "2",
         "architecture.hidden_size": "12",

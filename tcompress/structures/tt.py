@@ -167,15 +167,17 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     def apply(self, x: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         if layout.chains == 1:
             return _multiplied(x, _cores(tensors, layout), layout)
-        # Chains stand side by side, as experts do.
-        rows = x.flatten(0, -2)
+        # Chains stand side by side, as experts do, of each of whom there may be some too.
+        cores = _cores(tensors, layout)
+        lead = cores[0].dim() - 5
+        rows = x.flatten(lead, -2)
         if layout.turned:
-            parts = rows.unflatten(-1, (layout.chains, -1)).transpose(0, 1)
+            parts = rows.unflatten(-1, (layout.chains, -1)).transpose(-3, -2)
         else:
-            parts = rows.expand(layout.chains, *rows.shape)
-        outputs = _multiplied(parts, _cores(tensors, layout), layout)  # (chains, rows, out)
-        mixed = outputs.sum(0) if layout.turned else outputs.transpose(0, 1).flatten(1)
-        return mixed.unflatten(0, x.shape[:-1])
+            parts = rows.unsqueeze(-3).expand(*rows.shape[:-2], layout.chains, -1, -1)
+        outputs = _multiplied(parts, cores, layout)  # (..., chains, rows, out)
+        mixed = outputs.sum(-3) if layout.turned else outputs.transpose(-3, -2).flatten(-2)
+        return mixed.unflatten(lead, x.shape[lead:-1])
 
     def looks_up(self, layout: TTLayout) -> bool:
         return layout.chains == 1
@@ -212,7 +214,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
             return self._fitted(target, layout, curved_sweeps)
         import torch
 
-        one, found = layout.chain, list[list[Tensor]]()
+        one = layout.chain
+        found: list[list[Tensor]] = []
         # Chains that share out the inputs begin with the others at the dense weight.
         matrices = list(_parts(_free_weight(target), layout))
         for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
@@ -310,8 +313,8 @@ def _parts(weight: Tensor, layout: TTLayout) -> Sequence[Tensor]:
 
 
 def _joined(parts: Tensor, layout: TTLayout) -> Tensor:
-    """Put matrices of chains together.  # (chains, out, in) -> (out, in)."""
-    return parts.movedim(0, 1).flatten(1) if layout.turned else parts.flatten(0, 1)
+    """Put matrices of chains together.  # (..., chains, out, in) -> (..., out, in)."""
+    return parts.transpose(-3, -2).flatten(-2) if layout.turned else parts.flatten(-3, -2)
 
 
 def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]) -> Target:

@@ -23,7 +23,7 @@ LEAST = 1.05
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of the file; None for what is not."""
+    """Speed and size that the file has to reach; None for what was not asked."""
 
     speedup: float | None = None  # over the dense model in PyTorch
     bytes: int | None = None
@@ -31,7 +31,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a file takes."""
+    """Measured size and time of a file."""
 
     bytes: int
     speedup: float  # over the dense model in PyTorch
@@ -58,7 +58,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Ask:
-    """What a conversion is asked for; None for what it need not look at."""
+    """Goals of the next conversion; None for what it need not look at."""
 
     speedup: float | None = None  # in PyTorch
     bytes: int | None = None  # of weights

@@ -161,14 +161,14 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
 
     def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
         count, turned = _chains(spec, site)
-        widths = site.widths
-        split = "in_features" if turned else "out_features"
-        one = replace(site, **{split: widths[split] // count})
+        share, whole = (count, 1) if turned else (1, count)
+        widths = (site.in_features // share, site.out_features // whole)
+        one = replace(site, in_features=widths[0], out_features=widths[1])
         into, out = _modes(spec, one)
         budget = None if budget is None else budget // count
         ranks = linalg.clip_ranks(_ranks(spec, into, out, budget), into, out)
         how = {"chains": count, "turned": turned, "apply": spec.apply}
-        return TTLayout(**widths, in_modes=into, out_modes=out, ranks=ranks, **how)
+        return TTLayout(**site.widths, in_modes=into, out_modes=out, ranks=ranks, **how)
 
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from tcompress.options.commands import Access, Manner, Planned, Run, Written
 from tcompress.options.seeds import SUFFIX, repetitions
 
 if TYPE_CHECKING:
+    from tcompress.models import SourceModel
     from tcompress.options import Recipe
     from tcompress.reporting.tree import ModelReport
 
@@ -53,6 +55,14 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         check_place(output)
     if call.seeds is not None:
         repetitions(said, call.seeds)  # refuses what no seed changes
+    if said.sweep is not None and said.sweep.variants:
+        if call.seeds is not None:
+            raise RecipeError(
+                f"`{name}` compares variants, each with its own seed, and `--seeds` was given",
+                "repeat one of them: `tcompress run NAME --variant VARIANT --seeds 3`",
+            )
+        _compare_variants(said, job, origin, planned)
+        return
     if said.sweep is not None:
         with first_look() as look:
             if not planned.dry_run:
@@ -70,6 +80,47 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         _run_all(said, job)
     else:
         perform(job)
+
+
+def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
+    """Train the variants that a recipe compares, and print their table."""
+    from tcompress.variant_sweep import (
+        sizes_of,
+        sizes_table,
+        sweep_variants,
+        variants_of,
+        variants_table,
+    )
+
+    chosen = variants_of(said, origin)
+
+    def opened(variant: Recipe) -> SourceModel:
+        return replace(job, convert=variant.convert, architecture=variant.architecture).open()
+
+    with first_look() as look:
+        for name, variant in {} if planned.dry_run else chosen.items():
+            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
+        job.look_at_model(look)
+    if planned.dry_run:
+        sizes = sizes_of(chosen, opened)
+        if job.manner.as_json:
+            cells = [{"name": name, "parameters": size} for name, size in sizes.items()]
+            output = str(job.output.absolute())
+            terminal.print_json({"dry_run": True, "output": output, "cells": cells})
+            return
+        terminal.results().print(sizes_table(sizes))
+        terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
+        return
+    what = f"what was finished is kept in `{job.output}`"
+    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+        heard |= {"origin": origin, "force": job.force, "token": job.access.token}
+        done = sweep_variants(said, opened, job.output, **heard)
+    if job.manner.as_json:
+        terminal.print_json(done.to_json())
+    else:
+        terminal.results().print(variants_table(done))
+        terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
+        terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
 
 
 def _run_all(said: Recipe, job: Job) -> None:

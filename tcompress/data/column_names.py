@@ -17,6 +17,7 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
                "dialogue", "context", "question", "text"),
     "target": ("target", "tgt", "targettext", "output", "outputs", "outputtext", "summary",
                "highlights", "abstract", "translation", "response", "answer", "labels", "label"),
+    "semantics": (),  # a third text is named, never guessed
     "image": ("image", "img", "picture", "pixelvalues", "imagebytes", "imgbytes", "imagepath",
               "imgpath", "filename", "file", "path", "bytes", "jpg", "jpeg", "png", "webp"),
     "volume": ("volume", "voxels"),
@@ -28,7 +29,8 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
               "stsscore", "label", "labels", "target"),
 }  # fmt: skip
 ROLES = tuple(COLUMN_NAMES)
-"""What a column can be for; `pair` is a second text, `target` a text that `source` becomes."""
+"""What a column can be for; `pair` and `semantics` are further texts, `target` is a text that
+`source` becomes."""
 
 # Further names that show a first line to be a header: no row begins with them.
 _OTHERS = {"id", "idx", "index", "guid", "date", "genre", "split", "source"}

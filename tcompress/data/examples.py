@@ -43,6 +43,9 @@ Target = Literal["class", "score"]
 _MOST_COLUMNS = 12  # that a message names
 
 
+_TEXTS = ("text", "pair", "semantics", "source", "target")
+
+
 @dataclass(frozen=True)
 class Needs:
     """Kinds of data that a task reads."""
@@ -72,7 +75,7 @@ class Examples:
     name: str  # name of the data, such as `train.parquet:sentence,label`
     split: str  # split that was read
     fingerprint: str  # SHA-256 of all contents
-    # One or two texts for each example, in columns; empty for pictures alone.
+    # One to three texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
     images: tuple[bytes, ...] = ()  # contents of picture files
     chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
@@ -144,7 +147,7 @@ def load_examples(
         if labels is not None:
             data[chosen["label"]] = [labels.ids[row] for row in places.tolist()]
         if needs.texts[0] == 2:
-            data = _pairs(table, data, chosen, needs)
+            data = _pairs(table, data, chosen)
         # Classes are those of the whole data, whichever of it is drawn.
         classes = NO_CLASSES if labels is None else labels.classes
         return _read(table, data, chosen, places.tolist(), classes, split)
@@ -379,6 +382,8 @@ def _roles(needs: Needs) -> dict[str, bool]:
         roles[first] = fewest > 0
     if limit > 1:
         roles[second] = fewest > 1
+    if limit > 2:
+        roles["semantics"] = fewest > 2
     return roles
 
 
@@ -408,7 +413,7 @@ def _is_of_lists(table: Table, column: str, kind: str, needs: Needs) -> bool:
 def _fits(role: str, kind: str) -> bool:
     number = "int" in kind
     return {
-        **dict.fromkeys(("text", "pair", "source", "target"), kind == "text"),
+        **dict.fromkeys(_TEXTS, kind == "text"),
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
         "shape": kind in LISTS,
@@ -417,11 +422,9 @@ def _fits(role: str, kind: str) -> bool:
     }[role]
 
 
-def _pairs(
-    table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str], needs: Needs
-) -> dict[str, Any]:
+def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
     """Leaves out pairs of which a text is empty: there is nothing to compare."""
-    columns = [data[chosen[role]] for role in needs.text_roles]
+    columns = [data[chosen[role]] for role in _TEXTS if role in chosen]
     rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
     count, total = len(rows), len(columns[0])
     if not count:
@@ -444,7 +447,7 @@ def _read(
     """Reads cells of so numbered rows."""
     texts = [
         [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
-        for role in ("text", "pair", "source", "target")
+        for role in _TEXTS
         if role in chosen
     ]
     is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"

@@ -70,7 +70,7 @@ def pick_dtype(name: str | None) -> torch.dtype | None:
 
 Head = Literal[
     "classification", "regression", "image-classification", "masked-lm", "causal-lm", "seq2seq",
-    "forecasting",
+    "forecasting", "pretraining",
 ]  # fmt: skip
 _AUTO: dict[str, Any] = {
     "classification": transformers.AutoModelForSequenceClassification,
@@ -80,6 +80,7 @@ _AUTO: dict[str, Any] = {
     "causal-lm": transformers.AutoModelForCausalLM,
     "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "forecasting": transformers.AutoModelForTimeSeriesPrediction,
+    "pretraining": transformers.AutoModelForPreTraining,
 }
 
 

@@ -11,13 +11,13 @@ from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sourc
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
-    "columns by role (`text`, `pair`, `source`, `target`, `image`, `volume`, `shape`, `label`, "
-    "`score`); guessed where not given"
+    "columns by role (`text`, `pair`, `semantics`, `source`, `target`, `image`, `volume`, `shape`, "
+    "`label`, `score`); guessed where not given"
 )
 
 TrainingTaskName = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
-    "volume-classification", "forecasting", "response-selection", "seq2seq",
+    "volume-classification", "forecasting", "response-selection", "seq2seq", "pretraining",
 ]  # fmt: skip
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities", "attention"]
 
@@ -258,6 +258,11 @@ class Evaluate(Section):
         None,
         "`seq2seq`: whether targets are generated too, token after token, and compared as a whole; "
         "default true",
+    )
+    attention_map: bool = option(
+        False,
+        "keep what the last attention that returns weights looks at in the first example, words "
+        "included, for reports (`tam`, `additive`, `tcompress_tam`)",
     )
     batch_size: int | None = option(
         None, "inputs in a batch; numbers do not depend on it", gt=0, le=10**6

@@ -160,7 +160,7 @@ def perform_sweep(
 
     what = f"what was finished is kept in `{folder}`"
     with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
-        options = {"force": force, "token": access.token, "seeds": seeds}
+        options: Any = {"force": force, "token": access.token, "seeds": seeds}
         done = run(recipe, source, folder, **options, **heard)
     files = write_tables(tables or Tables(), front_sheet(done.front), front_printed(done.front))
     if manner.as_json:

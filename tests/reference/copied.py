@@ -48,7 +48,7 @@ def model_of(folder: Path, kind: Any, recipe: dict[str, Any], **sizes: Any) -> A
 
 def linear(layer: nn.Module) -> tuple[Array, Array]:
     """Weight (in, out) and bias of a dense layer."""
-    weight = array(layer.weight).T  # type: ignore[arg-type]
+    weight = array(getattr(layer, "tc_weight", layer.weight)).T  # the latter is empty by the former
     bias = np.zeros(weight.shape[1]) if layer.bias is None else array(layer.bias)  # type: ignore[arg-type]
     return weight, bias
 

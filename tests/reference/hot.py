@@ -17,7 +17,9 @@ Where the paper leaves a choice, an argument names the readings:
   "each" turns the pooled matrices of axis i by positions along i, over the whole head (before or
   after the sum is the same, for the sum runs over other axes); "split" cuts the head into one part
   for each rotary axis, turns each part of the unpooled tensors by the positions of its axis, then
-  pools. The pairs of RoFormer (its equation (15)) are neighbours (1, 2), (3, 4), ...
+  pools, so that sums along any axis are of turned vectors, axes without rotations among them (with
+  one rotary axis the parts are one, and that is all that differs from "each"). The pairs of
+  RoFormer (its equation (15)) are neighbours (1, 2), (3, 4), ...
   ("interleaved"); many programs pair i with i + d/2 ("half").
 - *Feature map* (4.3 and appendix D): "SMReg from Performer". This paper has no formula. Performer
   (Choromanski et al. 2020, Lemma 1 and Section 4) has positive features

@@ -112,7 +112,8 @@ def _block(layer: Any, width: int, heads: int) -> dict[str, Any]:
 def test_forecasting(tmp_path: Path, published: bool) -> None:
     """A whole model: patches of 4, two blocks (pre-norm), flattened, one linear layer.
 
-    As published with sums, SMREG features and rotations along time.
+    As published with sums, SMREG features and rotations along time, which sums of variates see too
+    (the reading "split").
     """
     width, heads, variates, steps, horizon = 8, 2, 3, 16, 2
     sizes: dict[str, Any] = {
@@ -137,7 +138,7 @@ def test_forecasting(tmp_path: Path, published: bool) -> None:
     x = hot.time_patches(array(series[0]), weight.T, bias)
     gelu = lprod.gelu
     for layer, replacement in zip(model.model.layers, ours, strict=True):
-        how: dict[str, Any] = {"rotary_axes": (1,), "pairing": "half"}
+        how: dict[str, Any] = {"rotary_axes": (1,), "rotary": "split", "pairing": "half"}
         if published:
             w = array(replacement.kind.constants(replacement.layout)["directions"])
             how["features"] = lambda y, w=w: hot.smreg_features(y, w)

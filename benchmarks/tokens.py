@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import tcompress
 from tcompress.structures import Site, structure
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 
 KEPT = 4  # one in so many parameters

@@ -18,6 +18,7 @@ from tcompress.exports.dense import export_dense
 from tcompress.exports.onnx_folder import ExportedOnnx
 from tcompress.exports.onnx_folder import export_onnx as run_onnx_export
 from tcompress.exports.runtime_files import RuntimeFiles
+from tcompress.fields import ExportFormat
 from tcompress.inspection import inspect_model as inspect
 from tcompress.latency.benchmark import Bench as Times
 from tcompress.latency.benchmark import bench as run_bench
@@ -339,6 +340,7 @@ def export_onnx(
     model: str | Path,
     output: str | Path | None = None,
     *,
+    to: ExportFormat = "onnx",
     force: bool = False,
     token: str | None = None,
     trust_remote_code: bool = False,
@@ -349,14 +351,15 @@ def export_onnx(
 
     Args:
         model: A converted or dense model: folder, short name or hub id.
-        output: Folder to write; default the model's name and `-onnx`. The folder of the model
-            itself gets the files too.
+        output: Folder to write; default the model's name and `-onnx` or `-openvino`. The folder of
+            the model itself gets the files too.
+        to: Files for ONNX Runtime, or one for OpenVINO.
         force: Replace a folder that is not empty.
         token: Access token for the hub.
         trust_remote_code: Whether Python code that comes with the model may run.
         progress: Hears how far it is.
         **options: Which files: `int8=True`, `bits=4`, `embedding_bits=4`,
-            `sentence_embedding=False`, `dense=True`.
+            `sentence_embedding=False`, `dense=True`; for OpenVINO only the last two.
 
     Returns:
         The written folder, and what was measured of each file.
@@ -367,8 +370,9 @@ def export_onnx(
     """
     return run_onnx_export(
         model,
-        output or default_output_name(str(model), "onnx"),
+        output or default_output_name(str(model), to),
         read(OnnxFiles, options),
+        to=to,
         force=force,
         token=token,
         trust_remote_code=trust_remote_code,
@@ -377,44 +381,15 @@ def export_onnx(
 
 
 def export_openvino(
-    model: str | Path,
-    output: str | Path | None = None,
-    *,
-    force: bool = False,
-    token: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-    **options: Any,
+    model: str | Path, output: str | Path | None = None, **options: Any
 ) -> ExportedOnnx:
-    """Writes a model's folder with a file for OpenVINO in it, compared with PyTorch before.
-
-    Args:
-        model: A converted or dense model: folder, short name or hub id.
-        output: Folder to write; default the model's name and `-openvino`. The folder of the model
-            itself gets the file too.
-        force: Replace a folder that is not empty.
-        token: Access token for the hub.
-        trust_remote_code: Whether Python code that comes with the model may run.
-        progress: Hears how far it is.
-        **options: What is in it: `sentence_embedding=False`, `dense=True`.
-
-    Returns:
-        The written folder, and what was measured of the file.
+    """Writes a model's folder with a file for OpenVINO in it; arguments as for `export_onnx`.
 
     Raises:
         InputError: Something given cannot be used, or the model cannot be exported.
         WriteError: The file computes something else than the model in PyTorch.
     """
-    return run_onnx_export(
-        model,
-        output or default_output_name(str(model), "openvino"),
-        read(OnnxFiles, options),
-        to="openvino",
-        force=force,
-        token=token,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-    )
+    return export_onnx(model, output, to="openvino", **options)
 
 
 def plan(

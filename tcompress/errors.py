@@ -154,7 +154,7 @@ class TCompressError(Exception):
 
 
 class InputError(TCompressError, ValueError):
-    """What the user gave cannot be used; nothing was written."""
+    """Input that cannot be used; nothing was written."""
 
     exit_code = 2
 
@@ -205,7 +205,7 @@ class ArtifactError(InputError):
 
 
 class WriteError(TCompressError):
-    """What was written does not load, or is not what was fitted; it was not published."""
+    """Files that do not load, or hold something else than what was fitted; not published."""
 
 
 class DiskError(TCompressError, OSError):

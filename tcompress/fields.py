@@ -52,7 +52,7 @@ class Options(BaseModel):
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is typed on a command line.
+    """Form of a field on a command line.
 
     Attributes:
         names: Spellings; default the field's name with dashes. One that begins with `--no-` turns
@@ -134,7 +134,7 @@ class Typed:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Name in messages."""
         return str(self.flag.metavar) if self.flag.positional else self.flag.names[0]
 
 

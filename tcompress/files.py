@@ -38,7 +38,7 @@ def kind_of(path: Path) -> str | None:
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Gives a place to write to, which takes the place of a file when all is on the disk.
+    """Yield a path to write to, which replaces a file once all is on the disk.
 
     A kill, or an `OSError` of the disk, leaves the file as it was, and at most something that ends
     in `.tmp`. A link is replaced, not followed.
@@ -87,7 +87,7 @@ def remove(path: Path) -> None:
 
 
 def second_name(path: str, other: str) -> str:
-    """Gives a file another name; a copy where the disk has one name for each file."""
+    """Link a file under another name; copy it where the disk has one name for each file."""
     try:
         os.link(path, other)
     except OSError:
@@ -96,7 +96,7 @@ def second_name(path: str, other: str) -> str:
 
 
 def holds_something(folder: Path) -> bool:
-    """Whether there is a folder that is not empty."""
+    """Return whether there is a folder that is not empty."""
     return folder.is_dir() and any(folder.iterdir())
 
 
@@ -267,7 +267,7 @@ def owner_given(folder: Path) -> int:
 
 
 def close_to_others(folder: Path) -> bool:
-    """Takes all rights from others, and tells whether they could write there until now.
+    """Remove all rights of others, and return whether they could write there until now.
 
     A bit that hands the folder's group down stays. A disk without modes does not tell: False.
     """

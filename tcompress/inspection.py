@@ -63,7 +63,7 @@ class RefusedFacts(_Facts):
 
 
 class Inspection(_Facts):
-    """What was found in a model."""
+    """Layers and sizes of a model, and what can be rewritten in it."""
 
     model: str  # name as it was given
     model_class: str
@@ -145,7 +145,7 @@ def _with_vocabulary(found: Inspection, folder: Path) -> Inspection:
 
 
 def _at_once(name: str, folder: Path) -> Inspection | None:
-    """Tells what files tell without building the model; None where they do not."""
+    """Inspect a model by its files, without building it; None where they do not suffice."""
     try:
         config = read_settings(folder / "config.json")
         manifest = read_sealed(folder)
@@ -195,7 +195,7 @@ def _from_headers(name: str, config: Mapping[str, Any], store: WeightStore) -> I
 
 
 def _is_described(config: Mapping[str, Any], floats: Shapes, named: str) -> bool:
-    """Tells whether sizes and class look as a config says; what is wrong takes the model."""
+    """Return whether sizes and class look as a config says; if not, the model has to be built."""
     found = {size for shape in floats.values() for size in shape}
     wanted = {config[name] for name in _WIDTHS if isinstance(config.get(name), int)}
     family = re.sub(r"_text$|[-_]", "", config["model_type"].lower())

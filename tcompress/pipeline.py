@@ -28,7 +28,7 @@ from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 from tcompress.training.finetuning import finetune
 from tcompress.training.setup import check_run
 from tcompress.training.teacher import find_teachers
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class Outcome:
-    """What a recipe has produced."""
+    """Models, numbers and reports that a recipe has produced."""
 
     folder: Path
     converted: Path  # the model before training; the same if nothing was trained
@@ -51,7 +51,7 @@ class Outcome:
 
     @property
     def kept(self) -> bool:
-        """Whether the finished model was there before."""
+        """True if the finished model was there before."""
         return ("convert" if self.converted == self.folder else "finetune") in self.skipped
 
     def to_json(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class _Run:
             outcome.benches = (found,)
 
     def _is_done(self, stage: str, folder: Path, word: str) -> bool:
-        """Tells of a model that is made, and removes what an interrupted run left beside it."""
+        """Return whether a model is made, and remove what an interrupted run left beside it."""
         done = self._is_made(folder)
         if done:
             self.outcome.skipped.append(stage)
@@ -219,7 +219,7 @@ class _Run:
         return done
 
     def _is_made(self, folder: Path) -> bool:
-        """Whether a folder holds what this recipe makes there, of the same weights."""
+        """Return whether a folder holds what this recipe makes there, of the same weights."""
         manifest = None
         with suppress(InputError):  # it is damaged
             manifest = None if self.again else read_manifest(folder)

@@ -41,7 +41,7 @@ class Overview(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """How far a stage is, as text such as `3 of 8 blocks`."""
+    """Progress of a stage, as text such as `3 of 8 blocks`."""
 
     name: str
     total: int

@@ -52,7 +52,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
 from tcompress.reporting.tree import ModelReport, main_metrics
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 from tcompress.timing_model.clocks import REPEATS, USUAL_PASS, Workload
 from tcompress.training.setup import check_run
 from tcompress.vocabulary.choice import with_vocabulary
@@ -124,7 +124,7 @@ def _conversions(recipe: Recipe, source: SourceModel) -> Iterator[Convert]:
 
 
 def bench_of(convert: Convert) -> Bench | None:
-    """How models of a conversion to some speed are timed; decoding is timed by `bench` alone."""
+    """Timing of models of a conversion to some speed; decoding is timed by `bench` alone."""
     work = Workload.read(convert.at or USUAL_PASS)
     if work.decodes:
         return None
@@ -195,7 +195,7 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Swept:
-    """What a sweep has found."""
+    """Results of a sweep."""
 
     folder: Path  # with a model for each cell, `sweep.json` and the page
     page: Path  # the HTML report
@@ -208,13 +208,13 @@ class Swept:
 
     @property
     def missed(self) -> bool:
-        """Whether a threshold was declared, and no cell reaches it."""
+        """True if a threshold was declared, and no cell reaches it."""
         declared = any(item.threshold is not None for item in self.recipe.evaluate)
         return declared and bool(self.cells) and all(done.missed for done in self.cells)
 
     @property
     def failed(self) -> bool:
-        """Whether something went wrong in a cell, or none is left; a refusal is an answer."""
+        """True if a cell failed, or none is left; a refusal is an answer."""
         return not self.cells or any(item.status == "failed" for item in self.stopped)
 
     def to_json(self) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class Swept:
 
 
 def fallback_metric(report: ModelReport) -> Metric:
-    """What stands for quality where no task is measured: an error of the conversion.
+    """Make the number for quality where no task is measured: an error of the conversion.
 
     With calibration data it is agreement with the dense model, where that was measured, or the
     error of the last layer, whose input has gone through all others; without, the mean over the
@@ -260,7 +260,7 @@ def _sparse(recipe: Recipe) -> Any:
 
 
 class Model(BaseModel):
-    """What is known of a model of a sweep: kept as a file, so that nothing is measured twice.
+    """State of one model of a sweep: kept as a file, so that nothing is measured twice.
 
     Identities are chained: that of a model covers the weights and the settings that it comes from,
     that of a measurement the model too. A changed setting changes those behind it, and no others.
@@ -359,7 +359,7 @@ def check_recipe(recipe: Recipe) -> None:
 
 @contextmanager
 def _claimed(folder: Path, force: bool) -> Iterator[None]:
-    """Takes the output for this run; of one that ends before anything is known, nothing stays."""
+    """Lock the output for this run; if it ends before anything is measured, nothing stays."""
     state = folder / SWEEP
     check_sweep(folder, force=force)
     made = [place for place in (state, *state.parents) if not place.exists()]
@@ -475,7 +475,7 @@ class _Sweep:
                     remove_model(model.folder)
 
     def _lacks(self, models: Sequence[Model]) -> bool:
-        """Tells whether there is anything to do."""
+        """Return whether there is anything to do."""
         keep = self.recipe.sweep is None or self.recipe.sweep.keep_models
         gone = keep and not all((model.folder / "config.json").is_file() for model in models)
         known = all(m.report is not None and not self._unmeasured(m) for m in models)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tcompress.demo import (
+from tcompress.demonstration import (
     VARIANTS,
     DemoData,
     Variant,
@@ -22,7 +22,7 @@ from tcompress.demo import (
 from tcompress.errors import InputError
 from tcompress.options import Bench
 from tcompress.structures.lowrank import LowRankSpec
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.model_folders import WORDS, model_folder
 
 FITTING = 10
@@ -65,7 +65,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     less = {"FITTING_STORIES": FITTING, "WRITTEN_STORIES": 4, "HEALING_STEPS": 2, "TIMED": timed}
     less |= {"COMPRESS": None}
     for name, value in {"VARIANTS": TRIED, **less}.items():
-        monkeypatch.setattr(f"tcompress.demo.{name}", value)
+        monkeypatch.setattr(f"tcompress.demonstration.{name}", value)
 
 
 @pytest.mark.slow
@@ -115,10 +115,9 @@ def test_demo_refuses_a_folder_that_is_in_use(data: DemoData, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("short")
 def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tcompress.demo.shipped_data", lambda: nullcontext(data))
-    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED[::2])
-    done = run("demo", "--keep-dir", tmp_path / "kept")
-    assert done.code == 0
+    monkeypatch.setattr("tcompress.demonstration.shipped_data", lambda: nullcontext(data))
+    monkeypatch.setattr("tcompress.demonstration.VARIANTS", TRIED[::2])
+    done = completed("demo", "--keep-dir", tmp_path / "kept")
     assert "1 of 2 blocks, healed: " in done.out
     assert "times smaller on disk" in done.out
     assert "stories that the dense model wrote" in " ".join(done.out.split())
@@ -126,7 +125,7 @@ def test_demo_command(data: DemoData, tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
         "block", "block-healed", "lessons.txt", "lprod-p4-dct", "stories.txt",
     ]  # fmt: skip
-    monkeypatch.setattr("tcompress.demo.VARIANTS", TRIED[:1])
+    monkeypatch.setattr("tcompress.demonstration.VARIANTS", TRIED[:1])
     document = run("demo", "--json", "--quiet").document
     labels = [row["label"] for row in document["rows"]]
     assert labels == ["dense", "lprod p=4, dct, no data"]
@@ -149,8 +148,8 @@ def test_more_parameters_are_better_with_what_ships(
         Variant(f"svd-{target}", f"svd {target}", {"method": LowRankSpec(), "target": target})
         for target in (0.5, 0.25)
     ]
-    monkeypatch.setattr("tcompress.demo.VARIANTS", low_rank)
-    monkeypatch.setattr("tcompress.demo.COMPRESS", None)
+    monkeypatch.setattr("tcompress.demonstration.VARIANTS", low_rank)
+    monkeypatch.setattr("tcompress.demonstration.COMPRESS", None)
     with shipped_data() as data:
         dense, half, quarter = run_demo(data, tmp_path / "models").rows
     assert dense.perplexity < half.perplexity < quarter.perplexity

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
 from tcompress.reporting.model_report import report_of
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.conversions import OPTIONS, make
 from tests.support.own_models import Workshop
 from tests.support.scratch import config_folder
@@ -118,8 +118,7 @@ def test_a_model_without_weights(given: str, tmp_path: Path) -> None:
 def test_verify_says_what_was_compared(tmp_path: Path) -> None:
     folder = make("bert", tmp_path, "dct").folder
     (folder / "notes.txt").write_text("mine")
-    done = run("inspect", folder, "--verify")
-    assert done.code == 0
+    done = completed("inspect", folder, "--verify")
     assert "files of" in done.out
     assert "no checksums of `notes.txt`" in done.out
     document = run("inspect", folder, "--verify", "--json").document

@@ -6,6 +6,7 @@ their own; `test_round_trip.py` and `test_transform_caches.py` mark some of thei
 
 import importlib
 import pkgutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import transformers
 
 import tcompress
 from tcompress.artifact.reader import verify_files
-from tests.support.cli import Ran, commands, run
-from tests.support.conversions import distance, outputs
+from tests.support.cli import commands, completed
+from tests.support.conversions import distance, load_whole, outputs
 from tests.support.evaluation import headed, labelled_file
 from tests.support.model_folders import (
     model_folder,
@@ -31,11 +32,7 @@ from tests.support.training import needs_pictures, picture_rows, pictures
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("one_thread", "own_folder")]
 
 
-def worked(*arguments: object) -> Ran:
-    """Runs a command that must work, whatever it says on the way."""
-    done = run(*arguments, columns=100)
-    assert done.code == 0, done.err
-    return done
+worked = partial(completed, columns=100)
 
 
 def test_every_module_is_imported() -> None:
@@ -98,8 +95,7 @@ def test_a_model_is_converted_healed_measured_and_exported(family: str) -> None:
     worked("export", "healed", "--to", "dense", "-o", "plain", "--quiet")
     verify_files(Path("healed"))
     kind = getattr(transformers, head)
-    model, found = kind.from_pretrained("healed", output_loading_info=True)
-    assert not any(found.values())
+    model = load_whole(kind, Path("healed"))
     assert _same(model, kind.from_pretrained("plain"), family)
     model.save_pretrained("again")
     assert _same(model, kind.from_pretrained("again"), family)

@@ -14,7 +14,7 @@ from tcompress.options.commands import Manner, Shown
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tcompress.demo import DemoReport
+    from tcompress.demonstration import DemoReport
 
 EXAMPLES = ("tcompress demo", "tcompress demo --keep-dir demo-models")
 
@@ -24,7 +24,7 @@ def demo(call: Shown, manner: Manner) -> None:
     kept = call.keep_dir
     if kept:
         check_output(Path(kept), force=False)
-    from tcompress.demo import run_demo, shipped_data
+    from tcompress.demonstration import run_demo, shipped_data
 
     place = nullcontext(kept) if kept else TemporaryDirectory(prefix="tcompress-demo-")
     with shipped_data() as data, place as folder, shown_progress(quiet=manner.quiet) as progress:

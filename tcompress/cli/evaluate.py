@@ -113,7 +113,7 @@ def _headline(scores: Sequence[ModelScores], wanted: Evaluate) -> str:
 
 
 def _names_columns(name: str, asked: Sequence[str]) -> bool:
-    """Whether a name of data ends with columns, beyond what was asked for."""
+    """Return whether a name of data ends with columns, beyond what was asked for."""
     if ".txt:" in name:  # which has one column
         return False
     return ":" in name and not any(data.endswith(name.rpartition("/")[2]) for data in asked)

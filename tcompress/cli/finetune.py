@@ -112,7 +112,7 @@ def default_output(model: str, settings: Finetune) -> Path:
 
 
 def _is_main_process() -> bool:
-    """Tells whether this process talks to the user; launchers start several."""
+    """Return whether this process talks to the user; launchers start several."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -22,7 +22,7 @@ from tcompress.options.steps import Finetune
 
 @contextmanager
 def first_look() -> Iterator[Look]:
-    """Gives what takes checks, and reports all problems at the end of the block."""
+    """Yield a collector of checks, and report all problems at the end of the block."""
     look = Look()
     yield look
     look.problems.report()

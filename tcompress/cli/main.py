@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _asking_for_help(typed: list[str]) -> list[str]:
-    """Takes `help`, and `help convert`, for what other programs mean by it."""
+    """Read `help`, and `help convert`, as the option that other programs mean by it."""
     return [*typed[1:], "--help"] if typed[:1] == ["help"] else typed
 
 

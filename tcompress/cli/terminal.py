@@ -90,7 +90,7 @@ def tell_written(paths: Iterable[str]) -> None:
 
 
 def say(text: str, *, quiet: bool = False) -> None:
-    """Tells the user something that is not a result."""
+    """Print something that is not a result."""
     if not quiet:
         notices().print(text, soft_wrap=True)
 
@@ -103,7 +103,7 @@ def print_json(document: dict[str, Any]) -> None:
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Lets work go on where nobody reads stdout or stderr any more, as behind `| head`."""
+    """Go on where nobody reads stdout or stderr any more, as behind `| head`."""
     before = sys.stdout, sys.stderr
     # A stream that was closed before the program began is None.
     streams = [stream and _Outliving(stream) for stream in before]
@@ -230,7 +230,7 @@ def unwritten(output: Path) -> str:
 
 @dataclass(frozen=True)
 class Failure:
-    """What is said about an exception: its class, a sentence, what to do next, and the code."""
+    """Description of an exception: its class, a sentence, what to do next, and the code."""
 
     kind: str
     message: str

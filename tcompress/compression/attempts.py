@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-AIM, MOST = 1.05, 1.15
-"""Speed that is aimed at, and the highest that is not too much, in parts of what is asked for."""
+SURE, AIM, MOST = 1.03, 1.07, 1.15
+"""Speed that is surely enough when it is measured again, the one that is aimed at, and the highest
+that is not too much, in parts of what is asked for."""
 HEADROOM = 0.99
 """Share of a size that is aimed at."""
 STEEPEST = 2.0
@@ -22,7 +23,7 @@ LEAST = 1.05
 
 @dataclass(frozen=True)
 class Goal:
-    """What is asked of the file; None for what is not."""
+    """Speed and size that the file has to reach; None for what was not asked."""
 
     speedup: float | None = None  # over the dense model in PyTorch
     bytes: int | None = None
@@ -30,7 +31,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a file takes."""
+    """Measured size and time of a file."""
 
     bytes: int
     speedup: float  # over the dense model in PyTorch
@@ -45,17 +46,19 @@ class Measured:
         return tuple(words)
 
     def fits(self, goal: Goal) -> bool:
-        """Tell whether all goals are reached, and none by far at the cost of quality."""
+        """Tell whether all goals are surely reached, and none by far at the cost of quality."""
         if self.missed(goal):
             return False
-        if goal.speedup is None or self.speedup <= MOST * goal.speedup:
+        if goal.speedup is None:
             return True
-        return goal.bytes is not None  # the size may ask for more than the speed
+        # The size may ask for more than the speed.
+        most = MOST if goal.bytes is None else math.inf
+        return SURE * goal.speedup <= self.speedup <= most * goal.speedup
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a conversion is asked for; None for what it need not look at."""
+    """Goals of the next conversion; None for what it need not look at."""
 
     speedup: float | None = None  # in PyTorch
     bytes: int | None = None  # of weights
@@ -85,7 +88,7 @@ def next_ask(goal: Goal, dense: Measured, attempts: Sequence[Attempt]) -> Ask | 
     if last.fits(goal):
         return None
     speedup, room = ask.speedup, ask.bytes
-    if goal.speedup is not None and not goal.speedup <= last.speedup <= MOST * goal.speedup:
+    if goal.speedup is not None and not SURE <= last.speedup / goal.speedup <= MOST:
         points = [(1.0, dense.speedup), *((one.speedup or 1.0, m.speedup) for one, m in attempts)]
         speedup = max(LEAST, _extended(points, AIM * goal.speedup))
     if goal.bytes is not None and last.bytes > goal.bytes:
@@ -106,16 +109,20 @@ def _extended(points: Sequence[tuple[float, float]], aim: float) -> float:
 def best(goal: Goal, attempts: Sequence[Attempt]) -> int:
     """Give the place of the attempt to go on with: the slowest and largest that reaches the goal.
 
-    Where none does, the one that is nearest.
+    Where none does, the one that is nearest; of those that do, one that does surely.
     """
 
-    def distance(number: int) -> tuple[float, float]:
+    def distance(number: int) -> tuple[float, float, float]:
         measured = attempts[number][1]
-        short = 0.0
+        short = unsure = 0.0
         if goal.bytes is not None:
             short = max(short, math.log(measured.bytes / goal.bytes))
         if goal.speedup is not None:
-            short = max(short, math.log(goal.speedup / measured.speedup))
-        return short, measured.speedup if goal.speedup else -measured.bytes
+            ratio = measured.speedup / goal.speedup
+            short = max(short, -math.log(ratio))
+            unsure = max(0.0, math.log(SURE / ratio))
+            if goal.bytes is None:
+                unsure = max(unsure, math.log(ratio / MOST))
+        return short, unsure, measured.speedup if goal.speedup else -measured.bytes
 
     return min(range(len(attempts)), key=distance)

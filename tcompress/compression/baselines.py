@@ -77,7 +77,7 @@ def _fewer_layers(work: Work, dense: Row) -> list[Row]:
     """Measure the most whole layers that reach the goal, as they are."""
     blocks = roles_of(work.source).blocks
     layers = [layer for block in blocks for layer in block.layers]
-    numbers = sum(one.in_features * one.out_features * (one.experts or 1) for one in layers)
+    numbers = sum(layer.parameters for layer in layers)
     each = numbers // max(1, len(blocks)) * (4 if work.runtime == "torch" else 1)
     reaching = (work.goal.speedup, dense.speedup, work.goal.bytes, dense.bytes, max(1, each))
     count = layers_that_reach(len(blocks), *reaching)

@@ -16,7 +16,7 @@ from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
 from tcompress.options.method_options import NARROWING
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 
 ATTEMPTS = 3
 CUTTING = 0.5

@@ -28,9 +28,9 @@ FEWEST_EXAMPLES, MOST_EXAMPLES = 200, 1500
 """Labelled examples of a set: the fewest, and about as many as sets have."""
 FEWEST_REPEATS, MOST_REPEATS = 3, 9
 """Repetitions of a timed pass."""
-TIMINGS, ALIKE, REPEATS_OF_SEVERAL = (3, 6), 0.05, 5
-"""Timings of a pass that a goal goes by: fewest and most, how far the two fastest may differ, and
-the repetitions of each."""
+TIMINGS, ALIKE, REPEATS_OF_SEVERAL = (3, 8), 0.05, 5
+"""Timings of a pass that a goal goes by: fewest and most, how far the two fastest of each model may
+differ, and the repetitions of each."""
 _SIZE, _SECONDS = 1024, 0.2  # of the matrices that are multiplied, and how long that goes on
 # Seconds, by eye from runs on MiniLM beside other work, so that they are rather too long: fixed
 # ones, for a block that is exported or fitted, and multiples of a dense pass of 1,024 tokens.
@@ -93,7 +93,7 @@ class Needs:
         """Estimate both for a model on this machine as it is now; its weights are not read."""
         blocks = roles_of(source).blocks
         layers = [layer for block in blocks for layer in block.layers]
-        numbers = sum(one.in_features * one.out_features * (one.experts or 1) for one in layers)
+        numbers = sum(layer.parameters for layer in layers)
         batch, length = settings.batch_and_length
         with threads(settings.threads):
             tokens = 2 * numbers / _products_per_second()  # seconds of one

@@ -80,7 +80,7 @@ def compress(
     _check(output, settings, force)
     source = open_checked(str(model), token=token, trust=trust_remote_code)
     if settings.task is not None:
-        check_measurement(measurement(settings, Effort.least()), source, heads=True)
+        check_measurement(measurement(settings, Effort()), source, heads=True)
     check_size(source, settings)
     facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
     identity = identity_of({**facts, "weights": source.store.fingerprint()})

@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Compressed:
-    """What was written, and what was measured of it."""
+    """Written folder, and what was measured of it."""
 
     folder: Path
     file: str  # that the runtime reads, inside the folder

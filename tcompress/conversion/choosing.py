@@ -16,9 +16,8 @@ from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
-from tcompress.search.loss_search import largest_error
-from tcompress.search.search import answers, within_error
-from tcompress.search.trials import STOP, simplest, try_out
+from tcompress.search.search import Measurements, answers, within_error
+from tcompress.search.trials import STOP, largest_error, simplest, try_out
 
 
 def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
@@ -60,10 +59,8 @@ def _plans(conversion: Conversion, workdir: FitWorkplace, *, several: bool) -> M
     """Spend the budget over the blocks that stay."""
     plans = workdir.answers()
     if plans is None:
-        statistics = conversion.statistics
-        ask = answers if statistics is None else statistics.answers
-        measured = conversion.measurements(workdir, several=several)
-        plans = ask(measured, conversion.request(workdir))
+        ask = answers if conversion.statistics is None else conversion.statistics.answers
+        plans = ask(conversion.inputs(workdir, several=several))
         workdir.keep_answers(plans)
     return plans
 
@@ -112,10 +109,7 @@ def _best(
     tried = {name: distance for name, distance in changes.items() if distance is not None}
     method = conversion.recipe.method
     simple = simplest(best, method.name if method else "", tried)
-    plan = plans[simple]
-    assert plan.budget is not None
-    facts = plan.budget.model_copy(update={"tried": tried, "taken": simple})
-    return {simple: plan.model_copy(update={"budget": facts})}
+    return {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
 
 
 def _within_loss(
@@ -125,13 +119,13 @@ def _within_loss(
     stored = workdir.answers()
     if stored is not None:
         return stored
-    measured = conversion.measurements(workdir, several=False)
-    request = conversion.request(workdir)
+    inputs = conversion.inputs(workdir)
+    measured = Measurements(inputs)
     plans: dict[float, Plan] = {}
     losses: dict[float, float] = {}
 
     def lost_at(error: float) -> float | None:
-        plan = within_error(measured, request, error)
+        plan = within_error(inputs, measured, error)
         if plan is None:
             return None
         lost = _try_answer(conversion, f"error-{error:.4g}", plan, workdir).lost
@@ -144,18 +138,15 @@ def _within_loss(
         plans[error], losses[error] = plan, lost
         return lost
 
-    largest = largest_error(allowed, lost_at)
-    if largest is None:
+    error = largest_error(allowed, lost_at)
+    if error is None:
         smallest = f"; those tried lose {min(losses.values()):.2%} and more" if losses else ""
         raise PlanError(
             f"no smaller model was found that loses at most {allowed:.2%} of agreement{smallest}",
             "allow more, use more calibration data, or offer other methods",
         )
-    plan = plans[largest.error]
-    assert plan.budget is not None
-    facts = {"kind": "max_loss", "limit": allowed, "lost": losses[largest.error]}
-    plan = plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
-    chosen = {f"error-{largest.error:.4g}": plan}
+    facts = {"kind": "max_loss", "limit": allowed, "lost": losses[error]}
+    chosen = {f"error-{error:.4g}": plans[error].with_facts(facts)}
     workdir.keep_answers(chosen)
     return chosen
 

@@ -21,8 +21,8 @@ from tcompress.planning.entries import DepthPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.search.search import Measurements, Request
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.candidates import SearchInputs
+from tcompress.search.search import Statistics
 
 TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
 
@@ -90,14 +90,10 @@ class Conversion:
         """Data that answers are tried on."""
         return self.data and self.data.part(TRIAL_SAMPLES)
 
-    def measurements(self, workdir: FitWorkplace, *, several: bool) -> Measurements:
-        """Measure the model for a budget; each part when it is first asked for."""
-        parts = (self.source, self.inner, self.plan, self.data, workdir, self.device)
-        return Measurements(*parts, self.progress, several)
-
-    def request(self, workdir: FitWorkplace) -> Request:
+    def inputs(self, workdir: FitWorkplace, *, several: bool = False) -> SearchInputs:
         """Ask for the budget of the blocks that stay."""
-        return Request(self.inner, self.plan, workdir, self.progress)
+        parts = (self.source, self.inner, self.plan, self.data, workdir, self.device)
+        return SearchInputs(*parts, self.progress, several)
 
     def chosen(self, plan: Plan) -> Chosen:
         """Lay out what a plan with final sizes writes."""

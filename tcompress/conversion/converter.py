@@ -38,7 +38,7 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
-from tcompress.search.shared_statistics import Statistics
+from tcompress.search.search import Statistics
 from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 

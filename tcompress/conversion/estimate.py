@@ -27,7 +27,7 @@ from tcompress.options.method_options import AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
-from tcompress.planning.sites import alone_of, offered_by, roles_of
+from tcompress.planning.sites import offered_by, roles_of
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.search.substitution import FITTED, JUDGED, count_of, some_of
@@ -37,7 +37,7 @@ from tcompress.structures.base import (
     structure,
     transform_shapes,
 )
-from tcompress.structures.costs import FitCost, fit_cost, svd_flops
+from tcompress.structures.flops import FitCost, fit_cost, svd_flops
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
@@ -79,7 +79,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
         moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
         memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
-            singles = alone_of(recipe.method, STAND_IN, timed=recipe.counts_time)
+            singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
             flops += (1 + len(singles)) * part * (flops + walk_flops)
         flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)

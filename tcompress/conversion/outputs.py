@@ -53,7 +53,7 @@ from tcompress.options import Convert
 from tcompress.planning.costs import rewritten_names
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.planning.storage import Widths
+from tcompress.planning.costs import Widths
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 

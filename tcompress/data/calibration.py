@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -86,6 +86,11 @@ class CalibrationData:
         """Indices of the batches to fit on."""
         return [index for index in range(len(self.batches)) if index not in self.holdout]
 
+    @property
+    def fitted_batches(self) -> list[dict[str, Tensor]]:
+        """Those batches."""
+        return [self.batches[index] for index in self.fitted]
+
     def place(self, index: int) -> int:
         """Index of a batch among those of the whole data."""
         return self.places[index] if self.places else index
@@ -107,6 +112,11 @@ class CalibrationData:
             origins={positions[place]: name for place, name in self.origins.items()},
             places=places,
         )
+
+
+def samples_in(batch: Mapping[str, Tensor]) -> int:
+    """Count the samples of a batch."""
+    return len(next(iter(batch.values())))
 
 
 Named = tuple[Any, str]

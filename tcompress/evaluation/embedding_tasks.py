@@ -16,7 +16,7 @@ from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
-from tcompress.evaluation.task_base import Measured, Prepared, Row, Runner, Task
+from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner
 from tcompress.models import SourceModel
 
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
@@ -40,7 +40,7 @@ class TextPairs(Prepared):
     skipped: Tensor = field(default_factory=_no_indices)  # tokens that pooling skips, of each row
 
 
-class _PairTask(Task):
+class _PairTask(EvaluationTask):
     """Pairs of texts, embedded, or scored by heads of at most `most_labels`."""
 
     needs = Needs(texts=(2, 2))

@@ -30,7 +30,7 @@ from tcompress.evaluation.statistics import (
     ratio,
     set_statistics,
 )
-from tcompress.evaluation.task_base import Measured, Prepared, Row, Runner, Task, checked
+from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner, checked
 from tcompress.models import SourceModel
 
 Indices = NDArray[np.int64]
@@ -45,7 +45,7 @@ class PreparedClasses(Prepared):
     read_image: Callable[[Any], Tensor] | None = None  # from a decoded image to its input
 
 
-class _ClassTask(Task):
+class _ClassTask(EvaluationTask):
     """Classes of an example: one, or several where the data has lists of them.
 
     Labels of the head are matched by name if they are called so, else by number.
@@ -224,7 +224,7 @@ FITTED_ROWS, RIDGE = 2**16, 1e-3
 Forecast = Callable[[Tensor], Tensor]
 
 
-class Forecasting(Task):
+class Forecasting(EvaluationTask):
     """All variables of a series after its context, in standardised values."""
 
     name = "forecasting"

@@ -19,11 +19,11 @@ from tcompress.data.examples import Examples, Needs
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
 from tcompress.evaluation.task_base import (
+    EvaluationTask,
     Measured,
     Prepared,
     Row,
     Runner,
-    Task,
     TextReader,
     checked,
 )
@@ -172,7 +172,7 @@ class TokenWindows(Prepared):
     bytes: int = 0  # of all texts
 
 
-class Perplexity(Task):
+class Perplexity(EvaluationTask):
     """Perplexity in windows that do not overlap; every token is predicted once."""
 
     name = "perplexity"
@@ -283,7 +283,7 @@ class MaskedRows(Prepared):
         return np.array([len(at) for at in self.positions])
 
 
-class MaskedLM(Task):
+class MaskedLM(EvaluationTask):
     """Tokens under masks, 15 % of each text."""
 
     name = "masked-lm"

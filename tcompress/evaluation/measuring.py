@@ -34,7 +34,7 @@ from tcompress.evaluation.scores import (
     metrics_of,
     same_measurement,
 )
-from tcompress.evaluation.task_base import Task
+from tcompress.evaluation.task_base import EvaluationTask
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.fields import RuntimeName
 from tcompress.hf.opening import load_model, pick_device, pick_dtype
@@ -43,7 +43,7 @@ from tcompress.models.names import local_folder
 from tcompress.options import Evaluate
 from tcompress.progress import Progress, Silent
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[EvaluationTask]] = {
     kind.name: kind
     for kind in (
         Classification,
@@ -64,7 +64,7 @@ class _Measurement:
     """Settings of a measurement, the same for all models."""
 
     options: Evaluate
-    task: type[Task]
+    task: type[EvaluationTask]
     sets: dict[str, Examples]  # by the name of the data
     max_length: int | None
     device: torch.device
@@ -105,7 +105,7 @@ class _Measurement:
     def _on(
         self,
         data: str,
-        task: Task,
+        task: EvaluationTask,
         model: PreTrainedModel,
         name: str,
         baseline: Baseline | None,
@@ -154,7 +154,7 @@ class _Measurement:
             baseline=numbers,
         )
 
-    def _protocol(self, data: str, task: Task, model: PreTrainedModel) -> dict[str, Any]:
+    def _protocol(self, data: str, task: EvaluationTask, model: PreTrainedModel) -> dict[str, Any]:
         """Facts that are needed to measure again."""
         options, examples = self.options, task.examples
         undivided = examples.whole and Path(data).expanduser().is_file()
@@ -241,7 +241,7 @@ def check_measurement(item: Evaluate, source: SourceModel, *, heads: bool) -> No
 
 
 def _examples(
-    options: Evaluate, task: type[Task], sources: Sequence[SourceModel], *, compares: bool
+    options: Evaluate, task: type[EvaluationTask], sources: Sequence[SourceModel], *, compares: bool
 ) -> dict[str, Examples]:
     """Read all sets; those without labels only where models can be compared with another."""
     needs = task.needs_for(sources)
@@ -280,13 +280,13 @@ def _full_name(data: str, examples: Examples) -> str:
     return f"{folder}/{examples.name}" if folder.strip(".") else examples.name
 
 
-def _is_bare(task: Task | type[Task], examples: Examples) -> bool:
+def _is_bare(task: EvaluationTask | type[EvaluationTask], examples: Examples) -> bool:
     """True where labels are missing, so that only agreement can be measured."""
     return task.needs.target is not None and examples.targets is None
 
 
 def _common_length(
-    task: type[Task],
+    task: type[EvaluationTask],
     sets: Iterable[Examples],
     sources: Iterable[SourceModel],
     options: Evaluate,

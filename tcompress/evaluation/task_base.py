@@ -161,7 +161,7 @@ class Measured:
     predictions: Any = None  # of every example, for agreement with it
 
 
-class Task(ABC):
+class EvaluationTask(ABC):
     """A task with its examples, prepared for one model and measured as often as asked.
 
     It does not change: what a run computes is what `measure` returns.

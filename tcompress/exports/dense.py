@@ -229,7 +229,7 @@ def _prove(artifact: Artifact, folder: Path) -> None:
 
 
 def _has_own_code(config: Mapping[str, Any]) -> bool:
-    """Tells whether the model's class is in code that came with it, or may be."""
+    """Return whether the model's class is in code that came with it, or may be."""
     own = {str(value).rpartition(".")[2] for value in (config.get("auto_map") or {}).values()}
     kind, names = config.get("model_type"), config.get("architectures") or ()
     found = [getattr(transformers, name, None) for name in names]

@@ -65,7 +65,7 @@ _CONFIG = "config.json"
 
 @dataclass(frozen=True)
 class ExportedOnnx:
-    """What was written, and what one should know of it."""
+    """Written folder, its files, and doubts that the user should know of."""
 
     folder: Path
     files: tuple[ExportedFile, ...]

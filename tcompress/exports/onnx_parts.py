@@ -60,7 +60,7 @@ class Part(nn.Module):
 
     @property
     def has_length(self) -> bool:
-        """Whether the length of its inputs is free."""
+        """True if the length of its inputs is free."""
         return any(name.endswith(("_ids", "_mask")) for name in self.inputs)
 
     def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ Answers = list[tuple[dict[str, Tensor], Arrays]]
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """What a part of a model computes in PyTorch, to compare files with. Use `Proof.of`."""
+    """Outputs of a part of a model in PyTorch, to compare files with. Use `Proof.of`."""
 
     part: Part
     shapes: Answers  # random inputs of several shapes

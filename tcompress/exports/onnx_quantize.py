@@ -461,7 +461,7 @@ def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[A
 
 
 def _is_large(tensor: Any) -> bool:
-    """Whether a tensor is in float32, of some size, of more than one axis, and no scales."""
+    """Return whether a tensor is in float32, of some size, of more than one axis, and no scales."""
     if tensor is None or tensor.data_type != 1 or len(tensor.dims) < 2:
         return False
     return bool(np.prod(tensor.dims) >= FEWEST) and not tensor.name.endswith("_scales")

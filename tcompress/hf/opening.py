@@ -53,7 +53,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def _fits_on(device: torch.device) -> bool:
-    """Tells whether a device has float64, which fits are in: `mps` has not, nor have all `xpu`."""
+    """Return whether a device has float64, which fits are in: `mps` has not, nor have all `xpu`."""
     if device.type == "cuda":  # at no cost
         return True
     try:
@@ -82,7 +82,7 @@ _AUTO: dict[str, Any] = {
 
 
 def has_head(source: SourceModel, head: Head) -> bool:
-    """Tells whether a model comes with the head of a task."""
+    """Return whether a model comes with the head of a task."""
     mapping = _AUTO[head]._model_mapping
     kind: Any = mapping.get(type(source.config), None)
     kinds = kind if isinstance(kind, tuple | list) else (kind,)

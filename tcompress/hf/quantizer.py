@@ -69,7 +69,7 @@ class SparingConverter(WeightConverter):  # type: ignore[misc]
 
 
 class _Unpack(ConversionOps):  # type: ignore[misc]
-    """Gives tensors that are stored in fewer bits their numbers back, before anything else."""
+    """Unpacking of tensors that are stored in fewer bits, before anything else is done to them."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
@@ -120,7 +120,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
-        """Lets packed tensors through as they are, and has them unpacked when they are read."""
+        """Keep packed tensors as they are; register that they are unpacked when they are read."""
         shape = param.get_shape() if hasattr(param, "get_shape") else param.shape
         kind = param.get_dtype() if hasattr(param, "get_dtype") else param.dtype
         bytes_ = len(shape) == 1 and kind in ("U8", torch.uint8)
@@ -141,7 +141,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
     is_trainable = is_qat_trainable = is_compileable = True
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Takes out what stops those who have not imported us, before files are looked for."""
+        """Remove what stops those who have not imported us, before files are looked for."""
         vars(config).pop(WEIGHTS, None)
         return super().update_attn_implementation(config)
 
@@ -214,7 +214,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
 
     @staticmethod
     def _forget_storage(config: Any) -> None:
-        """Takes fewer bits out of the config: the model has all of them, and is saved with them."""
+        """Remove fewer bits from the config: the model has all of them, and is saved with them."""
         section = getattr(config, "quantization_config", None)
         if not isinstance(section, TCompressConfig) or not hasattr(section, "storage"):
             return

@@ -147,7 +147,7 @@ def _threads_for(features: int) -> Iterator[None]:
 
 
 def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
-    """Takes the last axis of a matrix to transformed coordinates, as activations are taken.
+    """Transform the last axis of a matrix as activations are transformed.
 
     # (rows, d), (stages, groups, b, b), (p, p)
     """

@@ -264,13 +264,13 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives both factors of every rank-one term the same norm: low precision needs it."""
+    """Scale both factors of every rank-one term to the same norm: low precision needs it."""
     ratio = balancing_ratio(left, right)
     return left * ratio[..., None, :], right / ratio[..., :, None]
 
 
 def balancing_ratio(left: Tensor, right: Tensor) -> Tensor:
-    """What columns of a left and rows of a right factor are to be scaled by; 1 where one is 0."""
+    """Compute scales that balance columns of a left and rows of a right factor; 1 for zeros."""
     ratio = (right.norm(dim=-1) / left.norm(dim=-2)).sqrt()
     return torch.where(torch.isfinite(ratio) & (ratio > 0), ratio, torch.ones_like(ratio))
 
@@ -339,7 +339,7 @@ def descend(
     enough: float = 0.0,
     unseen: float = 0.0,
 ) -> Tensor:
-    """Takes steps of preconditioned conjugate gradients, each to the minimum along its direction.
+    """Minimise by preconditioned conjugate gradients, each step to the minimum along its direction.
 
     It stops where the squared residual is at most `floor`, or `enough` of the first one, and in
     directions of no more curvature than `unseen`, where only rounding is left.
@@ -367,5 +367,5 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
+    """Return whether a tensor holds only numbers; a sum, in which others survive, needs no mask."""
     return bool(torch.isfinite(tensor.sum(dtype=torch.float64)))

@@ -222,7 +222,7 @@ def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Packed:
-    """What the header of a packed tensor says."""
+    """Header of a packed tensor."""
 
     rounding: Rounding
     kind: str  # element type, by its name in torch

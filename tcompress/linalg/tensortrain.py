@@ -245,7 +245,7 @@ def _contract(state: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _stays(width: int, core: int) -> bool:
-    """Whether a state of this width is multiplied where it lies, by a core of so many numbers."""
+    """Return whether a state so wide is multiplied where it lies, by a core of so many numbers."""
     return width >= WIDE or (width >= NARROW and core <= SMALL)
 
 
@@ -315,7 +315,7 @@ def bond_tails(matrix: Tensor, in_modes: Ints, out_modes: Ints) -> list[Tensor]:
 
 
 def balance_cores(cores: Sequence[Tensor]) -> list[Tensor]:
-    """Gives neighbouring cores the same scale, bond index by bond index, where they meet.
+    """Scale neighbouring cores alike, bond index by bond index, where they meet.
 
     Low precision and training need it. The matrix stays as it is.  # (R_{n-1}, I_n, J_n, R_n)
     """

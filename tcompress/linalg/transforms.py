@@ -158,7 +158,7 @@ def build_blocks(generators: Tensor, block: int) -> Tensor:
 
 
 def merges_with(stages: Stages, size: int) -> bool:
-    """Tells whether a p x p transform of tubes can be folded into the last, strided, stage."""
+    """Return whether a p x p transform of tubes can be folded into the last, strided, stage."""
     return stages.count % 2 == 0 and stages.block % size == 0
 
 

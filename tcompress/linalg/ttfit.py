@@ -74,7 +74,7 @@ def tt_loss(
 
 @dataclass(frozen=True)
 class TTProblem:
-    """What the cores are fitted to, float64; no moment stands for the identity."""
+    """Problem that the cores are fitted to, float64; no moment stands for the identity."""
 
     product: Tensor  # P  # (out, in)
     gram: Tensor | None  # G  # (in, in)

@@ -26,7 +26,7 @@ TIGHT = 1e-9  # relative residual at which an update counts as solved
 
 @dataclass(frozen=True)
 class TuckerFactors:
-    """What matrices, or layers, share."""
+    """Factors that matrices, or layers, share."""
 
     left: Tensor  # U  # (out, r2)
     cores: Tensor  # C_k  # (r1, r2, r3)
@@ -67,7 +67,7 @@ def tucker_parameters(count: int, d_out: int, d_in: int, ranks: Ranks) -> int:
 
 
 def largest_rank(widths: int, budget: int) -> int:
-    """Gives the largest r of U G V^T, with r widths + r^2 parameters, within a budget."""
+    """Find the largest r of U G V^T, with r widths + r^2 parameters, within a budget."""
     return (isqrt(widths * widths + 4 * max(0, budget)) - widths) // 2
 
 
@@ -233,7 +233,7 @@ def _update_right(problem: _Problem, now: Tucker, inner: int = 10) -> Tucker:
 def _solved(
     apply: Operator, wanted: Tensor, start: Tensor, steps: int, square: Tensor | None = None
 ) -> Tensor:
-    """Takes steps of conjugate gradients; what nearly multiplies from the right preconditions."""
+    """Solve by conjugate gradients, preconditioned by what nearly multiplies from the right."""
     options: dict[str, Any] = {"iterations": steps, "tolerance": TIGHT}
     if square is not None:
         factor = safe_cholesky(square)

@@ -116,7 +116,7 @@ def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
 
 
 def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
-    """What a backbone says of its stages; one whose block goes is the last before it that stays."""
+    """Rename a backbone's stages; one whose block goes is the last before it that stays."""
     names = getattr(owner, "stage_names", None)
     if not isinstance(names, list) or len(names) != getattr(owner, "num_hidden_layers", -1) + 1:
         return {}
@@ -202,7 +202,7 @@ def _unlike_blocks(whole: nn.Module, model: nn.Module, kept: Kept) -> Iterator[s
 
 
 def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Iterator[str]:
-    """What tells a block from the one in its new place, apart from the place itself."""
+    """Yield differences of a block from the one in its new place, apart from the place itself."""
     old = {name: item for name, item in before.named_modules() if not name.endswith(_FOR_ALL)}
     new = {name: item for name, item in after.named_modules() if not name.endswith(_FOR_ALL)}
     for name in [name for name in {**old, **new} if (name in old) != (name in new)]:
@@ -271,7 +271,7 @@ def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
 
 
 def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
-    """Gives tensors of kept blocks the numbers of their new places, and drops the others."""
+    """Renumber tensors of kept blocks by their new places, and drop the others."""
     result = {}
     for key, old in names.items():
         block = re.fullmatch(rf"{re.escape(prefix)}\.(\d+)\.(.+)", key)

@@ -333,7 +333,7 @@ def check_weights(
 
 
 def _missing(keymap: KeyMap) -> tuple[list[str], list[str]]:
-    """What a forward pass needs, and what Transformers itself often leaves out of a file."""
+    """Names that a forward pass needs, and those that Transformers often leaves out of a file."""
     model = keymap.model
     needed = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for path, module in model.named_modules():

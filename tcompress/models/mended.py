@@ -71,7 +71,7 @@ class Copy:
         self.folder.mkdir()
 
     def take(self, folder: Path, *, weights: bool = False) -> None:
-        """Takes over what belongs to a model beside its config, and links to its weights."""
+        """Copy what belongs to a model beside its config, and link to its weights."""
         card = [Path(CARD)] if (folder / CARD).is_file() else []
         carry_files(folder, (*auxiliary_files(folder, with_code=True), *card), self.folder)
         for path in folder.iterdir() if weights else ():
@@ -85,7 +85,7 @@ class Copy:
 
 @contextmanager
 def copying(folder: Path) -> Iterator[Copy]:
-    """Gives a copy to fill; an error of the disk says where it is."""
+    """Yield a copy to fill; an error of the disk says where it is."""
     try:
         yield Copy(folder.name)
     except OSError as error:

@@ -103,7 +103,7 @@ class RandomStore(WeightStore):
 
 
 def _stored(model: Any) -> dict[str, Tensor]:
-    """Gives the tensors that `save_pretrained` would write, by the names that it would use."""
+    """Collect the tensors that `save_pretrained` would write, by the names that it would use."""
     tied = getattr(model, "all_tied_weights_keys", None)
     ignored = {*(model._keys_to_ignore_on_save or ()), *(tied or ())}
     state = {key: item.detach() for key, item in model.state_dict().items() if key not in ignored}

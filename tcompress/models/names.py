@@ -79,7 +79,7 @@ def cached_where_unreachable() -> Iterator[None]:
 
 
 def _leads_nowhere(url: str) -> bool:
-    """Whether no address belongs to a name, or none is found twice in a row."""
+    """Return whether no address belongs to a name, looked up twice in a row."""
     parts = urlsplit(url)
     host, proxies = parts.hostname or "", getproxies()
     if (parts.scheme in proxies or "all" in proxies) and not proxy_bypass(host):
@@ -426,7 +426,7 @@ def sentence_root(folder: Path) -> Path | None:
 
 
 def encodes_sentences(folder: Path) -> bool:
-    """Whether sentence-transformers embeds texts with the states of the model in a folder.
+    """Return whether sentence-transformers embeds texts with the states of the model in a folder.
 
     It may also hold models there that score pairs, or that predict tokens of sparse embeddings.
     """
@@ -460,7 +460,7 @@ def _candidates(folder: Path, with_code: bool) -> set[Path]:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a path, links followed, stays in its model folder or is the model's in the cache."""
+    """Return whether a path, links followed, is in its model folder or the model's in the cache."""
     real = path.resolve()
     return real.is_relative_to(folder.resolve()) or real in _cached(folder)
 
@@ -506,7 +506,7 @@ def _module_folders(folder: Path) -> list[str]:
 
 
 def shorten_texts(folder: Path, longest: int) -> None:
-    """Tells tokenizers, which cut texts to the length that they know of, about a smaller one."""
+    """Lower the length at which tokenizers cut texts, where theirs is larger."""
     files = {"tokenizer_config": "model_max_length", "sentence_bert_config": "max_seq_length"}
     for name, key in files.items():
         path = folder / f"{name}.json"
@@ -531,7 +531,7 @@ def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def forget_code(folder: Path) -> None:
-    """Takes the names of Python code, which stays behind, out of the settings in a folder."""
+    """Remove names of Python code, which stays behind, from the settings in a folder."""
     for path in folder.glob("*config.json"):
         text = path.read_text(encoding="utf-8", errors="replace")
         with suppress(ValueError, RecursionError):  # whoever reads it says what is wrong
@@ -550,5 +550,5 @@ def name_cure(folder: Path) -> None:
 
 
 def stands_alone(config: Mapping[str, Any]) -> bool:
-    """Tells by its config whether a plain model loads without tcompress: our own models do not."""
+    """Return whether a plain model, by its config, loads without tcompress: our own do not."""
     return not str(config.get("model_type")).startswith("tcompress_")

@@ -92,7 +92,7 @@ def _candidates(source: SourceModel, sizes: Sequence[tuple[int, int]]) -> Iterat
 
 
 def _changes(source: SourceModel, dense: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
-    """What a model of other numbers has that the dense one has not; all of it if there is none."""
+    """Facts of a model of other numbers that differ from the dense one's; all if there is none."""
     try:
         narrow = _facts(with_keys(source, keys).meta_model())
     except Exception:  # a config class may raise anything

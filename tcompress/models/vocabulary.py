@@ -45,7 +45,7 @@ class Vocabulary(BaseModel):
 
     @property
     def origin(self) -> str:
-        """How they were chosen, in words."""
+        """Criterion by which they were chosen, in words."""
         if self.chosen == "ranks":
             return "by the ranks of its tokenizer"
         return f"by how often they occur in {self.data}"

@@ -131,7 +131,7 @@ def _method(
     *,
     without: bool,
 ) -> Said | None:
-    """What a recipe would say of the method."""
+    """Section `method` of a recipe that says the same; None for no method."""
     chosen = dict(said.get("method") or {})
     name = chosen.pop("name", None) or base.get("name")
     about_layers = bool(chosen) or any(said.get(field) for field in (*_LAYERS, *_LISTS))
@@ -196,7 +196,7 @@ def _not_applicable(
 
 
 def _attention(said: Said, base: Said, structure: str | None, typed: Given[Any]) -> Said:
-    """Takes what is about attention out of what was said; a structure becomes the method."""
+    """Move options of attention out of what was said; a structure becomes the method."""
     before = base.get("attention") or {}
     method, chosen = dict(said.get("method") or {}), dict(said.get("attention") or {})
     name = chosen.pop("name", before.get("name"))
@@ -235,7 +235,7 @@ def _of_the_paper(kind: type[ReplacementSpec], said: Said, method: Said) -> None
 
 
 def _embeddings(said: Said, base: Mapping[str, Any] | None, typed: Given[Any]) -> Any:
-    """What is said of the word embedding; a method takes the place of the recipe's."""
+    """Section `embeddings` of a recipe; a method replaces the recipe's."""
     given = said.get("embeddings") or {}
     method, target = dict(given.get("method") or {}), given.get("target")
     name = method.get("name")

@@ -17,7 +17,7 @@ _RECIPE = {"metavar": "FILE|NAME", "complete": "recipes"}
 
 
 class Json(Section):
-    """How a command talks that takes no time."""
+    """Form of the output of commands that take no time."""
 
     panel = COMMON
 
@@ -25,14 +25,14 @@ class Json(Section):
 
 
 class Manner(Json):
-    """How a command talks."""
+    """Form of the output of commands."""
 
     quiet: bool = option(False, "show no progress", "--quiet", "-q")
     verbose: bool = option(False, "show what other libraries log")
 
 
 class Trust(Section):
-    """Whether code that comes with a model may run."""
+    """Permission to run code that comes with a model."""
 
     panel = COMMON
 
@@ -42,13 +42,13 @@ class Trust(Section):
 
 
 class Hub(Trust):
-    """How the hub is asked."""
+    """Access to the hub."""
 
     token: str | None = option(None, "access token for the hub; default `HF_TOKEN`")
 
 
 class Access(Hub):
-    """How a model is opened."""
+    """Revision of a model on the hub, and access to it."""
 
     revision: str | None = option(None, "branch, tag or commit on the hub")
 
@@ -75,7 +75,7 @@ class Written(Section):
 
 
 class Measured(Section):
-    """What `evaluate` measures, and where numbers go."""
+    """Arguments of `evaluate`: models, data, and where numbers go."""
 
     models: tuple[str, ...] = option(..., _EITHER, **_MODELS)
     baseline: str | None = option(
@@ -85,7 +85,7 @@ class Measured(Section):
 
 
 class Timed(Section):
-    """What `bench` times, and where times go."""
+    """Arguments of `bench`: models, sizes, and where times go."""
 
     models: tuple[str, ...] = option(..., "models: folders, short names or hub ids", **_MODELS)
     against: str | None = option(
@@ -100,7 +100,7 @@ class Timed(Section):
 
 
 class Exported(Section):
-    """What `export` writes."""
+    """Arguments of `export`."""
 
     model: str = option(
         ...,
@@ -154,7 +154,7 @@ class OnnxFiles(Section):
 
 
 class Reported(Section):
-    """What `report` shows."""
+    """Arguments of `report`."""
 
     models: tuple[str, ...] = option(..., _EITHER, **_MODELS)
     length: int = option(
@@ -186,7 +186,7 @@ class Tables(Section):
 
 
 class Inspected(OneModel):
-    """What `inspect` shows."""
+    """Arguments of `inspect`."""
 
     layers: bool = option(False, "list every layer, not one row for equal ones")
     plan: bool = option(
@@ -204,7 +204,7 @@ class Shown(Section):
 
 
 class Passed(Section):
-    """What `lm-eval` passes on."""
+    """Arguments that `lm-eval` passes on."""
 
     arguments: tuple[str, ...] = option(
         (), "passed on to lm-evaluation-harness", metavar="ARGS...", positional=True, splits=False
@@ -224,14 +224,14 @@ class RecipeName(Section):
 
 
 class Copied(RecipeName):
-    """What `recipes copy` writes."""
+    """Arguments of `recipes copy`."""
 
     target: str = option(".", "file or folder to write", metavar="FILE", positional=True)
     force: bool = option(False, "overwrite a file")
 
 
 class Checked(Section):
-    """What `recipes validate` reads."""
+    """Arguments of `recipes validate`."""
 
     files: tuple[str, ...] = option(
         ..., "recipes", metavar="FILE...", complete="recipes", **_SEVERAL
@@ -260,7 +260,7 @@ class Changes(Section):
 
 
 class Planned(Section):
-    """Whether anything is done."""
+    """Dry runs."""
 
     panel = COMMON
 
@@ -270,7 +270,7 @@ class Planned(Section):
 
 
 class Run(Changes):
-    """What `run` does, and with which model."""
+    """Arguments of `run`: the recipe, and the model."""
 
     recipe: str = option(
         ...,
@@ -290,7 +290,7 @@ class Run(Changes):
 
 
 class Converted(FromRecipe):
-    """What `convert` starts from, beside what recipes say of a conversion."""
+    """Arguments of `convert` beside what recipes say of a conversion."""
 
     structure: str | None = option(
         None,
@@ -303,7 +303,7 @@ class Converted(FromRecipe):
 
 
 class Swept(FromRecipe, Changes):
-    """What `sweep` measures, beside what recipes say of cells."""
+    """Arguments of `sweep` beside what recipes say of cells."""
 
     finetune_steps: int | None = option(
         None, "heal every model for so many steps; measure before and after", panel=CELLS, gt=0
@@ -315,7 +315,7 @@ class Swept(FromRecipe, Changes):
 
 
 class Described(Section):
-    """What `methods` lists."""
+    """Arguments of `methods`."""
 
     names: tuple[str, ...] = option(
         (), "methods; default all", metavar="[NAME...]", complete="methods", positional=True

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from tcompress.fields import DATASET, FRACTION, Section, Sources, option
 from tcompress.options.limits import Bytes, Speedup, bytes_of
-from tcompress.options.steps import MEASURED, EvaluationTask
+from tcompress.options.steps import MEASURED, EvaluationTaskName
 
 GOAL, WORK, SMOKE_MINUTES = "Goal", "The work", 1.0
 
@@ -66,7 +66,7 @@ class Compress(Section):
         None, "threads on a CPU; default PyTorch's", panel=WORK, gt=0, le=4096
     )
     seed: int = option(0, "seed of all random choices", panel=WORK, ge=0, lt=2**32)
-    task: EvaluationTask | None = option(
+    task: EvaluationTaskName | None = option(
         None, "what quality is measured by, with `test_data`", panel=MEASURED, metavar="NAME"
     )
     test_data: Sources = option(

@@ -110,7 +110,7 @@ class Calibration(Section):
 
     @property
     def is_none(self) -> bool:
-        """Whether there is no data."""
+        """True without data."""
         return self.source == ("none",)
 
     @property
@@ -129,7 +129,7 @@ class Calibration(Section):
         return self.samples or MOST
 
     def enough(self, tokens: float, widest: int) -> int:
-        """How many texts of so many tokens are drawn for a layer of so many inputs."""
+        """Number of texts of so many tokens that are drawn for a layer of so many inputs."""
         return min(self.most, max(self.count, round(ROWS * widest / tokens)))
 
     def within(self, longest: int | None) -> Calibration:
@@ -159,7 +159,7 @@ class LayerRule(Section):
 
 
 class Embeddings(Section):
-    """How the word embedding is rewritten, and with it an output head that is tied to it."""
+    """Rewriting of the word embedding, and with it of an output head that is tied to it."""
 
     panel = BLOCKS
 
@@ -217,7 +217,7 @@ BlockCount = Annotated[int, Field(gt=0, lt=1000)]
 
 
 class Convert(Section):
-    """How a model is rewritten: structured layers, another attention, fewer blocks."""
+    """Rewriting of a model: structured layers, another attention, fewer blocks."""
 
     init: Literal["pretrained", "random"] = option(
         "pretrained",
@@ -604,39 +604,39 @@ class Convert(Section):
 
     @property
     def changes_depth(self) -> bool:
-        """Whether blocks are dropped, or put on top."""
+        """True if blocks are dropped, or put on top."""
         return any(getattr(self, name) is not None for name in DEPTH)
 
     @property
     def rounds(self) -> bool:
-        """Whether anything is stored in fewer bits."""
+        """True if anything is stored in fewer bits."""
         return self.bits is not None or self.embedding_bits not in (None, "none")
 
     @property
     def chooses_depth(self) -> bool:
-        """Whether the number of dropped blocks is chosen too, under the budget."""
+        """True if the number of dropped blocks is chosen too, under the budget."""
         return self.drop_layers == "auto"
 
     @property
     def tries_methods(self) -> bool:
-        """Whether methods are tried out under the budget, and measured on data held out."""
+        """True if methods are tried out under the budget, and measured on data held out."""
         tries = isinstance(self.method, AutoSpec) and self.method.trials
         sized = self.budget is not None and not self.budget.is_error
         return tries and sized and not self.calibration.is_none and self.init != "random"
 
     @property
     def fixes_width(self) -> bool:
-        """Whether numbers of channels are given, so that no budget chooses them."""
+        """True if numbers of channels are given, so that no budget chooses them."""
         return any(getattr(self, name) is not None for name in WIDTHS)
 
     @property
     def narrows(self) -> bool:
-        """Whether channels may become fewer, of which data tells the best."""
+        """True if channels may become fewer, of which data tells the best."""
         return self.fixes_width or (self.method is not None and self.method.narrows)
 
     @property
     def label(self) -> str:
-        """What is done, for people: replacement, method, `depth`, `embeddings`, or several."""
+        """Name for people: replacement, method, `depth`, `embeddings`, or several."""
         words = [part.name for part in (self.attention, self.method) if part is not None]
         words += ["depth"] if self.changes_depth else []
         words += ["embeddings"] if self.embeddings else []
@@ -646,14 +646,14 @@ class Convert(Section):
 
     @property
     def chooses_table(self) -> bool:
-        """Whether a budget of bytes chooses what becomes of the word embedding too."""
+        """True if a budget of bytes chooses what becomes of the word embedding too."""
         free = self.embeddings is None and self.embedding_bits is None and self.init != "random"
         sized = self.target_bytes is not None and self.allocation == "loss"
         return free and sized and self.by_loss and not self.calibration.is_none
 
     @property
     def bit_words(self) -> list[str]:
-        """How many bits are stored, such as `4bit`, or `8bit` and `words4bit`."""
+        """Numbers of stored bits, such as `4bit`, or `8bit` and `words4bit`."""
         words = [] if self.bits is None else [f"{self.bits}bit"]
         own = self.embedding_bits
         return words if own in (None, self.bits) else [*words, f"words{own}bit"]
@@ -671,7 +671,7 @@ class Convert(Section):
 
     @property
     def budget(self) -> Budget | None:
-        """What limits the size, or the error, if anything does; else a resource."""
+        """Limit on the size, or the error, if there is any; else on a resource."""
         for name in (*reversed(SIZES), *ERRORS):
             if (budget := self._budget_of(name)) is not None:
                 return budget
@@ -691,18 +691,18 @@ class Convert(Section):
 
     @property
     def counts_time(self) -> bool:
-        """Whether time is what is spent, or saved: candidates have to be timed."""
+        """True if time is what is spent, or saved: candidates have to be timed."""
         return self.time_budget is not None or (self.max_loss is not None and self.at is not None)
 
     @property
     def resource_budget(self) -> Budget | None:
-        """What limits something that has to be measured, alone or beside a size."""
+        """Limit on something that has to be measured, alone or beside a size."""
         budgets = (self._budget_of(name) for name in RESOURCES)
         return next((budget for budget in budgets if budget is not None), None)
 
     @property
     def time_budget(self) -> Budget | None:
-        """What limits the time of a pass, alone or beside a size."""
+        """Limit on the time of a pass, alone or beside a size."""
         budget = self.resource_budget
         return budget if budget is not None and budget.kind in TIMES else None
 
@@ -716,7 +716,7 @@ class Convert(Section):
 
     @property
     def by_loss(self) -> bool:
-        """Whether sizes, or structures, follow predicted loss."""
+        """True if sizes, or structures, follow predicted loss."""
         if self.budget is None or self.method is None or self.method.shares_factors:
             return False
         if self.fixes_width or self.plain:  # predictions are of whole layers
@@ -725,7 +725,7 @@ class Convert(Section):
 
     @property
     def _only_predicted(self) -> bool:
-        """Whether nothing but a prediction can tell what layers become."""
+        """True if nothing but a prediction can tell what layers become."""
         follows = self.resource_budget or (self.budget is not None and self.budget.is_error)
         return bool(follows) or isinstance(self.method, AutoSpec)
 
@@ -736,7 +736,7 @@ class Convert(Section):
 
     @property
     def measures_sensitivity(self) -> bool:
-        """Whether a conversion begins with a backward pass over the calibration data."""
+        """True if a conversion begins with a backward pass over the calibration data."""
         if self.calibration.is_none:
             return False
         weighs = self.calibration.output_moments

@@ -33,7 +33,7 @@ def recipe_text(name: str) -> str:
 
 
 def find_recipe(name_or_path: str) -> tuple[str, str]:
-    """Gives a recipe's text and where it is from; a file wins over a recipe that ships."""
+    """Find a recipe's text and where it is from; a file wins over a recipe that ships."""
     name = name_or_path.removesuffix(_SUFFIX)
     path = Path(name_or_path).expanduser()
     if not path.is_file() and name in _shipped():

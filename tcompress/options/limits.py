@@ -59,7 +59,7 @@ def _count(text: int | str, units: Mapping[str, int]) -> int:
 
 @dataclass(frozen=True)
 class Limit:
-    """What a field limits.
+    """Quantity that a field limits.
 
     Attributes:
         what: A size, which shapes alone tell; a resource, which has to be measured; an error.
@@ -104,32 +104,32 @@ class Budget:
 
     @property
     def is_size(self) -> bool:
-        """Whether it limits a size, which shapes alone tell."""
+        """True for a size, which shapes alone tell."""
         return self._limit.what == "size"
 
     @property
     def is_resource(self) -> bool:
-        """Whether it limits something that has to be measured, such as the time of a pass."""
+        """True for a resource, which has to be measured, such as the time of a pass."""
         return self._limit.what == "resource"
 
     @property
     def is_error(self) -> bool:
-        """Whether it limits an error."""
+        """True for an error."""
         return self._limit.what == "error"
 
     @property
     def is_fraction(self) -> bool:
-        """Whether it is a share of the rewritten layers; other sizes are of the whole model."""
+        """True for a share of the rewritten layers; other sizes are of the whole model."""
         return self._limit.share
 
     @property
     def limits_each(self) -> bool:
-        """Whether it limits the error of each layer; other errors are sums over all layers."""
+        """True for a limit on the error of each layer; other errors are sums over all layers."""
         return self._limit.each
 
     @property
     def unit(self) -> str:
-        """What is counted."""
+        """Unit of the limit."""
         return self._limit.unit
 
     def __str__(self) -> str:

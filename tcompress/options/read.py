@@ -101,7 +101,7 @@ def _of_keywords(problem: Problem) -> str:
 
 @dataclass
 class Given(Generic[M]):
-    """What was typed of one model's options, by place; switches are booleans."""
+    """Typed options of one model, by place; switches are booleans."""
 
     kind: type[M]
     command: str = ""

@@ -15,7 +15,7 @@ _COLUMNS = (
     "not given"
 )
 
-TrainingTask = Literal[
+TrainingTaskName = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
     "volume-classification", "forecasting", "response-selection",
 ]  # fmt: skip
@@ -23,7 +23,7 @@ ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities",
 
 
 class TrainingData(Section):
-    """What a model is trained on. Without a task labels are never read."""
+    """Data to train on. Without a task labels are never read."""
 
     panel = DATA
 
@@ -70,11 +70,11 @@ class TrainingData(Section):
 
 
 class Finetune(Section):
-    """How a model is trained: healed against its teacher, or taught a task."""
+    """Training of a model: healed against its teacher, or taught a task."""
 
     panel = RUNNING
 
-    task: TrainingTask | None = option(
+    task: TrainingTaskName | None = option(
         None, "task to learn; without one the model is healed", panel=LEARNING, metavar="NAME"
     )
     data: TrainingData = Field(TrainingData(), description="training data")
@@ -212,7 +212,7 @@ FEW = 30
 
 MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
-EvaluationTask = Literal[
+EvaluationTaskName = Literal[
     "classification", "sts", "perplexity", "masked-lm", "image-classification",
     "volume-classification", "forecasting", "retrieval", "response-selection",
 ]  # fmt: skip
@@ -230,7 +230,7 @@ class Evaluate(Section):
 
     panel = MEASUREMENT
 
-    task: EvaluationTask = option(..., "what is measured", panel=DATA, metavar="NAME")
+    task: EvaluationTaskName = option(..., "what is measured", panel=DATA, metavar="NAME")
     data: Sources = option(
         ...,
         "file (csv, jsonl, parquet, txt or npz), folder or hub id; `id:config` selects a "
@@ -403,7 +403,7 @@ class Architecture(BaseModel):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What is said of the configuration."""
+        """Keys of the configuration."""
         return dict(self.model_extra or {})
 
 

@@ -180,7 +180,7 @@ def _tokenizer(said: str | Words | None, token: str | None, segments: bool) -> A
 
 
 def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
-    """What a tokenizer says of a configuration: how many words there are, and special ones."""
+    """Values of a configuration that follow from a tokenizer: number of words, and special ones."""
     if tokenizer is None or not hasattr(config, "vocab_size"):
         return {}
     words = said.get("vocab_size", len(tokenizer))

@@ -130,7 +130,7 @@ class GridBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class TCompressGridPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What the models share."""
+    """Base class of the models on grids."""
 
     config_class = TCompressGridConfig
     config: TCompressGridConfig
@@ -192,7 +192,7 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
 
 @dataclass
 class ForecastOutput(ModelOutput):  # type: ignore[misc]
-    """What a model for forecasting returns; a forecast is (batch, horizon, variables)."""
+    """Output of a model for forecasting; a forecast is (batch, horizon, variables)."""
 
     loss: Tensor | None = None
     prediction_outputs: Tensor | None = None

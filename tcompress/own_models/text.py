@@ -89,7 +89,7 @@ class TextBlock(GradientCheckpointingLayer):  # type: ignore[misc]
 
 
 class TCompressTextPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
-    """What the models share."""
+    """Base class of the models of texts."""
 
     config_class = TCompressTextConfig
     config: TCompressTextConfig

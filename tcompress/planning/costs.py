@@ -1,9 +1,14 @@
-"""Costs of choices in parameters and bytes, and the share of a budget that layers get."""
+"""Sizes of layers and plans in parameters and bytes, and equal shares of a budget for all layers.
+
+Where weights are stored in few bits, those of two and more axes are, structures' factors among
+them; biases, norms, buffers and tiny tensors stay as they are. A word embedding, and a head that is
+tied to it, has a width of its own.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -13,13 +18,12 @@ from typing import Any
 import torch
 
 from tcompress.errors import PlanError
-from tcompress.linalg.rounding import Rounding
+from tcompress.linalg.rounding import GROUP, Rounding, matrix_shape
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
-from tcompress.planning.sites import plan_embeddings, roles_of, structure_of, tied_to
-from tcompress.planning.storage import TABLE_RANKS, Widths
+from tcompress.planning.sites import module_path, plan_embeddings, roles_of, structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -107,7 +111,7 @@ def term_cost(layout: Layout, readers: int, writers: int) -> float:
 
 def path_of(source: SourceModel, entry: LayerPlan) -> str:
     """Name in the model of the parameter that a rewritten weight is."""
-    return f"{source.keymap.runtime_name(entry.name) or entry.name}.{entry.parameter}"
+    return f"{module_path(source, entry.name)}.{entry.parameter}"
 
 
 def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
@@ -126,11 +130,11 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
     """Names of the tensors that are carried over as they are."""
     replaced = {key for entry in plan.entries for key in weight_keys(source, entry)}
     for entry in plan.embeddings:
-        for name in tied_to(source, source.keymap.runtime_name(entry.name) or entry.name):
+        for name in tied_to(source, module_path(source, entry.name)):
             replaced.update(source.keymap.sources(f"{name}.weight").keys)
     for attention in plan.attention:  # queries that an attention does not need
         for layer in attention.unused:
-            path = source.keymap.runtime_name(layer.name) or layer.name
+            path = module_path(source, layer.name)
             leaves = ("weight", "bias") if layer.bias else ("weight",)
             replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
     replaced |= source.unread
@@ -157,7 +161,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
             total += size(f"{entry.name}.{entry.stored_name(name)}", shape, like)
         total -= entry.biases_saved * weight_bytes(source, entry, dtype)
     for attention in plan.attention:
-        path = keymap.runtime_name(attention.like) or attention.like
+        path = module_path(source, attention.like)
         like = keymap.sources(f"{path}.weight").keys[0]
         total += sum(size(name, shape, like) for name, shape in attention.tensor_shapes.items())
     return total
@@ -181,6 +185,93 @@ def _cast(stored: torch.dtype, dtype: str | None) -> torch.dtype:
         return stored
     target: torch.dtype = getattr(torch, dtype)
     return target
+
+
+SMALLEST = 2048
+"""Numbers of the smallest tensor that is rounded: those below are not worth their scales."""
+
+TRANSFORM_BITS = 8
+"""Least bits of the generators of an orthogonal transform: an angle that is off turns all that a
+layer reads or writes."""
+
+STAND_IN_BITS = 4
+"""Bits of a word embedding until data tells what a budget of bytes makes of it."""
+
+TABLE_RANKS = (0.5, 0.25, 0.125)
+"""Kept fractions of a word embedding of low rank that a budget of bytes chooses from, in few bits:
+wider factors lose as much as fewer bits do."""
+
+
+def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
+    """Plan the widths that a recipe asks for; None where nothing is rounded.
+
+    Raises:
+        PlanError: Bits are asked for a word embedding, and the model has none.
+    """
+    if not (recipe.rounds or recipe.chooses_table):
+        return None
+    has_table = bool(roles_of(source).embeddings)
+    if recipe.embedding_bits is not None and not has_table:
+        raise PlanError(
+            "`embedding_bits` is about a word embedding, and the model has none",
+            "leave it out; `bits` is for all other weights",
+        )
+    table: Any = recipe.bits if recipe.embedding_bits is None else recipe.embedding_bits
+    widths = (recipe.bits, STAND_IN_BITS if recipe.chooses_table else table)
+    weights, embeddings = (
+        None if bits in (None, "none") else Rounding.usual(bits, recipe.group_size)
+        for bits in widths
+    )
+    embeddings = embeddings if has_table else None
+    return Storage(weights=weights, embeddings=embeddings) if weights or embeddings else None
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The rounding of every tensor of an output. Use `Widths.of`."""
+
+    storage: Storage | None = None
+    table_keys: frozenset[str] = frozenset()  # of word embeddings, and of what is tied to them
+    tables: tuple[str, ...] = ()  # beginnings of the names of their factors
+    transforms: frozenset[str] = frozenset()  # names of what transforms are built from
+    buffers: frozenset[str] = frozenset()  # keys of what is no parameter
+
+    @classmethod
+    def of(
+        cls, source: SourceModel, storage: Storage | None, entries: Iterable[LayerPlan]
+    ) -> Widths:
+        """Look up what is a word embedding in a checkpoint, and among a plan's entries."""
+        if storage is None:
+            return cls()
+        keymap = source.keymap
+        tables = roles_of(source).embeddings
+        paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
+        names = [f"{path}.weight" for path in paths if keymap.has(f"{path}.weight")]
+        buffers = (name for name, _ in keymap.model.named_buffers() if keymap.has(name))
+        entries = tuple(entries)
+        return cls(
+            storage,
+            frozenset(key for name in names for key in keymap.sources(name).keys),
+            tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding"),
+            frozenset(
+                f"{entry.name}.{entry.stored_name(name)}"
+                for entry in entries
+                for name in entry.transform_names
+            ),
+            frozenset(key for name in buffers for key in keymap.sources(name).keys),
+        )
+
+    def rounding(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> Rounding | None:
+        """Give the rounding of a tensor; None for one that is stored as it is."""
+        if self.storage is None or not dtype.is_floating_point or key in self.buffers:
+            return None
+        if len(shape) < 2 or prod(shape) < SMALLEST or matrix_shape(shape)[1] < GROUP:
+            return None
+        table = key in self.table_keys or key.startswith(self.tables)
+        rounding = self.storage.embeddings if table else self.storage.weights
+        if rounding is not None and key in self.transforms:
+            return Rounding.usual(max(rounding.bits, TRANSFORM_BITS), rounding.group)
+        return rounding
 
 
 STAND_IN = 0.5
@@ -304,7 +395,7 @@ def _smallest_tables(source: SourceModel) -> tuple[LayerPlan, ...]:
     """Plan the lowest rank that a budget of bytes chooses for word embeddings, if they take any."""
     with suppress(PlanError):
         options = Embeddings(method=LowRankSpec(), target=min(TABLE_RANKS))
-        return plan_embeddings(options, source, roles_of(source))
+        return plan_embeddings(options, source)
     return ()
 
 
@@ -363,7 +454,7 @@ def _smaller_ways(
     if recipe.embeddings is None:
         options = Embeddings(method=LowRankSpec(), target=_TABLE_SHARE)
         with suppress(PlanError):
-            tables = plan_embeddings(options, source, roles_of(source))
+            tables = plan_embeddings(options, source)
             text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
             if recipe.chooses_table and current.embeddings is not None:
                 text = f"--embedding-bits {current.embeddings.bits} {text}"

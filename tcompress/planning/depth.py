@@ -156,7 +156,7 @@ def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
     cut = cut_to(source, depth)
     if budget.is_fraction:
         before, after = (
-            sum(i.in_features * i.out_features * (i.experts or 1) for i in roles.layers)
+            sum(layer.parameters for layer in roles.layers)
             for roles in (roles_of(source), roles_of(cut))
         )
         fraction = budget.limit * before / after

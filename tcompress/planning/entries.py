@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -13,8 +14,9 @@ from tcompress.attention.replacement import AnyReplacementLayout, replacement_na
 from tcompress.linalg.rounding import Rounding, widths_text
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.limits import Budget
+from tcompress.roles import Layer
 from tcompress.structures.base import Frozen, Layout, Shapes, shared_shapes
-from tcompress.structures.costs import lookup_macs, macs_of
+from tcompress.structures.flops import lookup_macs, macs_of
 from tcompress.structures.modules.experts import child_of
 from tcompress.structures.modules.linear import (
     Channels,
@@ -100,7 +102,7 @@ FactorsKey = tuple[str, str]
 """Name of the layer that owns shared factors, and their own name."""
 
 
-class Form(NamedTuple):
+class LayerForm(NamedTuple):
     """Form of a layer: layouts of its output splits, and what is left of its input."""
 
     parts: tuple[PartLayout, ...]
@@ -288,17 +290,23 @@ class AttentionPlan(Frozen):
         return sum(layer.parameters for layer in self.unused) - self.parameters
 
 
-class Left(Frozen):
+class SkippedLayer(Frozen):
     """One layer that stays dense, and why."""
 
     name: str
-    block: str
-    role: str
-    parameters: int
+    block: str = ""
+    role: str = ""
+    parameters: int = 0
     reason: str
 
+    @classmethod
+    def of(cls, layer: Layer, block: str, reason: str) -> SkippedLayer:
+        """Say why a layer of a block stays dense."""
+        facts = {"block": block, "role": layer.role, "reason": reason}
+        return cls(name=layer.weight_name, parameters=layer.parameters, **facts)
 
-class Dense(Frozen):
+
+class DenseWeights(Frozen):
     """Weights of one kind that stay as they are."""
 
     name: str  # their role, or the module that they belong to
@@ -316,7 +324,7 @@ class Coverage(Frozen):
     vocabulary: int = 0  # rows of tokens that are left out
     embeddings: int = 0  # tables that stay as they are
     norms: int = 0  # and biases and other single vectors
-    left: tuple[Dense, ...] = ()  # other weights that stay dense, the largest first
+    left: tuple[DenseWeights, ...] = ()  # other weights that stay dense, the largest first
 
     def without(self, dropped: int) -> Coverage:
         """The same of a model that had more blocks, with so many parameters."""
@@ -366,7 +374,7 @@ class Plan(Frozen):
     attention: tuple[AttentionPlan, ...] = ()  # to be replaced
     embeddings: tuple[LayerPlan, ...] = ()  # tables to be rewritten: words are output features
     forms: tuple[FormPlan, ...] = ()  # position tables and norms
-    left: tuple[Left, ...] = ()  # layers of the blocks that stay dense
+    left: tuple[SkippedLayer, ...] = ()  # layers of the blocks that stay dense
     source: str = ""  # name of the source model
     family: str = ""  # its model type
     method: str = ""  # name of the method
@@ -384,6 +392,11 @@ class Plan(Frozen):
 
     def warned(self, note: str) -> Plan:
         return self.model_copy(update={"warnings": (*self.warnings, note)})
+
+    def with_facts(self, facts: Mapping[str, Any]) -> Plan:
+        """Return the same with more said of its budget."""
+        assert self.budget is not None
+        return self.model_copy(update={"budget": self.budget.model_copy(update=facts)})
 
     @property
     def dense_rewritten(self) -> int:
@@ -430,12 +443,8 @@ class Plan(Frozen):
     def saved(self) -> int:
         """Parameters that the whole model loses."""
         tables = sum(item.dense_parameters - item.parameters for item in self.embeddings)
-        return self.saved_in_blocks + tables + self.saved_in_vocabulary
-
-    @property
-    def saved_in_vocabulary(self) -> int:
-        """Those of them that were rows of tokens that are left out."""
-        return self.vocabulary.parameters if self.vocabulary else 0
+        rows = self.vocabulary.parameters if self.vocabulary else 0  # of tokens that are left out
+        return self.saved_in_blocks + tables + rows
 
     @property
     def saved_in_blocks(self) -> int:

@@ -12,16 +12,25 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.costs import STAND_IN, Choice, kept_share, path_of, plan_terms, plan_within
 from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
-from tcompress.planning.entries import Coverage, Dense, Form, LayerPlan, Left, Plan, Storage
+from tcompress.planning.entries import Coverage, DenseWeights, LayerForm, LayerPlan, SkippedLayer, Plan, Storage
 from tcompress.planning.plain_widths import plan_plain
+from tcompress.planning.costs import (
+    STAND_IN,
+    Choice,
+    kept_share,
+    path_of,
+    plan_terms,
+    plan_within,
+    planned_storage,
+)
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
     matched_names,
     matches,
+    module_path,
     named_outside,
     offered_by,
     plan_attention,
@@ -31,7 +40,6 @@ from tcompress.planning.sites import (
     structure_of,
     with_guard,
 )
-from tcompress.planning.storage import planned_storage
 from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
@@ -92,7 +100,7 @@ class _Planner:
     roles: Roles
     unused: frozenset[str] = frozenset()
     layers: list[LayerPlan] = field(default_factory=list)
-    skipped: list[Left] = field(default_factory=list)
+    skipped: list[SkippedLayer] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
     groups: SharingGroups = field(default_factory=SharingGroups)
@@ -168,15 +176,13 @@ class _Planner:
         sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
         for _ in group:
             planned: dict[str, LayerPlan] = {}
-            skipped: list[Left] = []
+            skipped: list[SkippedLayer] = []
             for layer in group:
-                size = layer.in_features * layer.out_features * (layer.experts or 1)
                 name = layer.weight_name
                 try:
                     planned[name] = self._entry(block, layer, sharing[name])
                 except Refusal as refusal:
-                    facts = {"name": name, "block": block.name, "reason": str(refusal)}
-                    skipped.append(Left(role=layer.role, parameters=size, **facts))
+                    skipped.append(SkippedLayer.of(layer, block.name, str(refusal)))
                     self.hints.update([refusal.hint] if refusal.hint else ())
             shared = tuple(_share_inputs(list(planned.values())))
             readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
@@ -339,7 +345,7 @@ def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
 def resized(
     plan: Plan,
     groups: Sequence[Sequence[LayerPlan]],
-    chosen: Mapping[str, Form | None],
+    chosen: Mapping[str, LayerForm | None],
     source: SourceModel,
 ) -> Plan:
     """Change forms of layers, by weight name; None leaves one dense, others stay as planned."""
@@ -349,21 +355,21 @@ def resized(
         rewritten, dense = regrouped(group, chosen)
         layers += rewritten
         for entry in dense:
-            block = source.keymap.runtime_name(entry.block) or entry.block
+            block = module_path(source, entry.block)
             facts = {"name": path_of(source, entry), "block": block, "role": entry.role}
-            skipped.append(Left(**facts, parameters=entry.dense_parameters, reason=STAYS))
+            skipped.append(SkippedLayer(**facts, parameters=entry.dense_parameters, reason=STAYS))
     return plan.model_copy(update={"layers": tuple(layers), "left": tuple(skipped)})
 
 
 def regrouped(
-    group: Sequence[LayerPlan], chosen: Mapping[str, Form | None]
+    group: Sequence[LayerPlan], chosen: Mapping[str, LayerForm | None]
 ) -> tuple[list[LayerPlan], list[LayerPlan]]:
     """Divide layers of one input, with chosen forms: the rewritten, and those that stay dense."""
     if all(entry.key not in chosen for entry in group):
         return [*group], []
     rewritten, dense = [], []
     for entry in group:
-        form = chosen.get(entry.key, Form(entry.parts, entry.reads))
+        form = chosen.get(entry.key, LayerForm(entry.parts, entry.reads))
         if form is None:
             dense.append(entry)
         else:
@@ -386,17 +392,17 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
     model, roles = source.keymap.model, roles_of(source)
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, roles))
     roles = replace(roles, blocks=(*roles.blocks, *named))
-    embeddings = plan_embeddings(recipe.embeddings, source, roles)
+    embeddings = plan_embeddings(recipe.embeddings, source)
     attention = plan_attention(recipe, source, roles)
     planner = _Planner(recipe, source, roles, attention.unused)
-    refused: list[Left] = []
+    refused: list[SkippedLayer] = []
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:
             raise _nothing_to_do(planner)
         for item in roles.refused:
-            facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
-            refused.append(Left(**facts, parameters=_matrices(model, item.name)))
+            size = _matrices(model, item.name)
+            refused.append(SkippedLayer(name=item.name, parameters=size, reason=item.reason))
     blocks = {block.name for block in roles.blocks}
     in_blocks = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(
@@ -503,7 +509,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             label = role or _label(aliases[0], above)
             dense[label, reason] = dense.get((label, reason), 0) + size
     listed = sorted(dense.items(), key=lambda item: -item[1])
-    stays = tuple(Dense(name=n, parameters=size, reason=why) for (n, why), size in listed)
+    stays = tuple(DenseWeights(name=n, parameters=size, reason=why) for (n, why), size in listed)
     counts["vocabulary"] = source.rows_gone
     total = sum(tensor.numel() for tensor in names) + source.rows_gone
     return plan.model_copy(update={"coverage": Coverage(total=total, left=stays, **counts)})

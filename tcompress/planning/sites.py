@@ -22,7 +22,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
 from tcompress.options.method_options import AutoSpec, lookup_methods
-from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, Left
+from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, SkippedLayer
 from tcompress.roles import Attention, Layer, Roles
 from tcompress.roles.find import attentions_of, find_roles, position_tables
 from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
@@ -37,30 +37,19 @@ def structure_of(spec: Spec) -> Structure[Any, Any]:
 
 
 def offered_by(
-    spec: AutoSpec, target: float, *, timed: bool = False
+    spec: AutoSpec, target: float, *, timed: bool = False, alone: bool = False
 ) -> dict[str, tuple[Spec, ...]]:
     """List what `auto` chooses among near a kept fraction: options by name, preferred first.
 
-    Where time counts, structures that no pass is faster with are not on offer by themselves.
+    Where time counts, structures that no pass is faster with are not on offer by themselves. Where
+    methods are to be tried `alone`, beside `auto`, options are those that each then has.
     """
-    return {name: options.offered(target) for name, options in _specs(_offer(spec, timed)).items()}
-
-
-def alone_of(spec: AutoSpec, target: float, *, timed: bool = False) -> dict[str, tuple[Spec, ...]]:
-    """List methods to try alone beside `auto`: those on offer."""
-    return {name: options.alone(target) for name, options in _specs(_offer(spec, timed)).items()}
-
-
-def _offer(spec: AutoSpec, timed: bool) -> tuple[str, ...]:
     usual = (item for item in structures() if item.in_auto and (item.saves_time or not timed))
-    return spec.offer or tuple(item.spec.names()[0] for item in usual)
-
-
-def _specs(names: Sequence[str]) -> dict[str, Spec]:
-    return {
-        name: next(item.spec(name=name) for item in structures() if name in item.spec.names())
-        for name in names
-    }
+    offered: dict[str, tuple[Spec, ...]] = {}
+    for name in spec.offer or [item.spec.names()[0] for item in usual]:
+        options = next(i.spec(name=name) for i in structures() if name in i.spec.names())
+        offered[name] = options.alone(target) if alone else options.offered(target)
+    return offered
 
 
 _ROLES: WeakKeyDictionary[SourceModel, Roles] = WeakKeyDictionary()
@@ -71,6 +60,11 @@ def roles_of(source: SourceModel) -> Roles:
     if source not in _ROLES:
         _ROLES[source] = find_roles(source.keymap.model)
     return _ROLES[source]
+
+
+def module_path(source: SourceModel, name: str) -> str:
+    """Path in the model of a module with this name in the checkpoint."""
+    return source.keymap.runtime_name(name) or name
 
 
 _LONGEST = 60  # characters of a layer's name, about
@@ -178,6 +172,12 @@ def named_outside(recipe: Convert, source: SourceModel, roles: Roles) -> list[La
     ]
 
 
+def untied_tables(source: SourceModel) -> list[str]:
+    """List the paths of word embeddings that have a weight of their own."""
+    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
+    return [path for path in roles_of(source).embeddings if f"{path}.weight" not in ties]
+
+
 def tied_to(source: SourceModel, path: str) -> tuple[str, ...]:
     """Paths of the modules whose weight is the embedding's, such as an output head."""
     ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
@@ -199,7 +199,7 @@ class AttentionPlans:
     """Plans of the attentions of a model."""
 
     entries: tuple[AttentionPlan, ...] = ()  # those that are replaced, in the order of the blocks
-    left: tuple[Left, ...] = ()  # those that stay, with the reason
+    left: tuple[SkippedLayer, ...] = ()  # those that stay, with the reason
     unused: frozenset[str] = frozenset()  # runtime names of weights that are dropped
     notes: tuple[str, ...] = ()  # what a user should know
 
@@ -218,7 +218,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         hint = f"blocks are numbered from 0 to {max(numbers)}" if numbers else None
         raise PlanError(f"there is no attention in block {', '.join(lost)}", hint)
     entries: list[AttentionPlan] = []
-    skipped: list[Left] = []
+    skipped: list[SkippedLayer] = []
     unused: set[str] = set()
     for item, number in zip(attentions, numbers, strict=True):
         if number not in chosen:
@@ -228,8 +228,8 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             dropped = replacement_of(recipe.attention).unused
             unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
-            facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
-            skipped.append(Left(role="attention", parameters=0, **facts))
+            facts = {"block": item.block, "role": "attention", "reason": str(refusal)}
+            skipped.append(SkippedLayer(name=item.name, **facts))
     if not entries:
         name = recipe.attention.name
         if not skipped:
@@ -300,16 +300,13 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         raise Refusal(error.message) from error
 
 
-def plan_embeddings(
-    options: Embeddings | None, source: SourceModel, roles: Roles
-) -> tuple[LayerPlan, ...]:
+def plan_embeddings(options: Embeddings | None, source: SourceModel) -> tuple[LayerPlan, ...]:
     """Plan the tables; one that several modules share is planned once."""
     if options is None:
         return ()
-    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
     planned: list[LayerPlan] = []
     lines = ""
-    for path in (path for path in roles.embeddings if f"{path}.weight" not in ties):
+    for path in untied_tables(source):
         try:
             planned.append(_embedding(options, source, path))
         except Refusal as refusal:

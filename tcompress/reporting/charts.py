@@ -87,7 +87,7 @@ class Dot(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What stands beside it."""
+        """Text beside the point."""
         return self.mark or self.label
 
 
@@ -99,7 +99,7 @@ class Mark(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What is left of a layer, None where it is gone with its block, and all about it in words."""
+    """Share of a layer that is kept, None where it is gone with its block, and its tooltip."""
 
     share: float | None
     words: str
@@ -131,7 +131,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def is_late(self, pixel: float) -> bool:
-        """Whether a pixel is beyond the middle."""
+        """Return whether a pixel is beyond the middle."""
         return abs(pixel - self.start) > abs(pixel - self.end)
 
     @property
@@ -377,7 +377,7 @@ def alone(drawing: Markup) -> str:
 
 
 def _paint(element: ElementTree.Element, colour: str) -> None:
-    """Gives an element, and what is in it, the style of its class as attributes."""
+    """Write the style of its class into an element, and into what is in it, as attributes."""
     classes = element.attrib.pop("class", "").split()
     for name in classes:
         colour = LIGHT.get(name.replace("c", "k", 1), colour) if name[0] == "c" else colour

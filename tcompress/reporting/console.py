@@ -191,7 +191,7 @@ class Comparison:
 
 
 def short_name(report: ModelReport, others: Iterable[ModelReport] = ()) -> str:
-    """Gives the last part of a model's name, or all of it where others have the same."""
+    """Shorten a model's name to its last part, unless others have the same."""
     short = Path(report.name).name or report.name
     alike = [other for other in others if Path(other.name).name == short]
     return short if len(alike) < 2 else report.name

@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 class Headline(NamedTuple):
-    """What stands at the top of a page."""
+    """Sentences and figures at the top of a page."""
 
     model: int  # number of the one that the figures are about
     sentence: str
@@ -74,7 +74,7 @@ def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headlin
 
 
 def _sentence(report: ModelReport, metric: Metric | None, speed: Speed | None) -> str:
-    """What one model keeps: bytes, time, quality."""
+    """Say what one model keeps: bytes, time, quality."""
     if not report.is_smaller:
         value = "" if metric is None else f": {metric.label} {fmt.value_text(metric.value)}"
         return f"is dense{value}."
@@ -90,7 +90,7 @@ def _sentence(report: ModelReport, metric: Metric | None, speed: Speed | None) -
 def _file_sentence(
     report: ModelReport, file: Shipped, metric: Metric | None, speed: Speed | None
 ) -> str:
-    """What the file of a model keeps; what was not measured of it, in PyTorch."""
+    """Say what the file of a model keeps; what was not measured of it, in PyTorch."""
     words = [f"in its int8 file is {_times_smaller(report, file.file.bytes)}"]
     if (timed := file.speed or speed) is not None:
         where = "" if file.speed else " in PyTorch"
@@ -189,7 +189,7 @@ def _dense_bytes_there(report: ModelReport) -> int | None:
 
 
 def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
-    """How fast a pass of the file is beside the dense model in PyTorch."""
+    """Speed of the file beside the dense model in PyTorch."""
     if file.speed is None:
         figure = speed_figure_of(speed)
         hint = "in PyTorch; `tcompress bench --runtime onnx-int8` times the file"
@@ -221,7 +221,7 @@ def size_figure(report: ModelReport) -> Figure:
 
 
 def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
-    """How fast a pass is beside the dense model's, and both with eight bits where timed."""
+    """Speed of a pass beside the dense model's, and of both with eight bits where timed."""
     if speed is None:
         hint = ("`tcompress bench` times it",) if report.is_smaller else ()
         return speed_figure_of(None)._replace(notes=hint)
@@ -235,7 +235,7 @@ def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
 
 
 def speed_figure_of(speed: Speed | None) -> Figure:
-    """How fast a pass is beside the dense model's."""
+    """Speed of a pass beside the dense model's."""
     if speed is None:
         return Figure("Speed", _NONE, "not timed")
     own, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))

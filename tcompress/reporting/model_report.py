@@ -21,7 +21,7 @@ from tcompress.attention.replacement import replacement_named
 from tcompress.errors import ArtifactError, InputError
 from tcompress.models import KeyMap, SourceModel, resolve
 from tcompress.planning.costs import weight_bytes
-from tcompress.planning.entries import AttentionPlan, LayerPlan, Left
+from tcompress.planning.entries import AttentionPlan, LayerPlan, SkippedLayer
 from tcompress.planning.planner import is_table
 from tcompress.reporting.formatting import describe_entry
 from tcompress.reporting.tree import (
@@ -35,7 +35,7 @@ from tcompress.reporting.tree import (
 )
 from tcompress.roles import Block, Roles
 from tcompress.roles.find import attentions_of, find_roles
-from tcompress.structures.costs import macs_of
+from tcompress.structures.flops import macs_of
 
 LENGTH = 128  # tokens in the sequence for the multiply-adds, unless it is chosen
 
@@ -88,7 +88,7 @@ def report_of(
 
 
 def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]:
-    """What a dense model does not have; of what a manifest says, only part is known without."""
+    """Facts that a dense model does not have; without a manifest only some of them."""
     layers = _layers(artifact, now, length)
     facts: dict[str, Any] = {"layers": layers, "attention": artifact.attention}
     facts |= {"errors": mean_errors(layers), "storage": artifact.storage}
@@ -100,7 +100,7 @@ def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]
 
 
 def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) -> dict[str, Any]:
-    """What is known of a plain model with narrower layers."""
+    """Facts about a plain model with narrower layers."""
     plan, found = manifest.plan, []
     for entry in plan.layers:
         runs = experts_per_token(now.model.config, entry.experts)
@@ -148,7 +148,7 @@ def layer_report(
 
 
 def _recorded(manifest: Manifest | None) -> dict[str, Any]:
-    """What the manifest says of the model's life; converted and dense ones alike."""
+    """Records of the manifest, of converted and dense models: training, metrics, times, files."""
     if manifest is None:
         return {"created": None}
     return {
@@ -225,17 +225,16 @@ def _dense_bytes(artifact: Artifact) -> int:
     return bytes_
 
 
-def _left(now: _Counted) -> tuple[Left, ...]:
+def _left(now: _Counted) -> tuple[SkippedLayer, ...]:
     """Says what stayed dense where no manifest does."""
-    found = []
-    for block, layer in ((one, layer) for one in now.roles.blocks for layer in one.layers):
-        if (layer.name, layer.parameter) not in now.layers:
-            count = layer.in_features * layer.out_features * (layer.experts or 1)
-            facts: dict[str, Any] = {"block": block.name, "role": layer.role, "parameters": count}
-            found.append(Left(name=layer.weight_name, reason="not part of the plan", **facts))
-    for item in now.roles.refused:
-        found.append(Left(name=item.name, block="", role="", parameters=0, reason=item.reason))
-    return tuple(found)
+    skipped = [
+        SkippedLayer.of(layer, block.name, "not part of the plan")
+        for block in now.roles.blocks
+        for layer in block.layers
+        if (layer.name, layer.parameter) not in now.layers
+    ]
+    refused = now.roles.refused
+    return (*skipped, *(SkippedLayer(name=item.name, reason=item.reason) for item in refused))
 
 
 @dataclass(frozen=True)
@@ -457,7 +456,7 @@ def reports_of(
 
 
 def with_baselines(reports: Sequence[ModelReport]) -> list[ModelReport]:
-    """Gives dense models the numbers that other models were compared with, and these its files.
+    """Add to dense models the numbers that other models were compared with, and to these its files.
 
     The folder of a dense model is not changed by measuring it, so that its numbers are known to
     the models beside it alone.

@@ -48,7 +48,7 @@ class Shown(NamedTuple):
 
 
 def shown_models(reports: Sequence[ModelReport], names: Sequence[str]) -> list[Shown]:
-    """Gives each model its letter and colour."""
+    """Assign each model its letter and colour."""
     return [
         Shown(chr(ord("A") + i) if i < 26 else str(i + 1), i % COLOURS, name, report)
         for i, (report, name) in enumerate(zip(reports, names, strict=True))
@@ -211,7 +211,7 @@ def _dot(model: Shown, cost: float, metric: Metric) -> Dot:
 
 
 def _is_baseline(model: Shown, name: str) -> bool:
-    """Whether a dense model is the one that another was compared with, however it is called."""
+    """Return whether a dense model is the one that another was compared with, under any name."""
     ends = (Path(ALIASES.get(item, item)).name for item in (model.report.name, name))
     return not model.report.is_smaller and len(set(ends)) == 1
 

@@ -152,7 +152,7 @@ def _section(model: Shown) -> dict[str, Any]:
 
 
 def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
-    """What `compress` measured beside a model."""
+    """Rows of the alternatives that `compress` measured beside a model."""
     dense = next((item.value for item in report.alternatives), None)
     return [
         dict(item) | {"kept": item.value / dense if item.value and dense and dense > 0 else None}

@@ -128,7 +128,7 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
 
 
 def front_cells(found: FrontReport) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
-    """Gives headings and cells of the same table; what follows a number in brackets is a note."""
+    """Headings and cells of the same table; what follows a number in brackets is a note."""
     shown = _shown(found)
     rows = []
     for row in found.rows:

@@ -261,7 +261,7 @@ def _dense_row(triples: Sequence[_Triple]) -> list[tuple[Cell, ...]]:
 
 
 def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list[tuple[Cell, ...]]:
-    """What rounding alone makes of the dense model, where its file or its time is known."""
+    """Row of the dense model with eight bits, where its file or its time is known."""
     file = next((file for r in reports if (file := file_of(r.dense_exports))), None)
     there = next((speed for r in reports for speed in r.speed if _is_int8(speed, timed)), None)
     if file is None and there is None:
@@ -278,7 +278,7 @@ def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list
 def _int8_row(
     name: str, report: ModelReport, timed: Speed | None, main: Metric | None
 ) -> list[tuple[Cell, ...]]:
-    """What rounding makes of a model, as of the dense one."""
+    """Row of a model with eight bits, where its file or its time is known."""
     file, speed = file_of(report.exports), timed and int8_speed(report, timed)
     if (file is None and speed is None) or not report.is_smaller:
         return []

@@ -253,7 +253,7 @@ _SHARED = {
 
 
 def is_open_ended(budget: BudgetPlan | None) -> bool:
-    """Whether sizes follow from what is measured when converting: a goal of time or agreement."""
+    """Return whether sizes follow from what is measured when converting: time or agreement."""
     if budget is None or budget.chosen != "later":
         return False
     return budget.asked.is_resource or budget.asked.kind == "max_loss"
@@ -280,13 +280,13 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
 
 
 def _time_rows(at: str | None, seconds: float, speedup: float) -> list[Row]:
-    """What a pass is predicted to take."""
+    """Row of the predicted time of a pass."""
     before, now = (f"{1e3 * value:.1f} ms" for value in (seconds, seconds / speedup))
     return [Row(f"  pass of {at}, predicted", now, before, f"{speedup:.2f}×")]
 
 
 def _other_errors(budget: BudgetPlan) -> dict[str, float]:
-    """What else the same budget would have come to."""
+    """Predicted errors of other ways to spend the same budget."""
     errors = {f"{name} alone": error for name, error in budget.single_errors.items()}
     if budget.uniform_error is not None and budget.chosen == "loss":
         errors = {"shared out alike": budget.uniform_error, **errors}
@@ -358,7 +358,7 @@ class Line(NamedTuple):
 
 
 def shows_dense(reports: Sequence[ModelReport]) -> bool:
-    """Tells whether a column stands for the dense model: beside one model made of it."""
+    """Return whether a column stands for the dense model: beside one model made of it."""
     return len(reports) == 1 and reports[0].is_smaller and reports[0].init == "pretrained"
 
 
@@ -466,7 +466,7 @@ def _vocabulary(vocabulary: Vocabulary | None) -> Cell:
 
 
 def _dense_column(report: ModelReport, macs: str) -> dict[str, Cell]:
-    """What is known of the dense model that a model was made from, by label."""
+    """Column of the dense model that a model was made from, by label."""
     total = report.parameters.total.dense
     found = {"method": Cell("dense", report.source or "")}
     for name, part in parts_of(report).items():

@@ -21,7 +21,7 @@ from tcompress.artifact.manifest import (
 from tcompress.models.names import ALIASES
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, Left, Storage
+from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, SkippedLayer, Storage
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -104,7 +104,7 @@ class ModelReport(_Node):
     plain: dict[str, int] | None = None  # keys of `config.json` that say all of it
     attention: tuple[AttentionPlan, ...] = ()  # what is replaced
     storage: Storage | None = None  # bits that tensors were rounded to
-    left: tuple[Left, ...] = ()  # layers of the blocks that stayed dense, and why
+    left: tuple[SkippedLayer, ...] = ()  # layers of the blocks that stayed dense, and why
     errors: dict[str, float] = Field(default_factory=dict)  # means of the layers' errors by kind
     calibration: CalibrationFacts | None = None
     metrics: tuple[Metric, ...] = ()
@@ -123,7 +123,7 @@ class ModelReport(_Node):
 
     @property
     def is_smaller(self) -> bool:
-        """Whether it was converted, and is no dense model."""
+        """True for a converted model, False for a dense one."""
         done = self.layers or self.attention or self.depth or self.vocabulary
         return bool(done) or self.storage is not None
 

@@ -74,6 +74,11 @@ class Layer:
     bilinear: bool = False
 
     @property
+    def parameters(self) -> int:
+        """Numbers in its weight, or in those of all experts."""
+        return self.in_features * self.out_features * (self.experts or 1)
+
+    @property
     def side(self) -> Side:
         """Which side of the layer faces the residual stream; `both` where that is unknown."""
         if self.role == "linear":
@@ -82,7 +87,7 @@ class Layer:
 
     @property
     def routed(self) -> bool:
-        """Whether these are experts of whose routing is known what calibration needs."""
+        """True for experts of whose routing is known what calibration needs."""
         return self.role in ("experts_gate_up", "experts_down")
 
     @property
@@ -113,7 +118,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class BaseAttention:
-    """What a self-attention does, whichever model it is part of."""
+    """Heads, mask and positions of a self-attention, whichever model it is part of."""
 
     heads: int  # of queries
     key_heads: int  # of keys and values; a divisor of `heads`
@@ -140,7 +145,7 @@ class Attention(BaseAttention):
 
 @dataclass(frozen=True)
 class Roles:
-    """What can be compressed in a model."""
+    """Layers of a model that can be compressed, by role."""
 
     family: str  # the model type in the model's config, or its class name where there is none
     blocks: tuple[Block, ...]  # transformer blocks in the order in which the model lists them

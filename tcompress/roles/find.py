@@ -329,7 +329,7 @@ def _width(layers: Mapping[str, Layer], role: str) -> int:
 
 
 def _joins_heads(module: nn.Module, layers: Mapping[str, Layer], width: int) -> bool:
-    """Whether something beside projections, such as a norm, is as wide as several heads."""
+    """Return whether something beside projections, such as a norm, is as wide as several heads."""
     own = {item.name.rpartition(".")[2] for item in layers.values()}
     widths = {_width(layers, role) for role in ("q", "k")} - {width}
     return any(

@@ -206,7 +206,7 @@ _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
 
 class Shape(NamedTuple):
-    """How a projection is stored, as `Layer` has it."""
+    """Form in which a projection is stored, as `Layer` has it."""
 
     kind: Kind
     in_features: int
@@ -237,7 +237,7 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
 
 
 def is_pointwise(module: nn.Module) -> bool:
-    """Tells whether a module is a convolution whose kernel covers one point, in whole or groups."""
+    """Return whether a module is a convolution with a kernel of one point, in whole or groups."""
     return (
         isinstance(module, _ConvNd)
         and not module.transposed

@@ -135,7 +135,7 @@ def _place(block: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _alike(stack: list[Block], found: Mapping[str, Collection[str]]) -> bool:
-    """Whether blocks of a stack hold the same tensors; the first of some has one more."""
+    """Return whether blocks of a stack hold the same tensors; the first of some has one more."""
     names = {
         frozenset(key for key in found[block.name] if not any(part in key for part in _FIRST))
         for block in stack

@@ -8,28 +8,34 @@ the layers' losses.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import Branch, PartialModel, common_block
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import samples_in
 from tcompress.errors import PlanError
 from tcompress.fitting.embeddings import count_words, fit_table, read_table
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert, Embeddings
-from tcompress.planning.costs import disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
-from tcompress.planning.sites import plan_embeddings, roles_of, tied_to
-from tcompress.planning.storage import TABLE_RANKS
-from tcompress.search.candidates import BYTES, Candidate, Site
-from tcompress.search.resources import RESOURCES
+from tcompress.planning.costs import TABLE_RANKS, disk_bytes
+from tcompress.planning.sites import (
+    module_path,
+    plan_embeddings,
+    roles_of,
+    tied_to,
+    untied_tables,
+)
+from tcompress.search.candidates import BYTES, Candidate, SearchInputs, Site
+from tcompress.search.substitution import judged_batches
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
@@ -70,22 +76,16 @@ class TableCandidate(Candidate):
 
     table: TableForm = TableForm()
 
-    def within(self, plan: Plan) -> Plan:
-        """Give a plan with tables like this."""
-        return self.table.within(plan)
-
 
 @dataclass(frozen=True)
-class TableSite:
+class TableSite(Site):
     """The candidates of the word embeddings."""
-
-    site: Site
 
     def cost_in(self, plan: Plan) -> int:
         """Bytes of the candidate that a plan has, beyond those of the smallest."""
         rounding = None if plan.storage is None else plan.storage.embeddings
         form = TableForm(rounding, plan.embeddings)
-        candidates = (c for c in self.site.candidates if isinstance(c, TableCandidate))
+        candidates = (c for c in self.candidates if isinstance(c, TableCandidate))
         return next(item.costs[BYTES] for item in candidates if item.table == form)
 
 
@@ -98,43 +98,34 @@ def table_forms(source: SourceModel, recipe: Convert) -> list[TableForm]:
     for fraction in TABLE_RANKS:
         options = Embeddings(method=LowRankSpec(), target=fraction)
         with suppress(PlanError):  # what computes more than a table does keeps its weight
-            planned = plan_embeddings(options, source, roles_of(source))
+            planned = plan_embeddings(options, source)
             forms.append(TableForm(Rounding.usual(4, group), planned))
     return forms
 
 
-def table_site(
-    source: SourceModel,
-    recipe: Convert,
-    plan: Plan,
-    data: CalibrationData,
-    sampler: OutputSampler,
-    judged: Sequence[Mapping[str, Tensor]],
-    unit: float,
-    device: torch.device,
-    advance: Callable[[str], None],
-) -> TableSite:
+def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
-    forms = table_forms(source, recipe)
-    sizes = [disk_bytes(source, form.within(plan), recipe.dtype) for form in forms]
-    walk = _TableWalk(source, sampler, judged, device)
+    source, plan = inputs.source, inputs.plan
+    forms = table_forms(source, inputs.recipe)
+    inputs.progress.stage("trying word embeddings", len(forms), "tables")
+    sizes = [disk_bytes(source, form.within(plan), inputs.recipe.dtype) for form in forms]
+    change = _change_with(inputs)
     candidates = []
     for form, size in zip(forms, sizes, strict=True):
         plain = form == TableForm()
-        change = 0.0 if plain else walk.change(dict(_tables(source, form, data, device)))
-        costs = {**dict.fromkeys(RESOURCES, 0), BYTES: size - min(sizes)}
-        candidates.append(TableCandidate("", (), max(0.0, change) / unit, costs, form))
-        advance("as it is" if plain else f"{form.rounding}")
-    dense = candidates[0].costs
-    return TableSite(Site((TABLE,), "", dense, tuple(candidates), may_stay=False))
+        loss = 0.0 if plain else max(0.0, change(dict(_tables(inputs, form)))) / unit
+        costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
+        candidates.append(TableCandidate("", (), loss, costs, form))
+        inputs.progress.advance(1, "as it is" if plain else f"{form.rounding}")
+    return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
 
 
-def _tables(
-    source: SourceModel, item: TableForm, data: CalibrationData, device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+def _tables(inputs: SearchInputs, item: TableForm) -> Iterator[tuple[str, Tensor]]:
     """Compute the tables of a candidate as they are read again, by module path."""
-    entries = {source.keymap.runtime_name(e.name) or e.name: e for e in item.embeddings}
-    for path in _paths(source):
+    source, device = inputs.source, inputs.device
+    assert inputs.data is not None
+    entries = {module_path(source, entry.name): entry for entry in item.embeddings}
+    for path in untied_tables(source):
         if path not in entries:
             name = f"{path}.weight"
             table = read_finite(source.store, source.keymap, name, device).float()
@@ -142,7 +133,7 @@ def _tables(
             continue
         entry, layout = entries[path], entries[path].parts[0].terms[0]
         weight = read_table(source, entry, device)
-        counts = count_words(data, len(weight), held_out=False).to(device)
+        counts = count_words(inputs.data, len(weight), held_out=False).to(device)
         fitted = fit_table(entry, weight, counts, counts.new_zeros(len(counts)), torch.float32)
         tensors = {
             name.removeprefix("tc_"): _rounded(tensor, item.rounding)
@@ -151,52 +142,45 @@ def _tables(
         yield path, structure(layout.structure).dense(tensors, layout)
 
 
-def _paths(source: SourceModel) -> list[str]:
-    ties = getattr(source.keymap.model, "all_tied_weights_keys", {})
-    return [path for path in roles_of(source).embeddings if f"{path}.weight" not in ties]
-
-
 def _rounded(tensor: Tensor, rounding: Rounding | None) -> Tensor:
     return tensor if rounding is None else unpack(pack(tensor, rounding))
 
 
-class _TableWalk:
-    """Runs the dense model beside one with other tables, and compares what both put out."""
+def _change_with(inputs: SearchInputs) -> Callable[[Mapping[str, Tensor]], float]:
+    """Return what measures the change of the output per sample, with tables by module path.
 
-    def __init__(
-        self,
-        source: SourceModel,
-        sampler: OutputSampler,
-        batches: Sequence[Mapping[str, Tensor]],
-        device: torch.device,
-    ) -> None:
-        blocks = [block.name for block in roles_of(source).blocks]
-        self._model = PartialModel(source, blocks, device, head=True)
-        self._sampler, self._batches = sampler, batches
-        self._copies: dict[str, list[nn.Module]] = {}
-        for path in _paths(source):
-            for name in (path, *tied_to(source, path)):
-                module = self._model.model.get_submodule(name)
-                copied = copy.deepcopy(module)
-                self._copies.setdefault(path, []).append(copied)
-                set_module(self._model.model, name, Branch(module, copied))
+    The dense model runs beside one with these tables.
+    """
+    source = inputs.source
+    assert inputs.data is not None
+    sampler = sampler_of(source)
+    batches = judged_batches(inputs.data, sampler, source, 2)
+    blocks = [block.name for block in roles_of(source).blocks]
+    partial = PartialModel(source, blocks, inputs.device, head=True)
+    copies: dict[str, list[nn.Module]] = {}
+    for path in untied_tables(source):
+        for name in (path, *tied_to(source, path)):
+            module = partial.model.get_submodule(name)
+            copies.setdefault(path, []).append(copy.deepcopy(module))
+            set_module(partial.model, name, Branch(module, copies[path][-1]))
 
-    def change(self, tables: Mapping[str, Tensor]) -> float:
-        """Change of the output per sample with these tables, by module path."""
+    def change(tables: Mapping[str, Tensor]) -> float:
         for path, table in tables.items():
-            for module in self._copies[path]:
+            for module in copies[path]:
                 module.weight = nn.Parameter(table, requires_grad=False)
-        stream, run = self._model.stream, self._model.answer_of
-        dense = [stream(batch, keep=True) for batch in self._batches]
-        changed = [stream(batch, rewritten=True, keep=True) for batch in self._batches]
+        dense = [partial.stream(batch, keep=True) for batch in batches]
+        changed = [partial.stream(batch, rewritten=True, keep=True) for batch in batches]
         total = 0.0
-        with self._model.paused([*dense, *changed]):
+        with partial.paused([*dense, *changed]):
             while name := common_block([*dense, *changed]):
-                with self._model.loaded(name):
-                    for one, two in zip(dense, changed, strict=True):
-                        one.answer(run(one))
-                        two.answer(run(two))
-                        if one.output is not None:
-                            total += self._sampler.change(one.output, two.output, one.batch)
-                            one.output = two.output = None  # at once: logits are large
-        return total / sum(len(next(iter(batch.values()))) for batch in self._batches)
+                with partial.loaded(name):
+                    for reference, changing in zip(dense, changed, strict=True):
+                        reference.answer(partial.answer_of(reference))
+                        changing.answer(partial.answer_of(changing))
+                        if reference.output is not None:
+                            outputs = (reference.output, changing.output)
+                            total += sampler.change(*outputs, reference.batch)
+                            reference.output = changing.output = None  # at once: logits are large
+        return total / sum(map(samples_in, batches))
+
+    return change

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import fsum
+from math import fsum, inf
 
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.costs import out_of_reach, size_of
-from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
@@ -24,11 +25,65 @@ from tcompress.search.knapsack import (
     uniform,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.search.width import joined, offered
+from tcompress.search.joint_width import is_offered, joined
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
-ATTEMPTS = 8  # each takes away what the last one spent too much, or gives some of it back
-UNSPENT = 0.001  # of a budget, not worth another attempt
+UNSPENT = 0.001  # of a budget, not worth another try
+
+TRIES = 6
+"""Numbers that are tried, at most: each takes a plan, a measurement or a fit."""
+
+_SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
+_SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
+
+
+def approach(
+    measure: Callable[[float], float | None],
+    start: float,
+    aim: float,
+    enough: Callable[[], bool],
+    placed: Callable[[float], float],
+    *,
+    taken: Mapping[float, float] | None = None,
+    step: float = inf,
+) -> None:
+    """Try numbers until what they take is as close to an aim as is of use.
+
+    The next one lies between the closest on both sides of the aim, as a straight line tells. Where
+    all are on one side, one more is taken to take one more, or what the last two tell.
+
+    Args:
+        measure: What a number takes, which grows with it; None ends the search.
+        start: The first number.
+        aim: What the number looked for takes.
+        enough: Whether no other try is of use.
+        placed: Makes a number one that can be tried; the search ends where it was tried.
+        taken: What numbers take, where that is known before.
+        step: Furthest that a try is from the last one, where all are on one side.
+    """
+    numbers = dict(taken or {})
+    number = placed(start)
+    for _ in range(TRIES):
+        if number in numbers or (value := measure(number)) is None:
+            return
+        numbers[number] = value
+        if enough():
+            return
+        low = max((number for number, value in numbers.items() if value <= aim), default=inf)
+        high = min((number for number, value in numbers.items() if value > aim), default=-inf)
+        if low < high:
+            share = (aim - numbers[low]) / (numbers[high] - numbers[low])
+            number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
+        else:
+            number = placed(number + min(step, max(-step, (aim - value) / _slope(numbers))))
+
+
+def _slope(taken: Mapping[float, float]) -> float:
+    (last, value), *before = reversed(taken.items())
+    if not before or before[0][0] == last or before[0][1] == value:
+        return 1.0
+    slope = (value - before[0][1]) / (last - before[0][0])
+    return min(_SLOPES[1], max(_SLOPES[0], slope))
 
 
 @dataclass(frozen=True)
@@ -88,18 +143,21 @@ class BudgetProblem:
         if mixed is not None and (
             not name or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(answers[name])[0]
         ):
-            return _with_facts(self, mixed.plan, mixed.loss, singles, answers)
-        plan = answers[name].plan
-        quick = self.predictions.quick
-        if len(methods) > 1 and quick and all(site.candidates for site in quick):
+            return _with_facts(self, mixed, singles, answers)
+        answer = answers[name]
+        uncorrected = self.predictions.uncorrected
+        if len(methods) > 1 and uncorrected and all(site.candidates for site in uncorrected):
             with suppress(PlanError):  # sized as it would be without others on offer
-                plan = self._of(quick).solve([name]).plan
-        single = answers if len(methods) > 1 else {}
-        return _with_facts(self, plan, answers[name].loss, singles, single)
+                answer = replace(answer, plan=self._of(uncorrected).solve([name]).plan)
+        return _with_facts(self, answer, singles, answers if len(methods) > 1 else {})
+
+    def limited(self, unit: str, room: float) -> BudgetProblem:
+        """Return the same with so much of a resource for the sites."""
+        return replace(self, room=(unit, round(room)))
 
     def of_alone(self) -> BudgetProblem:
         """Return the same for one method in all layers, with nothing else on offer."""
-        return self._of(self.predictions.alone)
+        return self._of(self.predictions.singly)
 
     def _of(self, layers: tuple[Site, ...]) -> BudgetProblem:
         return replace(self, predictions=replace(self.predictions, layers=layers))
@@ -111,28 +169,23 @@ class BudgetProblem:
 
     def solve(self, methods: Sequence[str]) -> Answer:
         """Spend the budget on candidates of these methods."""
-        if self.budget.is_resource:
-            return self._in_room(methods)
-        if not self.budget.is_error:
+        if self.budget.is_size:
             return self._within(methods)
-        limit = self.budget.limit
-        sites = self.sites(methods, may_stay=True)
+        limit, sites = self.budget.limit, self.sites(methods, may_stay=True)
         left_out = {site.key: site.left_out for site in self.predictions.layers}
-        if self.budget.limits_each:
+        if self.budget.is_resource:
+            assert self.room is not None
+            allocation = self._allocated(sites, self.room[1])
+        elif self.budget.limits_each:
             limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
             allocation = within_tolerance(sites, limits, self.resource)
         else:
             spend = _alike_for_loss if self.alike else allocate_for_loss
             allocation = spend(sites, limit * fsum(left_out.values()), self.resource)
         plan = self._plan(allocation)
-        if self.resource == NANOSECONDS:
+        if self.resource != PARAMETERS:
             return Answer(plan, allocation.loss, allocation.cost)
         return Answer(plan, allocation.loss, plan.structured_rewritten + self._dense_left(plan))
-
-    def _in_room(self, methods: Sequence[str]) -> Answer:
-        assert self.room is not None
-        allocation = self._allocated(self.sites(methods, may_stay=True), self.room[1])
-        return Answer(self._plan(allocation), allocation.loss, allocation.cost)
 
     def _within(self, methods: Sequence[str]) -> Answer:
         """Allocate less where layers end up not sharing what was counted once, but not too little.
@@ -140,28 +193,32 @@ class BudgetProblem:
         Where a layer would then not even shrink, it has to do without that method.
         """
         limit, spent = self.limits()
-        room, barred = spent, set[tuple[str, str]]()
-        fits, exceeds, best = 0, spent, None
-        for _ in range(ATTEMPTS):
-            # A rewritten layer makes up for what those before it lost; a dense one does not.
-            sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
-            allocation = self._allocated(sites, room)
-            plan = self._plan(allocation)
-            over = self._measured(plan) - limit
-            lost = self._refused(allocation, plan) if len(methods) > 1 else set()
-            if lost:
-                barred |= lost
-            elif over > 0:
-                exceeds = room
-                room = room - over if best is None else (fits + room) // 2
-            else:
-                if best is None or allocation.loss < best.loss:
-                    best = Answer(plan, allocation.loss, limit + over)
-                if room == spent or -over <= UNSPENT * spent:
+        barred = set[tuple[str, str]]()
+        answers: dict[float, Answer] = {}
+
+        def measured(room: float) -> float:
+            while True:
+                # A rewritten layer makes up for what those before it lost; a dense one does not.
+                sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
+                allocation = self._allocated(sites, int(room))
+                plan = self._plan(allocation)
+                refused = self._refused(allocation, plan) if len(methods) > 1 else set()
+                if refused <= barred:
                     break
-                fits, room = room, (room + exceeds) // 2
-        if best is not None:
-            return best
+                barred.update(refused)
+            answers[room] = Answer(plan, allocation.loss, self._measured(plan))
+            return answers[room].size
+
+        def within() -> list[Answer]:
+            return [answer for answer in answers.values() if answer.size <= limit]
+
+        def enough() -> bool:
+            rest = min((limit - answer.size for answer in within()), default=inf)
+            return answers[spent].size <= limit or rest <= UNSPENT * spent
+
+        approach(measured, spent, limit, enough, int)
+        if within():
+            return min(within(), key=lambda answer: answer.loss)
         raise PlanError(
             f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
             "allow more, or name one method that may be used everywhere, such as `svd`",
@@ -192,11 +249,11 @@ class BudgetProblem:
             site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
             for site in self.predictions.layers
         ]
-        widths = offered(self.predictions.widths, methods)
+        widths = self.predictions.widths if is_offered(methods) else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
         sites = joined(layers, widths, self.resource, may_stay=may_stay)
-        return sites if self.table is None else [*sites, self.table.site]
+        return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
         resource = self.resource
@@ -217,17 +274,17 @@ class BudgetProblem:
 
     def _plan(self, allocation: Allocation) -> Plan:
         plan = self.plan
-        forms: dict[str, Form | None] = {}
+        forms: dict[str, LayerForm | None] = {}
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
-                plan = choice.within(plan)
+                plan = choice.table.within(plan)
         if self.table is None and forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
             )
-        chosen: dict[str, Form | None] = {}
+        chosen: dict[str, LayerForm | None] = {}
         if self.budget.is_error:  # of experts no error is known
             keys = {entry.key for entry in self.plan.layers}
             chosen = dict.fromkeys(keys - self.predictions.fixed)
@@ -286,11 +343,7 @@ class BudgetProblem:
 
 
 def _with_facts(
-    problem: BudgetProblem,
-    plan: Plan,
-    loss: float,
-    singles: Sequence[str],
-    alone: dict[str, Answer],
+    problem: BudgetProblem, answer: Answer, singles: Sequence[str], alone: dict[str, Answer]
 ) -> Plan:
     """Add to a plan what was predicted: its loss, that of equal shares and of each method."""
     everything = fsum(site.left_out for site in problem.predictions.layers) or 1.0
@@ -300,16 +353,14 @@ def _with_facts(
         share = problem.limits()[1] / sum(site.dense[problem.resource] for site in sites)
         with suppress(PlanError):
             alike.append(uniform(sites, share, problem.resource).loss)
-    assert problem.plan.budget is not None
-    facts = problem.plan.budget.model_copy(
-        update={
-            "chosen": "uniform" if problem.alike else "loss",
-            "error": loss / everything,
-            "uniform_error": min(alike) / everything if alike else None,
-            "single_errors": {name: item.loss / everything for name, item in alone.items()},
-        }
-    )
-    return covered(plan.model_copy(update={"budget": facts}), problem.source)
+    facts = {
+        "chosen": "uniform" if problem.alike else "loss",
+        "error": answer.loss / everything,
+        "uniform_error": min(alike) / everything if alike else None,
+        "single_errors": {name: item.loss / everything for name, item in alone.items()},
+    }
+    budget = problem.plan.with_facts(facts).budget
+    return covered(answer.plan.model_copy(update={"budget": budget}), problem.source)
 
 
 def within_tolerance(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
@@ -328,12 +379,12 @@ def _alike_for_loss(sites: Sequence[Site], most: float, resource: str) -> Alloca
         (item.costs[resource], site.dense[resource]) for site in sites for item in site.candidates
     )
     shares = sorted({cost / dense for cost, dense in pairs} | {1.0})
-    low, high = 0, len(shares) - 1
-    while low < high:
-        middle = (low + high) // 2
+
+    def fits(share: float) -> bool:
         try:
-            fits = uniform(sites, shares[middle], resource).loss <= most
+            return uniform(sites, share, resource).loss <= most
         except PlanError:
-            fits = False
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return uniform(sites, shares[low], resource)
+            return False
+
+    index = bisect_left(shares, True, hi=len(shares) - 1, key=fits)
+    return uniform(sites, shares[index], resource)

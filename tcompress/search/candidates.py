@@ -1,4 +1,4 @@
-"""What flows through a search: sites, their candidates, and what these cost; all of it frozen."""
+"""What flows through a search: what it is about, sites, their candidates, and what these cost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 
+import torch
+
+from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
-from tcompress.planning.entries import Form
+from tcompress.fitting.workdir import FitWorkplace
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.planning.entries import LayerForm, Plan
+from tcompress.progress import Progress
 
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"
 """Resources, by the unit that they are counted in."""
@@ -16,8 +23,38 @@ PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"
 Costs = Mapping[str, int]
 """A whole number for each resource that is counted."""
 
-Forms = tuple[tuple[str, Form | None], ...]
+Forms = tuple[tuple[str, LayerForm | None], ...]
 """What layers become, by weight name in the checkpoint; None for those that stay dense."""
+
+
+@dataclass(frozen=True, eq=False)
+class SearchInputs:
+    """A model, and what is asked of it.
+
+    Attributes:
+        source: The model.
+        recipe: What was asked for.
+        plan: A plan of equal sizes.
+        data: To measure on; what is held out is for comparisons alone.
+        workdir: Where moments are kept.
+        device: Where to compute.
+        progress: Hears how far it is.
+        several: Whether each method that takes all layers may be an answer by itself.
+    """
+
+    source: SourceModel
+    recipe: Convert
+    plan: Plan
+    data: CalibrationData | None
+    workdir: FitWorkplace
+    device: torch.device
+    progress: Progress
+    several: bool = False
+
+    @property
+    def label(self) -> str:
+        """Name of the method."""
+        return self.recipe.method.name if self.recipe.method else ""
 
 
 @dataclass(frozen=True)
@@ -37,7 +74,7 @@ class Candidate:
     costs: Costs
 
     @property
-    def form(self) -> Form:
+    def form(self) -> LayerForm:
         """The form of the one layer that it is for."""
         [(_, form)] = self.forms
         assert form is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import CalibrationData, samples_in
 from tcompress.errors import FitError
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import fixed_blocks
@@ -20,6 +20,7 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
 from tcompress.roles import Roles
+from tcompress.search.substitution import tokens_of
 
 # A block is left out by handing its input on. The change that this makes to what the model puts out
 # is measured on calibration data without labels, in the unit of the losses that a budget predicts
@@ -60,16 +61,16 @@ def choose_blocks(
 
 
 def dropping(
-    source: SourceModel, asked: Mapping[str, int], data: CalibrationData, device: torch.device
+    source: SourceModel, drops: Mapping[str, int], data: CalibrationData, device: torch.device
 ) -> Iterator[BlockLoss]:
     """Chooses blocks to drop, one after another, each only when it is asked for.
 
-    Each is the one whose loss, together with those before, changes the output least. How many are
-    `asked` for is given by the path of their stack.
+    Each is the one whose loss, together with those before, changes the output least. `drops` says how
+    many, by the path of their stack.
     """
     roles = roles_of(source)
     walk = DepthWalk(source, roles, data, device)
-    counts = dict(asked)
+    counts = dict(drops)
     fixed = {f"{path}.{i}" for path, n in counts.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
     while any(counts.values()):
@@ -122,7 +123,7 @@ class DepthWalk:
     def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
         """Measures the loss of each of these blocks together with those that are gone."""
         width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
-        tokens = sum(max(map(_tokens, batch.values())) for batch in self._batches)
+        tokens = sum(max(map(tokens_of, batch.values())) for batch in self._batches)
         count = max(1, MOST_BYTES // max(1, 4 * width * tokens))
         ways = [gone | {name} for name in blocks]
         parts = (ways[start : start + count] for start in range(0, len(ways), count))
@@ -148,12 +149,12 @@ class DepthWalk:
                 passed |= {name}
         return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
 
-    def _answer(self, group: Sequence[_Pass], name: str, seen: Gone) -> None:
+    def _answer(self, group: Sequence[_Pass], name: str, passed: Gone) -> None:
         """Runs a block once for all passes that read the same: they lack the same blocks so far."""
         answers: dict[Gone, Any] = {}
         dense = group[0].stream
         for item in group:
-            stream, before = item.stream, item.gone & seen
+            stream, before = item.stream, item.gone & passed
             if before not in answers:
                 answers[before] = self._model.answer_of(stream)
             answer = answers[before]
@@ -175,15 +176,10 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
 
     Batches are sorted by length, so they are taken at equal distances.
     """
-    holdout = frozenset(data.holdout)
-    fitted = [batch for index, batch in enumerate(data.batches) if index not in holdout]
-    sizes = [len(next(iter(batch.values()))) for batch in fitted]
+    fitted = data.fitted_batches
+    sizes = [*map(samples_in, fitted)]
     count = min(len(fitted), -(-SAMPLES // max(sizes)))
     chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
     scale = sum(sizes) / sum(sizes[index] for index in chosen)
     return [fitted[index] for index in chosen], scale
 
-
-def _tokens(value: Tensor) -> int:
-    """Tokens of an input; of a picture or a sound a guess."""
-    return value.numel() if value.dim() == 2 else 256 * len(value)

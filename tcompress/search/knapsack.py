@@ -42,7 +42,7 @@ class Allocation:
 def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
     """Choose candidates of the smallest total loss that fit into a budget of one resource."""
     ladders = [_Ladder.of(site, resource) for site in sites]
-    places = [0] * len(ladders)
+    rungs = [0] * len(ladders)
     remainder = budget - sum(int(ladder.costs[0]) for ladder in ladders)
     if remainder < 0:
         raise PlanError(
@@ -55,16 +55,16 @@ def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
         if index in done or price > remainder:
             done.add(index)  # its later steps save less per parameter still
             continue
-        places[index] = step
+        rungs[index] = step
         remainder -= price
-    _improve(ladders, places, remainder, _upgrade)
-    return _allocation(ladders, places)
+    _improve(ladders, rungs, remainder, _upgrade)
+    return _allocation(ladders, rungs)
 
 
 def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> Allocation:
     """Choose candidates of the smallest total cost that lose no more than this, up to rounding."""
     ladders = [_Ladder.of(site, resource) for site in sites]
-    places = [0] * len(ladders)
+    rungs = [0] * len(ladders)
     lowest = fsum(float(ladder.losses[-1]) for ladder in ladders)
     worst = fsum(float(ladder.losses[0]) for ladder in ladders)
     slack = max_loss + ROUNDING * max(abs(max_loss), worst)
@@ -79,27 +79,27 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
         if loss <= slack:
             break
         loss -= saved
-        places[index] = step
-    loss = fsum(float(a.losses[step]) for a, step in zip(ladders, places, strict=True))
-    _improve(ladders, places, slack - loss, _downgrade)
-    return _allocation(ladders, places)
+        rungs[index] = step
+    loss = fsum(float(a.losses[step]) for a, step in zip(ladders, rungs, strict=True))
+    _improve(ladders, rungs, slack - loss, _downgrade)
+    return _allocation(ladders, rungs)
 
 
 def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
     """Give every site the best candidate within the same fraction of its dense cost."""
     ladders = [_Ladder.of(site, resource) for site in sites]
-    places = []
+    rungs = []
     for site, ladder in zip(sites, ladders, strict=True):
         dense = site.dense[resource]
         cap = fraction * dense * (1 + ROUNDING)
-        places.append(int(np.searchsorted(ladder.costs, cap, side="right")) - 1)
-        if places[-1] < 0:
+        rungs.append(int(np.searchsorted(ladder.costs, cap, side="right")) - 1)
+        if rungs[-1] < 0:
             raise PlanError(
                 f"the smallest option of `{site.key}` costs {int(ladder.costs[0]):,}, more than "
                 f"{fraction:.4g} of its {dense:,}",
                 "allow a larger fraction, or offer smaller options",
             )
-    return _allocation(ladders, places)
+    return _allocation(ladders, rungs)
 
 
 def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
@@ -109,12 +109,12 @@ def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
     that they meet exactly, nothing is better.
     """
     ladders = [_Ladder.of(site, resource) for site in sites]
-    places = [0] * len(ladders)
+    rungs = [0] * len(ladders)
     candidates = []
     for index, step, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
         if index >= 0:
-            places[index] = step
-        allocation = _allocation(ladders, places)
+            rungs[index] = step
+        allocation = _allocation(ladders, rungs)
         forms = tuple(chain.from_iterable(choice.forms for choice in allocation.choices))
         costs = added(choice.costs for choice in allocation.choices)
         candidates.append(Candidate("", forms, allocation.loss, costs))
@@ -211,7 +211,7 @@ class _Ladder:
         return cls([every[i] for i in keep], costs[keep], losses[keep])
 
     def hull(self) -> NDArray[np.int64]:
-        """Places on the lower convex hull, from the cheapest to the best."""
+        """Rungs on the lower convex hull, from the cheapest to the best."""
         slopes = np.diff(self.losses) / np.diff(self.costs)
         if bool((np.diff(slopes) >= 0).all()):  # convex already, as ranks of one weight are
             return np.arange(len(self.costs))
@@ -230,7 +230,7 @@ class _Ladder:
 
 
 def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
-    """Yields site, place, price and saved loss of steps up the hulls, the best per cost first."""
+    """Yields site, rung, price and saved loss of steps up the hulls, the best per cost first."""
     if not ladders:
         return
     hulls = [ladder.hull() for ladder in ladders]
@@ -240,20 +240,20 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     slopes = [np.minimum.accumulate(s / p) for s, p in zip(saved, prices, strict=True)]
     sites = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
     order = np.argsort(-np.concatenate(slopes), kind="stable")  # ties: the first site, from below
-    places = np.concatenate([hull[1:] for hull in hulls])
-    columns = (sites, places, np.concatenate(prices), np.concatenate(saved))
+    rungs = np.concatenate([hull[1:] for hull in hulls])
+    columns = (sites, rungs, np.concatenate(prices), np.concatenate(saved))
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
 
 def _upgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
-    """Best place that the rest of a budget pays for, the loss it saves, and its price."""
+    """Best rung that the rest of a budget pays for, the loss it saves, and its price."""
     last = int(np.searchsorted(ladder.costs, ladder.costs[rung] + remainder, side="right")) - 1
     saved = float(ladder.losses[rung] - ladder.losses[last])
     return last, saved, float(ladder.costs[last] - ladder.costs[rung])
 
 
 def _downgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
-    """Cheapest place that the rest of a loss allows, the cost it saves, and what it loses."""
+    """Cheapest rung that the rest of a loss allows, the cost it saves, and what it loses."""
     first = int(np.searchsorted(-ladder.losses, -(ladder.losses[rung] + remainder), side="left"))
     first = min(first, rung)
     saved = float(ladder.costs[rung] - ladder.costs[first])
@@ -264,26 +264,26 @@ _Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
 
 
 def _improve(
-    ladders: Sequence[_Ladder], places: list[int], remainder: float, better: _Better
+    ladders: Sequence[_Ladder], rungs: list[int], remainder: float, better: _Better
 ) -> None:
     """Spends what is left over, each time where one move saves most."""
     # A site can only save less as less is left: a stale entry of the queue is an upper bound.
-    queue = [(-better(a, places[index], remainder)[1], index) for index, a in enumerate(ladders)]
+    queue = [(-better(a, rungs[index], remainder)[1], index) for index, a in enumerate(ladders)]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:
         bound, index = queue[0]
-        rung, saved, price = better(ladders[index], places[index], remainder)
+        rung, saved, price = better(ladders[index], rungs[index], remainder)
         if -saved > bound:
             heapq.heapreplace(queue, (-saved, index))
             continue
-        places[index] = rung
+        rungs[index] = rung
         remainder -= price
         _, saved, _ = better(ladders[index], rung, remainder)
         heapq.heapreplace(queue, (-saved, index))
 
 
-def _allocation(ladders: Sequence[_Ladder], places: Sequence[int]) -> Allocation:
-    pairs = [*zip(ladders, places, strict=True)]
+def _allocation(ladders: Sequence[_Ladder], rungs: Sequence[int]) -> Allocation:
+    pairs = [*zip(ladders, rungs, strict=True)]
     choices = tuple(ladder.candidates[rung] for ladder, rung in pairs)
     cost = sum(int(ladder.costs[rung]) for ladder, rung in pairs)
     return Allocation(choices, cost, fsum(choice.loss for choice in choices))

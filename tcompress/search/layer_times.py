@@ -1,10 +1,14 @@
-"""What candidates cost in time: layers by themselves, and models of planned forms as a whole."""
+"""What candidates cost in time: layers by themselves, and models of planned forms as a whole.
+
+Plain models have one width for all layers: the largest that is fast enough is looked for.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,11 +19,23 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.couplings import Coupling, Kind
-from tcompress.planning.entries import Form, LayerPlan, Plan
-from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Forms, Site, WidthSite
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.plain_widths import possible_widths, width_of, with_width
+from tcompress.planning.costs import path_of
+from tcompress.planning.planner import make_plan
+from tcompress.search.candidates import (
+    NANOSECONDS,
+    PARAMETERS,
+    Candidate,
+    Forms,
+    SearchInputs,
+    Site,
+    WidthSite,
+)
 from tcompress.search.predictions import Predictions
-from tcompress.search.resources import Resource
-from tcompress.search.width import forms_of
+from tcompress.search.resources import CLOSE, Resource
+from tcompress.search.budgets import approach
+from tcompress.search.joint_width import forms_of
 from tcompress.timing_model.clocks import (
     USUAL_PASS,
     LayerTimes,
@@ -66,7 +82,7 @@ class Time(Resource):
             return cls(clock, clock.layer_times(width), entries, recipe.threads)
 
     @property
-    def whole(self) -> float:
+    def dense(self) -> float:
         """Nanoseconds of the dense model."""
         return _NANO * self.clock.seconds
 
@@ -80,7 +96,7 @@ class Time(Resource):
         with threads(self.threads):
             return self.clock.speedups(*plans)
 
-    def asked(self, budget: Budget) -> float:
+    def reduction(self, budget: Budget) -> float:
         """Return how many times as fast a pass is to be."""
         return speedup_asked(budget, self.clock)
 
@@ -131,19 +147,12 @@ class Time(Resource):
 
         def of_layer(site: Site) -> Site:
             entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
-            candidates: dict[int, Candidate] = {}
-            for name in site.methods:
-                places = [n for n, item in enumerate(site.candidates) if item.method == name]
-                offered = self._layer_candidates(entry, site.of(name), nanos)
-                candidates |= dict(zip(places, offered, strict=True))
-            dense = {**site.dense, NANOSECONDS: round(_NANO * self._dense(entry)) + nanos}
-            ordered = tuple(candidates[index] for index in range(len(candidates)))
-            return replace(site, candidates=ordered, dense=dense)
+            methods = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
+            dense = {**site.dense, NANOSECONDS: round(_NANO * self._unchanged(entry)) + nanos}
+            return replace(site, candidates=tuple(chain.from_iterable(methods)), dense=dense)
 
-        tables = (predictions.layers, predictions.alone, predictions.quick)
-        layers, single, quick = (tuple(map(of_layer, sites)) for sites in tables)
-        timed_widths = tuple(timed[index] for index in range(len(widths)))
-        return replace(predictions, layers=layers, alone=single, quick=quick, widths=timed_widths)
+        sized = tuple(timed[index] for index in range(len(widths)))
+        return replace(predictions.mapped(of_layer), widths=sized)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -189,15 +198,12 @@ class Time(Resource):
 
     def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
         pairs = self._narrow(chosen)
-        return sum(self._dense(entry) - self._matrix(entry, form) for entry, form in pairs)
+        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in pairs)
 
-    def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, Form]]:
-        forms = forms_of(chosen, {self._path(e): e for e in self.entries.values()})
+    def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, LayerForm]]:
+        entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
+        forms = forms_of(chosen, entries)
         return [(self.entries[key], form) for key, form in forms]
-
-    def _path(self, entry: LayerPlan) -> str:
-        name = self.clock.source.keymap.runtime_name(entry.name) or entry.name
-        return f"{name}.{entry.parameter}"
 
     def _layer_candidates(
         self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
@@ -218,9 +224,62 @@ class Time(Resource):
     def _products(self, forms: Forms) -> float:
         return _NANO * sum(self._matrix(self.entries[key], form) for key, form in forms if form)
 
-    def _dense(self, entry: LayerPlan) -> float:
+    def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
 
-    def _matrix(self, entry: LayerPlan, form: Form) -> float:
+    def _matrix(self, entry: LayerPlan, form: LayerForm) -> float:
         inputs = form.parts[0].terms[0].in_features
         return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
+
+
+def plan_in_time(inputs: SearchInputs) -> Plan:
+    """Plan the largest width of a plain model with which a pass is as fast as asked for.
+
+    Time is taken to grow evenly between two widths that were timed; a size may be limited too.
+    """
+    source, recipe, plan = inputs.source, inputs.recipe, inputs.plan
+    assert recipe.time_budget is not None
+    widths = possible_widths(source)
+    with threads(recipe.threads):
+        clock = clock_of(source, recipe, inputs.device)
+        speedup = speedup_asked(recipe.time_budget, clock)
+
+        def timed(width: int) -> tuple[Plan, float]:
+            narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
+            [speed] = clock.speedups(narrow)
+            return narrow, speed
+
+        widest = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
+        chosen, speed = _fast_enough(widths, widest, timed, speedup)
+    if speed < speedup:
+        raise PlanError(
+            f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
+            f"{widths[0]} neurons {speed:.3g} x was reached",
+            "allow more time, drop blocks too, or leave `--plain` out",
+        )
+    facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
+    kept = {"chosen": "uniform", "fraction": chosen.kept}
+    return chosen.model_copy(update={"budget": plan.budget}).with_facts({**facts, **kept})
+
+
+def _fast_enough(
+    widths: range, widest: int, timed: Callable[[int], tuple[Plan, float]], speedup: float
+) -> tuple[Plan, float]:
+    """Look for the largest width of this speed; take the smallest where none has it."""
+    tried: dict[float, tuple[Plan, float]] = {}
+
+    def seconds(width: float) -> float:
+        tried[width] = timed(int(width))
+        return 1 / tried[width][1]
+
+    def largest() -> float:
+        return max((width for width, (_, speed) in tried.items() if speed >= speedup), default=0)
+
+    def enough() -> bool:
+        return not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup
+
+    def placed(width: float) -> float:
+        return min(widest, max(int(width) // widths.step, largest() // widths.step + 1) * widths.step)
+
+    approach(seconds, widths[0], 1 / speedup, enough, placed, taken={widths.stop: 1.0})
+    return tried[largest() or widths[0]]

@@ -1,34 +1,47 @@
-"""Candidates of a whole model with their predicted losses, from one pass over the data."""
+"""Candidates of a whole model with their predicted losses, from one pass over the data.
+
+What is measured of layers, block by block, tells what candidates lose; moments that fits will need
+are kept in the working folder. Without data the weights' own energy stands in for moments: every
+layer counts alike, and so does every direction of its inputs and outputs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import cast
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
-from tcompress.data.calibration import CalibrationData
+from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.errors import FitError, message_of
-from tcompress.fitting.channel_orders import (
-    ChannelOrder,
-)
-from tcompress.fitting.layer_fits import LayerStatistics
-from tcompress.fitting.workdir import FitWorkplace
-from tcompress.models import SourceModel
+from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
+from tcompress.fitting.channel_orders import order_channels as channel_order
+from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
+from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.costs import Choice, parameter_bytes, plan_terms
-from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.planning.couplings import couplings, whole_heads
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
 from tcompress.planning.planner import follows_rules, regrouped, site_of
-from tcompress.planning.sites import alone_of, offered_by, roles_of, structure_of
-from tcompress.progress import Progress
+from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
-from tcompress.search.candidates import BYTES, PARAMETERS, Candidate, Costs, Site, WidthSite
-from tcompress.search.layer_statistics import Measuring
-from tcompress.search.predict import (
+from tcompress.search.candidates import (
+    BYTES,
+    PARAMETERS,
+    Candidate,
+    Costs,
+    SearchInputs,
+    Site,
+    WidthSite,
+)
+from tcompress.search.joint_width import is_offered, width_site, without_width
+from tcompress.search.layer_losses import (
     FRACTIONS,
     WeightFits,
     blocks_to_fit,
@@ -37,7 +50,6 @@ from tcompress.search.predict import (
     options_of,
 )
 from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
-from tcompress.search.width import is_offered, width_site, without_width
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25
@@ -46,6 +58,12 @@ USUAL = 0.25
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""
 
+BlockStatistics = Mapping[str, LayerStatistics]
+"""What is measured of the layers of a block, by their name in the checkpoint."""
+
+
+AnySite = TypeVar("AnySite", bound=Site)
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -53,162 +71,247 @@ class Predictions:
 
     Attributes:
         layers: Layers, each by itself.
-        alone: The same with what a method offers where all layers take it.
-        quick: The same before fits of some layers corrected the losses; empty where none did.
+        singly: The same with what a method offers where all layers take it.
+        uncorrected: The same before fits of some layers corrected the losses; empty where none did.
         widths: Layers that have channels in common.
         offers: Methods of `layers`, in the order of preference.
-        single: Methods that are answers by themselves, as far as they are tried.
-        whole: Methods that all layers may take.
+        singles: Methods that are answers by themselves, as far as they are tried.
+        complete: Methods that all layers may take.
         fixed: Weights of layers that have a size of their own.
         substitutes: Candidates that may be put alone into the dense model.
     """
 
     layers: tuple[Site, ...] = ()
-    alone: tuple[Site, ...] = ()
-    quick: tuple[Site, ...] = ()
+    singly: tuple[Site, ...] = ()
+    uncorrected: tuple[Site, ...] = ()
     widths: tuple[WidthSite, ...] = ()
-    offers: Offers | None = None
-    single: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
+    offers: Offers = field(default_factory=dict)
+    singles: tuple[str, ...] = ()
+    complete: tuple[str, ...] = ()
     fixed: frozenset[str] = frozenset()
     substitutes: tuple[Substitute, ...] = ()
 
     @property
     def methods(self) -> list[str]:
         """Names of the methods that are offered."""
-        return [*(self.offers or ())]
+        return [*self.offers]
+
+    def mapped(
+        self,
+        layer: Callable[[Site], Site],
+        width: Callable[[WidthSite], WidthSite] = lambda site: site,
+    ) -> Predictions:
+        """Return the same with other sites: of layers by themselves, and of those together."""
+        tables = (self.layers, self.singly, self.uncorrected)
+        layers, singly, uncorrected = (tuple(map(layer, sites)) for sites in tables)
+        widths = tuple(map(width, self.widths))
+        return replace(self, layers=layers, singly=singly, uncorrected=uncorrected, widths=widths)
 
     def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
         """Add what everything takes of a resource, by its other costs."""
 
-        def priced(site: Site) -> Site:
+        def priced(site: AnySite) -> AnySite:
             items = (item.costing(unit, cost(item.costs)) for item in site.candidates)
             dense = {**site.dense, unit: cost(site.dense)} if site.dense else site.dense
             return replace(site, candidates=tuple(items), dense=dense)
 
-        tables = (self.layers, self.alone, self.quick)
-        layers, alone, quick = (tuple(map(priced, sites)) for sites in tables)
-        widths = cast(tuple[WidthSite, ...], tuple(map(priced, self.widths)))
-        return replace(self, layers=layers, alone=alone, quick=quick, widths=widths)
+        return self.mapped(priced, priced)
 
 
-@dataclass(frozen=True)
-class _BlockSites:
-    """What the layers of one block may become, by weight name in the checkpoint."""
+@dataclass(frozen=True, eq=False)
+class _Measuring:
+    """Runs a model over calibration data once, or looks at its weights."""
 
-    layers: Mapping[str, Site]
-    alone: Mapping[str, Site]
-    fixed: tuple[str, ...] = ()
+    inputs: SearchInputs
+    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
+    narrows: bool  # whether channels are put in order
+
+    def blocks(self) -> Iterator[tuple[Block, BlockStatistics]]:
+        """Measure all blocks, the last one first."""
+        return self._weights() if self.inputs.data is None else self._walk()
+
+    def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
+        """Measure moments of all layers by a backward pass, the last block first."""
+        source, recipe, progress = self.inputs.source, self.inputs.recipe, self.inputs.progress
+        assert self.inputs.data is not None
+        roles, batches = roles_of(source), self.inputs.data.fitted_batches
+        sampler = sampler_of(source, recipe.calibration.seed)
+        scratch = self.inputs.workdir.scratch()
+        walk = BackwardWalk(source, roles, batches, sampler, scratch, self.inputs.device)
+        progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
+        by_name = {block.name: block for block in roles.blocks}
+        for name, sums in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
+            reached = {k: s for k, s in sums.items() if s.rows and k in self.entries}
+            self._keep_moments(name, reached)
+            statistics = {}
+            for path, sensitivity in reached.items() if recipe.by_loss or self.narrows else ():
+                entry = self.entries[path]
+                weight = self._weight(path, entry)
+                statistics[entry.name] = LayerStatistics.of(weight, sensitivity, centred=entry.bias)
+            yield by_name[name], statistics
+
+    def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
+        """Look at all layers in the norm of their weights."""
+        blocks = roles_of(self.inputs.source).blocks
+        self.inputs.progress.stage("looking at weights", len(blocks), "blocks")
+        for block in reversed(blocks):
+            statistics = {}
+            for layer in block.layers:
+                if (entry := self.entries.get(layer.name)) is None:
+                    continue
+                weight = self._weight(layer.name, entry)
+                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.inputs.device)
+                moments = EvaluationMoments(gram, None)
+                statistics[entry.name] = LayerStatistics(weight, moments, gram.new_zeros(len(gram)))
+            yield block, statistics
+            self.inputs.progress.advance(1, block.name)
+
+    def _weight(self, path: str, entry: LayerPlan) -> Tensor:
+        return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
+
+    def _tensor(self, name: str) -> Tensor:
+        source = self.inputs.source
+        return read_finite(source.store, source.keymap, name, self.inputs.device)
+
+    def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
+        """Keep what fits will need of a block's moments."""
+        data, entries, workdir = self.inputs.data, self.entries, self.inputs.workdir
+        calibration = self.inputs.recipe.calibration
+        assert data is not None
+        if calibration.output_moments is not False:
+            curvatures = {entries[k].name: item.curvature / item.rows for k, item in sums.items()}
+            workdir.keep_moments("curvature", block, curvatures)
+            weights = {
+                f"{entries[path].name}/{data.fitted[batch]}": weight
+                for path, item in sums.items()
+                for batch, weight in item.weights.items()
+            }
+            workdir.keep_moments("tokens", block, weights)
+        shared = damped_inputs(sums, entries, calibration.damping)
+        if shared:
+            workdir.keep_moments("inputs", block, shared)
+
+    def order_channels(self, block: Block, statistics: BlockStatistics) -> list[list[ChannelOrder]]:
+        """Order channels that layers of a block have in common; those of one layer together."""
+        if not self.narrows:
+            return []
+        facts: dict[str, LayerFacts] = {}
+        for layer in block.layers:
+            entry = self.entries.get(layer.name)
+            if entry is not None and entry.name in statistics:
+                bias = self._tensor(f"{layer.name}.bias") if entry.bias else None
+                facts[layer.weight_name] = LayerFacts(entry, statistics[entry.name], bias)
+        source, recipe = self.inputs.source, self.inputs.recipe
+        damping = recipe.calibration.damping
+        groups: list[list[ChannelOrder]] = []
+        for coupling in couplings(block):
+            if any(layer.weight_name not in facts for layer in coupling.layers):
+                continue
+            layers = {*coupling.layers}
+            shared = [
+                group for group in groups if any(layers & {*o.coupling.layers} for o in group)
+            ]
+            groups = [group for group in groups if group not in shared]
+            order = channel_order(coupling, facts, damping)
+            groups.append([*chain.from_iterable(shared), order])
+        attentions = () if recipe.attention else attentions_of(source.keymap.model, roles_of(source))
+        heads_of = [whole_heads(item) for item in attentions if item.block == block.name]
+        for heads in filter(None, heads_of):  # after what they are made of
+            if all(layer.weight_name in facts for layer in heads.layers):
+                groups.append([channel_order(heads, facts, damping)])
+        reductions = {k: r for group in groups for o in group for k, r in o.reductions.items()}
+        self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
+        return groups
 
 
-@dataclass(frozen=True)
-class Predictor:
-    """Predicts what candidates lose. Use `Predictor.of`."""
+def predicted(inputs: SearchInputs) -> Predictions:
+    """Predict all losses; the model runs once over the calibration data, if there is any."""
+    recipe, plan, source = inputs.recipe, inputs.plan, inputs.source
+    by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
+    fraction = plan.budget.fraction if by_size and plan.budget else USUAL
+    method = recipe.with_target(None).method  # a tolerance is no option of any layer
+    offers: Offers = {}
+    if isinstance(method, AutoSpec):
+        offers = offered_by(method, fraction, timed=recipe.counts_time)
+    elif method is not None:
+        offers = {structure_of(method).name: (method,)}
+    sized = (entry for entry in plan.layers if entry.kind != "experts")
+    entries = {module_path(source, entry.name): entry for entry in sized}
+    singles = alone_on(recipe, plan, source) if inputs.several else {}
+    return _Predictor(inputs, entries, fraction, offers, singles, WeightFits(fraction)).run()
 
-    source: SourceModel
-    recipe: Convert
-    plan: Plan
-    measuring: Measuring
+
+@dataclass(frozen=True, eq=False)
+class _Predictor:
+    """Predicts what candidates lose."""
+
+    inputs: SearchInputs
+    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
     fraction: float  # kept fraction that the budget comes to
     offers: Offers
-    single: Mapping[str, Spec]
+    singles: Mapping[str, Spec]
     fits: WeightFits
-
-    @classmethod
-    def of(
-        cls,
-        source: SourceModel,
-        recipe: Convert,
-        plan: Plan,
-        data: CalibrationData | None,
-        workdir: FitWorkplace,
-        device: torch.device,
-        progress: Progress,
-        *,
-        several: bool,
-    ) -> Predictor:
-        """Look up what is offered to which layers.
-
-        With `several` each method that takes all layers is offered alone too.
-        """
-        by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
-        fraction = plan.budget.fraction if by_size and plan.budget else USUAL
-        method = recipe.with_target(None).method  # a tolerance is no option of any layer
-        offers: Offers = {}
-        if isinstance(method, AutoSpec):
-            offers = offered_by(method, fraction, timed=recipe.counts_time)
-        elif method is not None:
-            offers = {structure_of(method).name: (method,)}
-        runtime, roles = source.keymap.runtime_name, roles_of(source)
-        entries = {runtime(e.name) or e.name: e for e in plan.layers if e.kind != "experts"}
-        replaced = recipe.attention is not None
-        attentions = () if replaced else attentions_of(source.keymap.model, roles)
-        narrows = is_offered(offers) or any(entry.is_narrow for entry in plan.layers)
-        measuring = Measuring(
-            source,
-            recipe,
-            data,
-            workdir,
-            device,
-            progress,
-            entries,
-            attentions,
-            needs_statistics=recipe.by_loss or narrows,
-            needs_channels=narrows,
-        )
-        single = alone_on(recipe, plan, source) if several else {}
-        return cls(source, recipe, plan, measuring, fraction, offers, single, WeightFits(fraction))
 
     @property
     def _calibrated(self) -> bool:
-        return self.measuring.data is not None
-
-    @property
-    def _entries(self) -> Mapping[str, LayerPlan]:
-        return self.measuring.entries
+        return self.inputs.data is not None
 
     def run(self) -> Predictions:
-        """Predict all losses; the model runs once over the calibration data, if there is any."""
-        blocks: list[_BlockSites] = []
+        """Predict all losses, block by block."""
+        recipe, source = self.inputs.recipe, self.inputs.source
+        layers: dict[str, Site] = {}
+        singly: dict[str, Site] = {}
+        fixed: set[str] = set()
         widths: list[WidthSite] = []
         substitutes: list[Substitute] = []
-        for block, statistics in self.measuring.blocks():
-            orders = self.measuring.order_channels(block, statistics)
-            if not self.recipe.by_loss:
+        weights = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
+        offers_width = is_offered(self.offers)  # wherever all layers around channels are sized
+        narrows = offers_width or any(entry.is_narrow for entry in self.inputs.plan.layers)
+        measuring = _Measuring(self.inputs, self.entries, narrows)
+        for block, statistics in measuring.blocks():
+            orders = measuring.order_channels(block, statistics)
+            if not recipe.by_loss:
                 continue
-            sites = self._sites(block, statistics)
-            narrow = [*self._width_sites(orders, sites.layers)]
-            if sites.layers and self._calibrated and self.recipe.attention is None:
-                substitutes += self._substitutes(block, sites.layers, narrow)
-            blocks.append(sites)
-            widths += narrow
-        layers = tuple(site for sites in blocks for site in sites.layers.values())
-        roles = {site.role for site in layers}
+            planned = [layer for group in block.groups for layer in group]
+            entries = {layer: self.entries[layer.name] for layer in planned if layer.name in self.entries}
+            measured = {layer: e for layer, e in entries.items() if e.name in statistics}
+            ruled = [layer for layer in measured if follows_rules(recipe, source, layer)]
+            fixed |= {measured.pop(layer).key for layer in ruled}
+            sites, single = self._sites(block, measured, statistics)
+            narrow = [width_site(group, weights, sites) for group in orders if offers_width]
+            new = [site for site in narrow if site is not None]
+            if sites and self._calibrated and recipe.attention is None:
+                substitutes += layer_substitutes(block, sites, self.entries, self.fraction)
+                for site in new:
+                    substitutes += channel_substitutes(block, site.orders, weights, self.fraction)
+            layers |= sites
+            singly |= single
+            widths += new
+        sized, roles = tuple(layers.values()), {site.role for site in layers.values()}
         keeps = self.fits.keeps
         return Predictions(
-            layers=layers if self._calibrated else tuple(map(self.fits.corrected, layers)),
-            alone=tuple(site for sites in blocks for site in sites.alone.values()),
-            quick=layers if not self._calibrated else (),
+            layers=sized if self._calibrated else tuple(map(self.fits.corrected, sized)),
+            singly=tuple(singly.values()),
+            uncorrected=() if self._calibrated else sized,
             widths=tuple(widths),
             offers=self.offers,
-            single=tuple(self.single),
-            whole=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
-            fixed=frozenset(key for sites in blocks for key in sites.fixed),
+            singles=tuple(self.singles),
+            complete=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
 
-    def _sites(self, block: Block, statistics: Mapping[str, LayerStatistics]) -> _BlockSites:
-        """List what the layers of a block may become, and correct it in some by real fits."""
+    def _sites(
+        self, block: Block, entries: Mapping[Layer, LayerPlan], statistics: BlockStatistics
+    ) -> tuple[dict[str, Site], dict[str, Site]]:
+        """List what layers of a block may become, by weight name in the checkpoint.
+
+        That is beside others, and where all take one method. Without data predictions are corrected
+        by real fits of some layers.
+        """
         layers: dict[str, Site] = {}
-        single: dict[str, Site] = {}
-        fixed: list[str] = []
-        for layer in chain.from_iterable(block.groups):
-            entry = self._entries.get(layer.name)
-            if entry is None or entry.name not in statistics:
-                continue
-            if follows_rules(self.recipe, self.source, layer):
-                fixed.append(entry.key)
-                continue
+        singly: dict[str, Site] = {}
+        for layer, entry in entries.items():
             try:
                 pair = self._candidates(block, layer, entry, statistics[entry.name])
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
@@ -217,31 +320,31 @@ class Predictor:
                     "use more calibration data or a larger `damping`, or leave the layer out "
                     "with `--keep`",
                 ) from error
-            layers[entry.key], single[entry.key] = pair
-        fitted = blocks_to_fit(roles_of(self.source).blocks)
+            layers[entry.key], singly[entry.key] = pair
+        fitted = blocks_to_fit(roles_of(self.inputs.source).blocks)
         if not self._calibrated and len(self.offers) > 1 and block.name in fitted:
             exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
             for name in {*without_width(self.offers)} - {*exact}:
                 self._fit(name, block, layers, statistics)
             self.fits.drop(layers.values(), exact)
-        return _BlockSites(layers, single, tuple(fixed))
+        return layers, singly
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
     ) -> tuple[Site, Site]:
         """List what a layer may become: beside others, and where all take one method."""
-        moments = statistics.whole
+        inputs, moments = self.inputs, statistics.whole
+        recipe, budget = inputs.recipe, inputs.recipe.budget
         gram, curvature, rows = moments.gram, moments.curvature, moments.rows
-        damping = self.recipe.calibration.damping * entry.in_features / rows
         if curvature is None:  # every layer counts alike
             energy = float(statistics.weight.double().square().sum()) or 1.0
             curvature = torch.eye(entry.out_features).to(gram) / energy
         else:
+            damping = recipe.calibration.damping * entry.in_features / rows
             gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
         aims = fit_targets_of(entry, statistics.weight, gram, curvature)
-        budget = self.recipe.budget
         counts_bytes = budget is not None and budget.unit == BYTES
-        where = (self.source, entry, self.plan, self.recipe.dtype)
+        where = (inputs.source, entry, inputs.plan, recipe.dtype)
         unit = parameter_bytes(*where) if counts_bytes else 1.0
         fine = budget is not None and budget.limits_each
         sharing = next(len(group) for group in block.groups if layer in group)
@@ -257,72 +360,47 @@ class Predictor:
                 aims,
                 specs,
                 fine_fractions(entry) if fine else FRACTIONS,
-                residual_rank=self.recipe.residual_rank,
+                residual_rank=recipe.residual_rank,
                 rows=rows,
                 sharing=sharing,
                 calibrated=self._calibrated,
             )
             return tuple(
-                Candidate(name, ((entry.key, Form(parts)),), loss, costs(parameters))
+                Candidate(name, ((entry.key, LayerForm(parts)),), loss, costs(parameters))
                 for parts, parameters, loss in offered
             )
 
-        offered_together = {
+        together = {
             name: candidates(name, self.offers[name])
             for name in without_width(self.offers)
             if self.fits.keeps(name, entry.role)
         }
-        offered_alone = {
-            name: offered_together[name]
-            if self.offers.get(name) == (self.single[name],) and name in offered_together
-            else candidates(name, [self.single[name]])
-            for name in without_width(self.single)
+        singly = {
+            name: together[name]
+            if self.offers.get(name) == (self.singles[name],) and name in together
+            else candidates(name, [self.singles[name]])
+            for name in without_width(self.singles)
         }
         left_out = sum(constant for _, constant in aims) * rows
-
-        def site(offered: Mapping[str, tuple[Candidate, ...]]) -> Site:
-            every = tuple(chain.from_iterable(offered.values()))
-            dense = costs(entry.dense_parameters)
-            return Site((entry.key,), entry.role, dense, every, left_out, unit)
-
-        return site(offered_together), site(offered_alone)
+        dense = costs(entry.dense_parameters)
+        first, second = (
+            Site((entry.key,), entry.role, dense, (*chain(*offered.values()),), left_out, unit)
+            for offered in (together, singly)
+        )
+        return first, second
 
     def _fit(
-        self,
-        name: str,
-        block: Block,
-        sites: Mapping[str, Site],
-        statistics: Mapping[str, LayerStatistics],
+        self, name: str, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics
     ) -> None:
         """Fit the layers of a block with one method, of sizes close to the budget."""
-        closest = {key: site.closest(name, self.fits.fraction) for key, site in sites.items()}
+        closest = {key: site.closest(name, self.fraction) for key, site in sites.items()}
         chosen = {key: item.form for key, item in closest.items() if item is not None}
-        damping = 0.0 if not self._calibrated else self.recipe.calibration.damping
         for group in block.groups:
-            entries = [self._entries[layer.name] for layer in group if layer.name in self._entries]
+            entries = [self.entries[layer.name] for layer in group if layer.name in self.entries]
             entries = [entry for entry in entries if entry.key in chosen]
             members, _ = regrouped(entries, chosen)
             if members:
-                self.fits.fit(name, members, sites, statistics, damping)
-
-    def _width_sites(
-        self, groups: Iterable[Sequence[ChannelOrder]], sites: Mapping[str, Site]
-    ) -> Iterator[WidthSite]:
-        """Offer fewer channels wherever all layers around them are sized by the budget."""
-        entries = {f"{path}.{entry.parameter}": entry for path, entry in self._entries.items()}
-        for orders in groups if is_offered(self.offers) else ():
-            if (site := width_site(orders, entries, sites)) is not None:
-                yield site
-
-    def _substitutes(
-        self, block: Block, sites: Mapping[str, Site], widths: Iterable[WidthSite]
-    ) -> Iterator[Substitute]:
-        """List what may be put alone into the dense model."""
-        names = (layer.name for layer in block.layers)
-        entries = {name: self._entries[name] for name in names if name in self._entries}
-        yield from layer_substitutes(block, sites, entries, self.fraction)
-        for site in widths:
-            yield from channel_substitutes(block, site.orders, entries, self.fraction)
+                self.fits.fit(name, members, sites, statistics)
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:
@@ -334,14 +412,13 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     assert isinstance(recipe.method, AutoSpec)
     assert plan.budget is not None
     fraction = plan.budget.fraction
-    planned = {(source.keymap.runtime_name(e.name) or e.name, e.parameter) for e in plan.layers}
-    places = {
+    planned = {path_of(source, entry) for entry in plan.layers}
+    uses = {
         (site_of(block, layer, part), len(group), len(layer.parts), layer.experts or 1)
         for block in roles_of(source).blocks
         for group in block.groups
         for layer in group
-        if (layer.name, layer.parameter) in planned
-        if not follows_rules(recipe, source, layer)
+        if layer.weight_name in planned and not follows_rules(recipe, source, layer)
         for part in layer.parts
     }
     calibrated = not recipe.calibration.is_none
@@ -349,13 +426,13 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     def suits(spec: Spec) -> bool:
         choice = Choice(spec, recipe.residual_rank, fraction)
         try:
-            for site, sharing, parts, copies in places:
+            for site, sharing, parts, copies in uses:
                 readers = sharing * parts * copies
                 plan_terms(choice, site, readers, copies, calibrated=calibrated)
         except Refusal:
             return False
         return True
 
-    offered = alone_of(recipe.method, fraction, timed=recipe.counts_time).items()
+    offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
     suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
     return {name: spec for name, spec in suitable.items() if spec is not None}

@@ -1,13 +1,13 @@
 """What a model takes that has to be measured, and plans that take no more than is allowed.
 
 To add a resource: a subclass of `Resource`, and a field of `Convert` with
-`limits=Limit("resource", unit)`; `tests/test_resource_contract.py` tries it.
+`limits=Limit("resource", unit)`; `tests/search/test_resource_contract.py` tries it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
@@ -21,8 +21,8 @@ from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.search.candidates import Site
 from tcompress.search.predictions import Predictions
+from tcompress.search.budgets import TRIES, approach
 
-TRIES = 3  # plans of one answer, each with what the last one missed made up for
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
 
@@ -49,7 +49,7 @@ class Resource(ABC):
 
     @property
     @abstractmethod
-    def whole(self) -> float:
+    def dense(self) -> float:
         """What the dense model takes."""
 
     @property
@@ -66,7 +66,7 @@ class Resource(ABC):
         """Measure how many times less than the dense model such models take."""
 
     @abstractmethod
-    def asked(self, budget: Budget) -> float:
+    def reduction(self, budget: Budget) -> float:
         """Return how many times less than the dense model a model is to take."""
 
     def facts(self, ratio: float) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Resource(ABC):
 
     def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
         """Say that a budget is too small, and how small it may be."""
-        lowest = budget.limit * self.asked(budget) / ratio
+        lowest = budget.limit * self.reduction(budget) / ratio
         return PlanError(
             f"`{budget}` is out of reach: the smallest possible is {lowest:.3g} {self.unit}",
             "allow more, offer `--method width` or `auto`, or drop blocks too",
@@ -86,7 +86,7 @@ class Resource(ABC):
 
         None at least: a machine that slowed down after the model was timed tells less than nothing.
         """
-        return max(0, round(self.whole) - sum(site.dense[self.unit] for site in layers))
+        return max(0, round(self.dense) - sum(site.dense[self.unit] for site in layers))
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class Goal:
     @property
     def ratio(self) -> float:
         """How many times less than the dense model a model is to take."""
-        return self.resource.asked(self.budget)
+        return self.resource.reduction(self.budget)
 
     @property
     def room(self) -> float:
         """What is left for layers, as far as what they take adds up."""
-        return self.resource.whole / self.ratio - self.rest
+        return self.resource.dense / self.ratio - self.rest
 
     def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
         """Plan with room for layers until a model takes as little as asked for.
@@ -126,38 +126,31 @@ class Goal:
         Raises:
             PlanError: No plan takes so little.
         """
-        tried: dict[int, tuple[Plan, float]] = {}
-        room = self.room
-        for attempt in range(2 * TRIES):
-            room = max(least, round(room))
-            if room in tried:
-                break
-            plan = solve(room)
+        dense, tried = self.resource.dense, dict[float, tuple[Plan, float]]()
+
+        def taken(room: float) -> float:
+            plan = solve(int(room))
             [ratio] = self.resource.ratios(plan)
             tried[room] = plan, ratio
+            return dense / ratio
+
+        def excess() -> list[float]:
+            return [ratio / self.ratio - 1 for _, ratio in tried.values()]
+
+        def enough() -> bool:
             # Another try tells less than the last ones where the machine is not at rest.
-            excess_allowed = CLOSE * min(TRIES, 1 + attempt) if attempt < TRIES else inf
-            over = [ratio / self.ratio - 1 for _, ratio in tried.values()]
-            if any(-CLOSE <= excess <= excess_allowed for excess in over):
-                break
-            room = self._next({before: ratio for before, (_, ratio) in tried.items()}, room)
-            is_far = max(over) < -FAR and attempt + 2 >= TRIES
-            if max(over) < 0 and (is_far or attempt + TRIES >= 2 * TRIES):
+            most = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
+            return any(-CLOSE <= over <= most for over in excess())
+
+        def placed(room: float) -> float:
+            over = max(excess(), default=0.0)
+            if over < 0 and len(tried) >= (2 if over < -FAR else TRIES - 2):
                 room = least  # whether it can be reached at all
+            return max(least, round(room))
+
+        approach(taken, self.room, dense / self.ratio / (1 + CLOSE / 2), enough, placed)
         fine = [item for item in tried.values() if item[1] >= self.ratio * (1 - CLOSE)]
         if not fine:
             plan, ratio = max(tried.values(), key=lambda item: item[1])
             raise self.resource.out_of_reach(self.budget, plan, ratio)
         return min(fine, key=lambda item: (item[1] < self.ratio, item[1]))
-
-    def _next(self, ratios: Mapping[int, float], last: float) -> float:
-        """Return the room that is to have the ratio asked for, by what others had."""
-        dense = self.resource.whole
-        aim = dense / self.ratio / (1 + CLOSE / 2)
-        large = {room: dense / ratio for room, ratio in ratios.items() if dense / ratio > aim}
-        small = {room: dense / ratio for room, ratio in ratios.items() if room not in large}
-        if not large or not small:
-            return last + aim - dense / ratios[round(last)]
-        low, high = max(small), min(large)
-        share = (aim - small[low]) / (large[high] - small[low])
-        return low + share * (high - low)

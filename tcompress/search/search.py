@@ -8,42 +8,33 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from pathlib import Path
 
-import torch
-
-from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import samples_in
 from tcompress.errors import PlanError
-from tcompress.fitting.block_rewrite import FitInputs
-from tcompress.fitting.channel_orders import read_reductions
-from tcompress.fitting.workdir import FitWorkplace
-from tcompress.models import SourceModel
-from tcompress.options import Convert
+from tcompress.options.convert_options import TIMES
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of
-from tcompress.progress import Progress
-from tcompress.search.bits import TableSite, table_forms, table_site
+from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
-from tcompress.search.layer_times import Time
-from tcompress.search.plain_width import plan_in_time
-from tcompress.search.predictions import Predictions, Predictor
+from tcompress.search.candidates import SearchInputs
+from tcompress.search.joint_width import with_losses
+from tcompress.search.layer_times import Time, plan_in_time
+from tcompress.search.predictions import Predictions, predicted
 from tcompress.search.resources import RESOURCES, Goal, Resource
 from tcompress.search.substitution import (
     Factors,
-    Substitute,
     SubstitutionWalk,
     factors_of,
     in_question,
-    judged_batches,
     to_try,
 )
-from tcompress.search.width import is_unfitted, with_losses
 
 FAR = 1.5
 """Answers predicted to lose so many times as much as the best are not tried."""
@@ -68,15 +59,7 @@ class Priced:
 class Measurements:
     """What is measured of a model, for every budget; each part when it is first asked for."""
 
-    source: SourceModel
-    recipe: Convert
-    plan: Plan  # of equal sizes
-    data: CalibrationData | None  # what is held out is not looked at
-    workdir: FitWorkplace  # where moments are kept
-    device: torch.device
-    progress: Progress
-    several: bool
-    """Whether each method that takes all layers may be an answer by itself."""
+    inputs: SearchInputs
     changes: dict[int, float] = field(default_factory=dict)
     """What the output changes by with the substitutes that were tried, by their place."""
     resources: dict[str, Priced] = field(default_factory=dict)
@@ -87,50 +70,31 @@ class Measurements:
     @cached_property
     def predictions(self) -> Predictions:
         """Candidates and what they are predicted to lose."""
-        parts = (self.source, self.recipe, self.plan, self.data, self.workdir, self.device)
-        return Predictor.of(*parts, self.progress, several=self.several).run()
+        return predicted(self.inputs)
 
     def priced(self, unit: str) -> Priced:
         """Measure what candidates take of a resource, once."""
         if unit not in self.resources:
-            kind = RESOURCES[unit]
-            self.progress.stage(kind.stage, 1, "")
-            resource = kind.of(self.source, self.recipe, self.plan, self.device)
+            kind, inputs = RESOURCES[unit], self.inputs
+            inputs.progress.stage(kind.stage, 1, "")
+            resource = kind.of(inputs.source, inputs.recipe, inputs.plan, inputs.device)
             predictions = resource.priced(self.predictions)
-            self.progress.advance(1, resource.where)
+            inputs.progress.advance(1, resource.where)
             self.resources[unit] = Priced(resource, predictions)
         return self.resources[unit]
 
-    def factors(
-        self, methods: Collection[str], workdir: FitWorkplace, progress: Progress
-    ) -> Factors:
+    def factors(self, methods: Collection[str], inputs: SearchInputs) -> Factors:
         """Compare losses of candidates by these methods with those of some in the dense model."""
         substitutes = in_question(self.predictions.substitutes, methods)
         chosen = to_try(substitutes)
         untried = {n: item for n, item in chosen.items() if n not in self.changes}
         if untried:
             blocks = len({item.block for item in chosen.values()})
-            progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            walk = self._substitution([*untried.values()], workdir)
-            changes = walk.changes(lambda block: progress.advance(1, block))
+            inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
+            walk = SubstitutionWalk(inputs, [*untried.values()])
+            changes = walk.changes(lambda block: inputs.progress.advance(1, block))
             self.changes.update(zip(untried, changes, strict=True))
         return factors_of(substitutes, self.changes)
-
-    def _substitution(
-        self, substitutes: Sequence[Substitute], workdir: FitWorkplace
-    ) -> SubstitutionWalk:
-        assert self.data is not None
-        inputs = FitInputs(
-            self.source,
-            self.recipe.calibration.damping,
-            workdir.moments,
-            reductions=lambda block: read_reductions(workdir.moments("channels", block)),
-            dtype_of=lambda _: torch.float32,
-            device=self.device,
-            is_unfitted=is_unfitted,
-        )
-        sampler = sampler_of(self.source)
-        return SubstitutionWalk(inputs, self.plan.attention, self.data, sampler, substitutes)
 
     def table(self, usual: float | None) -> TableSite:
         """Measure what the word embedding may become, once.
@@ -138,103 +102,92 @@ class Measurements:
         Args:
             usual: What the output changes by for a predicted loss of one, where that is known.
         """
-        assert self.data is not None
-        fitted = [self.data.batches[index] for index in self.data.fitted]
-        unit = usual or 1 / sum(len(next(iter(batch.values()))) for batch in fitted)
+        data = self.inputs.data
+        assert data is not None
+        unit = usual or 1 / sum(map(samples_in, data.fitted_batches))
         if unit not in self.tables:
-            count = len(table_forms(self.source, self.recipe))
-            self.progress.stage("trying word embeddings", count, "tables")
-            sampler = sampler_of(self.source)
-            width = getattr(self.source.config.get_text_config(), "hidden_size", 0) or 1
-            self.tables[unit] = table_site(
-                self.source,
-                self.recipe,
-                self.plan,
-                self.data,
-                sampler,
-                judged_batches(self.data, sampler.with_variants, 8 * width),
-                unit,
-                self.device,
-                lambda name: self.progress.advance(1, name),
-            )
+            self.tables[unit] = table_site(self.inputs, unit)
         return self.tables[unit]
 
 
 @dataclass(frozen=True)
-class Request:
-    """One budget that is asked of a measured model."""
+class Statistics:
+    """What conversions of one model to several speeds measure once.
 
-    recipe: Convert
-    plan: Plan  # of equal sizes
-    workdir: FitWorkplace
-    progress: Progress
+    Moments, orders of channels, predicted losses and times of candidates hold for conversions that
+    differ in nothing but their speed.
+    """
 
-    @property
-    def label(self) -> str:
-        """Name of the method."""
-        return self.recipe.method.name if self.recipe.method else ""
+    folder: Path  # for moments; whoever made it removes it
+    _measured: dict[str, Measurements] = field(default_factory=dict)
+
+    def answers(self, inputs: SearchInputs) -> dict[str, Plan]:
+        """Return plans; what a conversion like it has measured is not measured again."""
+        if not inputs.plan.layers:  # fewer blocks alone: nothing is measured
+            return answers(inputs)
+        recipe = inputs.recipe.model_copy(update=dict.fromkeys(TIMES, None))
+        data = inputs.data and inputs.data.fingerprint
+        facts = (inputs.source.store.fingerprint(), data, len(inputs.plan.layers))
+        key = " ".join([*map(str, facts), recipe.model_dump_json()])
+        moments = self.folder / str([*self._measured, key].index(key))
+        if key in self._measured:
+            shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
+            return answers(inputs, self._measured[key])
+        measured = Measurements(inputs)
+        plans = answers(inputs, measured)
+        self._measured[key] = measured
+        inputs.workdir.copy_moments(moments)
+        return plans
 
 
-def answers(measured: Measurements, request: Request) -> dict[str, Plan]:
+def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[str, Plan]:
     """Return plans with final sizes, in the order of preference, none of them twice.
 
     Each method that takes all layers is an answer too where it was measured alone, beside what
     `auto` makes of all of them.
+
+    Args:
+        inputs: A model, and what is asked of it.
+        measured: What is known of the model, and is added to.
     """
-    recipe, label = request.recipe, request.label
+    measured = measured or Measurements(inputs)
+    recipe, plan, label = inputs.recipe, inputs.plan, inputs.label
     by_loss = recipe.by_loss
-    asks = by_loss if measured.data is None else recipe.measures_sensitivity
-    if not request.plan.layers or not asks:
-        return {label: request.plan}
+    asks = by_loss if inputs.data is None else recipe.measures_sensitivity
+    if not plan.layers or not asks:
+        return {label: plan}
     predictions = measured.predictions
     if recipe.plain and recipe.time_budget:
-        request.progress.stage("timing widths", 1, "")
-        return {label: plan_in_time(measured.source, recipe, request.plan, measured.device)}
+        inputs.progress.stage("timing widths", 1, "")
+        return {label: plan_in_time(inputs)}
     if not predictions.layers:  # as with experts alone
         if not by_loss or (recipe.budget is not None and recipe.budget.is_size):
-            return {label: request.plan}
+            return {label: plan}
         raise PlanError(
             "no error is predicted for any of these layers (experts have none), so that a "
             "largest error gives them no size",
             "give a size instead, such as `--target 0.25`",
         )
-    goal = None
-    if (unit := _resource_of(recipe)) is not None:
-        priced = measured.priced(unit)
-        predictions, limit = priced.predictions, recipe.resource_budget
+    goal, limit = None, recipe.resource_budget
+    if limit is not None or recipe.counts_time:
+        priced = measured.priced(limit.unit if limit else Time.unit)
+        predictions = priced.predictions
         goal = None if limit is None else priced.goal(limit)
-    groups = grouped(request.plan, measured.source)
-    problem = BudgetProblem(recipe, measured.source, request.plan, groups, predictions)
+    groups = grouped(plan, inputs.source)
+    problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
     names = predictions.methods
     if goal is not None:
-        names = _worth_trying(_limited(problem, goal, round(goal.room)), names)
-    if measured.data is not None:
-        factors = measured.factors(names, request.workdir, request.progress)
-        problem = replace(problem, predictions=_scaled(predictions, factors))
-        storage = request.plan.storage
-        if recipe.chooses_table and storage is not None and storage.embeddings is not None:
+        names = _worth_trying(problem.limited(goal.resource.unit, goal.room), names)
+    if inputs.data is not None:
+        factors = measured.factors(names, inputs)
+        # What candidates are predicted to lose is corrected by what some of them did lose.
+        corrected = predictions.mapped(
+            factors.scaled, lambda site: with_losses(site, factors.channels)
+        )
+        problem = replace(problem, predictions=corrected)
+        if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
     return _solved(problem, names, label, goal)
-
-
-def _resource_of(recipe: Convert) -> str | None:
-    """Name the resource that candidates are priced by, if any counts."""
-    budget = recipe.resource_budget
-    if budget is None:
-        return Time.unit if recipe.counts_time else None
-    return budget.unit
-
-
-def _limited(problem: BudgetProblem, goal: Goal, room: int) -> BudgetProblem:
-    return replace(problem, room=(goal.resource.unit, room))
-
-
-def _scaled(predictions: Predictions, factors: Factors) -> Predictions:
-    """Correct what candidates are predicted to lose by what some of them did lose."""
-    tables = (predictions.layers, predictions.alone, predictions.quick)
-    layers, single, quick = (tuple(map(factors.scaled, sites)) for sites in tables)
-    widths = tuple(with_losses(site, factors.channels) for site in predictions.widths)
-    return replace(predictions, layers=layers, alone=single, quick=quick, widths=widths)
 
 
 def _solved(
@@ -249,24 +202,22 @@ def _solved(
         goal: What models are to take little of, if anything.
     """
     predictions = problem.predictions
-    complete = [name for name in predictions.whole if name in names]
+    complete = [name for name in predictions.complete if name in names]
+    offered = {label: (problem, names, complete)}
+    for name in (name for name in predictions.singles if name in names):
+        offered.setdefault(name, (problem.of_alone(), [name], [name]))
 
-    def answer(name: str, room: int | None) -> Plan:
-        limited = problem if goal is None or room is None else _limited(problem, goal, room)
-        if name == label:
-            return limited.best(names, complete)
-        return limited.of_alone().best([name], [name])
-
-    def least(name: str, unit: str) -> int:
-        if name == label:
-            return problem.least(names, unit)
-        return problem.of_alone().least([name], unit)
+    def answer(name: str, room: float | None = None) -> Plan:
+        spent, methods, singles = offered[name]
+        if goal is not None:
+            spent = spent.limited(goal.resource.unit, goal.room if room is None else room)
+        return spent.best(methods, singles)
 
     plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
-    for name in (label, *(name for name in predictions.single if name in names)):
+    for name in offered:
         try:
-            plan = answer(name, None if goal is None else round(goal.room))
+            plan = answer(name)
         except PlanError as error:
             refused.append(error)
             continue
@@ -276,9 +227,11 @@ def _solved(
     if goal is not None:  # whole models are measured for those in question alone
         unmeasured, plans = plans or {label: problem.plan}, {}
         for name in unmeasured:
+            spent, methods, _ = offered[name]
             try:
-                plan, ratio = goal.reach(partial(answer, name), least(name, goal.resource.unit))
-                plans[name] = _with_facts(plan, goal.resource.facts(ratio))
+                least = spent.least(methods, goal.resource.unit)
+                plan, ratio = goal.reach(partial(answer, name), least)
+                plans[name] = plan.with_facts(goal.resource.facts(ratio))
             except PlanError as error:
                 refused.append(error)
     if not plans:
@@ -312,27 +265,20 @@ def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
     return [name for name in fast if kinds[name] in structures or not hopeless(name)]
 
 
-def _with_facts(plan: Plan, facts: Mapping[str, Any]) -> Plan:
-    assert plan.budget is not None
-    return plan.model_copy(update={"budget": plan.budget.model_copy(update=facts)})
-
-
-def within_error(measured: Measurements, request: Request, error: float) -> Plan | None:
+def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> Plan | None:
     """Return the cheapest plan of so small a predicted error; None if all layers stay."""
-    assert request.plan.budget is not None
-    budget = request.plan.budget.model_copy(update={"kind": "max_error", "limit": error})
-    request = replace(request, plan=request.plan.model_copy(update={"budget": budget}))
+    plan = inputs.plan.with_facts({"kind": "max_error", "limit": error})
     try:
-        [plan] = answers(measured, request).values()
+        [plan] = answers(replace(inputs, plan=plan), measured).values()
     except PlanError:
         if not measured.predictions.layers:
             raise
         return None
-    if not request.recipe.counts_time or not measured.resources or plan.budget is None:
+    if not inputs.recipe.counts_time or not measured.resources or plan.budget is None:
         return plan
     time = measured.priced(Time.unit).resource
     [speedup] = time.ratios(plan)
-    return _with_facts(plan, time.facts(speedup))
+    return plan.with_facts(time.facts(speedup))
 
 
 def _in_question(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:

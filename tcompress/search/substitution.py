@@ -15,21 +15,29 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
-from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.streams import PartialModel, Readings, Stream, common_block
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import CalibrationData, samples_in
 from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, StreamPairs, dense_readings
-from tcompress.fitting.channel_orders import ChannelOrder
+from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
+from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.couplings import Coupling, couplings, whole_heads
-from tcompress.planning.entries import AttentionPlan, LayerPlan
+from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.candidates import Site
-from tcompress.search.width import forms_of, is_offered, kept_sizes, without_width
+from tcompress.search.candidates import SearchInputs, Site
+from tcompress.search.joint_width import (
+    forms_of,
+    is_offered,
+    is_unfitted,
+    kept_sizes,
+    without_width,
+)
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -83,31 +91,36 @@ class SubstitutionWalk:
     computes from there on.
 
     Attributes:
-        inputs: Statistics and settings of fits.
-        attention: Plans of attentions that are replaced in the block of a substitute.
-        data: What substitutes are fitted to, and judged by.
-        sampler: Compares outputs.
+        inputs: The model, what substitutes are fitted to and judged by, and their statistics.
         substitutes: What is put into the dense model.
     """
 
-    inputs: FitInputs
-    attention: Sequence[AttentionPlan]
-    data: CalibrationData
-    sampler: OutputSampler
+    inputs: SearchInputs
     substitutes: Sequence[Substitute] = ()
 
     def __post_init__(self) -> None:
-        source = self.inputs.source
+        source, device = self.inputs.source, self.inputs.device
+        moments = self.inputs.workdir.moments
         self._blocks = {block.name: block for block in roles_of(source).blocks}
-        self._model = PartialModel(source, [*self._blocks], self.inputs.device, head=True)
+        self._model = PartialModel(source, [*self._blocks], device, head=True)
+        self._sampler = sampler_of(source)
+        self._fits = FitInputs(
+            source,
+            self.inputs.recipe.calibration.damping,
+            moments,
+            reductions=lambda block: read_reductions(moments("channels", block)),
+            dtype_of=lambda _: torch.float32,
+            device=device,
+            is_unfitted=is_unfitted,
+        )
 
     def changes(self, advance: Callable[[str], None]) -> list[float]:
         """Return the change of the output per sample, for every substitute."""
         stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
-        width = getattr(self.inputs.source.config.get_text_config(), "hidden_size", 0) or 1
-        bytes_per_token = 4 * width * (count + 1)
-        batches = judged_batches(self.data, self.sampler.with_variants, bytes_per_token)
-        data = _to_fit(self.data)
+        data = self.inputs.data
+        assert data is not None
+        batches = judged_batches(data, self._sampler, self.inputs.source, count + 1)
+        data = _to_fit(data)
         fitted = [stream(batch) for batch in data.batches]
         pairs = StreamPairs(data, fitted, fitted)  # up to its own block nothing changes
         unchanged = [stream(batch, keep=True) for batch in batches]
@@ -137,14 +150,14 @@ class SubstitutionWalk:
                                 ahead = answers.get(number)
                                 follower.answer(answer if ahead is None else ahead[index])
                             if exact.output is not None:
-                                changes[number] += self.sampler.change(
+                                changes[number] += self._sampler.change(
                                     exact.output, follower.output, exact.batch
                                 )
                                 follower.output = None  # at once: logits are large
                         exact.output = None
                     reached |= answers.keys()
                 advance(name)
-        samples = sum(len(next(iter(batch.values()))) for batch in batches)
+        samples = sum(map(samples_in, batches))
         return [change / samples for change in changes]
 
     def _answers(
@@ -156,7 +169,7 @@ class SubstitutionWalk:
         passes: Sequence[Stream],
     ) -> list[Any]:
         """Fit a substitute, and run its block."""
-        rewriter = BlockRewriter(self.inputs, pairs, substitute.entries, self.attention)
+        rewriter = BlockRewriter(self._fits, pairs, substitute.entries, self.inputs.plan.attention)
         rewritten = rewriter.rewrite(self._blocks[substitute.block], dense, readings)
         routing, answers = rewritten.routing, []
         for index, waiting in enumerate(passes):
@@ -170,35 +183,33 @@ class SubstitutionWalk:
 def _to_fit(data: CalibrationData) -> CalibrationData:
     """Some of the samples that are not held out."""
     part = data.part(FITTED)
-    batches = [part.batches[index] for index in part.fitted]
     places = tuple(part.place(index) for index in part.fitted)
-    return replace(part, batches=batches, holdout=[], origins={}, places=places)
+    return replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
 
 
 def judged_batches(
-    data: CalibrationData,
-    extended: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-    bytes_per_token: int,
+    data: CalibrationData, sampler: OutputSampler, source: SourceModel, passes: int
 ) -> list[Mapping[str, Tensor]]:
-    """Batches held out, cut to what is enough and to what all passes have memory for."""
+    """Batches held out, cut to what is enough and to what so many passes have memory for."""
     indices = [*data.holdout] or [*range(len(data.batches))]
     batches = [data.batches[index] for index in indices]
-    uncut = [*map(extended, batches)]
-    samples = sum(len(next(iter(batch.values()))) for batch in uncut)
-    tokens = sum(_tokens(batch) for batch in uncut)
-    limit = min(JUDGED_TOKENS, MOST_BYTES / bytes_per_token)
+    uncut = [*map(sampler.with_variants, batches)]
+    samples = sum(map(samples_in, uncut))
+    tokens = sum(tokens_of(next(iter(batch.values()))) for batch in uncut)
+    width = getattr(source.config.get_text_config(), "hidden_size", 0) or 1
+    limit = min(JUDGED_TOKENS, MOST_BYTES / (4 * width * passes))
     step = max(1, round(max(samples / JUDGED, tokens / limit)))
     cut = list[Mapping[str, Tensor]]()
     for batch in batches:
-        size = len(next(iter(batch.values())))
+        size = samples_in(batch)
         chosen = slice(min(size - 1, step // 2), None, step)
-        cut.append(extended({key: value[chosen] for key, value in batch.items()}))
+        cut.append(sampler.with_variants({key: value[chosen] for key, value in batch.items()}))
     return cut
 
 
-def _tokens(batch: Mapping[str, Tensor]) -> int:
-    first = next(iter(batch.values()))
-    return len(first) * (first.shape[1] if first.ndim == 2 else 256)
+def tokens_of(value: Tensor) -> int:
+    """Count the tokens of an input; of a picture or a sound this is a guess."""
+    return value.numel() if value.dim() == 2 else 256 * len(value)
 
 
 def layer_substitutes(
@@ -236,12 +247,11 @@ def channel_substitutes(
     entries: Mapping[str, LayerPlan],
     fraction: float,
 ) -> Iterator[Substitute]:
-    """Take some channels and, where that is offered, none; arguments as above."""
-    by_weight = {f"{path}.{entry.parameter}": entry for path, entry in entries.items()}
+    """Take some channels and, where that is offered, none; entries are by weight in the model."""
     by_key = {entry.key: entry for entry in entries.values()}
     for order in orders:
         for size in kept_sizes(order.coupling, fraction):
-            forms = forms_of({order.coupling: size}, by_weight)
+            forms = forms_of({order.coupling: size}, entries)
             narrow = tuple(by_key[k].model_copy(update=form._asdict()) for k, form in forms)
             predicted = float(order.losses[size])
             if predicted > 0:

@@ -4,15 +4,17 @@ Predictions compare sizes of one structure better than structures: what single c
 says little of what many of them change together. What blocks cost does not add up either, since
 the layers that stay make up for much of what is gone: in low rank, at a quarter of its size,
 predictions added up to 203, 209 and 264 with no block dropped, one and two, and 151, 148 and 153
-were measured.
+were measured. How much agreement a predicted error costs depends on the model and on what it is
+used for, and is known only of models that were fitted and tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from math import inf
+from math import exp, inf, log
 
 from tcompress.errors import FitError, PlanError
+from tcompress.search.budgets import approach
 
 TIE = 0.02
 """Answers so close to the best one are as good."""
@@ -22,6 +24,39 @@ CLEAR = 0.15
 
 STOP = 0.1
 """With fewer blocks, an answer worse than the best by more than this share ends the search."""
+
+AIM, CLOSE = 0.95, 0.85
+"""Of the agreement that is allowed: what is aimed at, and from where on no more is looked for."""
+
+_GUESS = 2.0  # predicted error for each unit of agreement, before anything was tried
+
+
+def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> float | None:
+    """Try predicted errors, and return the largest that loses no more agreement than is allowed.
+
+    `lost_at` tells what is lost, or nothing where no model is that small; neither does this where
+    no try was good enough. What is lost follows a power of the error, so logarithms are tried.
+    """
+    losses: dict[float, float] = {}
+
+    def lost(log_error: float) -> float | None:
+        agreement = lost_at(exp(log_error))
+        if agreement is None:
+            return None
+        losses[log_error] = max(agreement, 1e-6)
+        return log(losses[log_error])
+
+    def largest() -> float | None:
+        return max((error for error, loss in losses.items() if loss <= allowed), default=None)
+
+    def enough() -> bool:
+        error = largest()
+        return error is not None and (error >= 0 or losses[error] >= CLOSE * allowed)
+
+    start = log(min(_GUESS * allowed, 0.5))
+    approach(lost, start, log(AIM * allowed), enough, lambda number: min(number, 0.0), step=log(8))
+    error = largest()
+    return None if error is None else exp(error)
 
 
 def simplest(best: str, mixed: str, changes: Mapping[str, float]) -> str:

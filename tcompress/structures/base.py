@@ -56,27 +56,27 @@ class Spec(Options):
 
     @property
     def has_size(self) -> bool:
-        """Whether these options alone decide a size; else a budget has to."""
+        """True if these options alone decide a size; else a budget has to."""
         return getattr(self, "rank", 0) is not None
 
     @property
     def fixes_size(self) -> bool:
-        """Whether these options leave nothing to a budget, not even a low-rank term beside them."""
+        """True if these options leave nothing to a budget, not even a low-rank term beside them."""
         return False
 
     @property
     def fills(self) -> bool:
-        """Whether a layout spends a budget itself; if not, a low-rank term may take the rest."""
+        """True if a layout spends a budget itself; if not, a low-rank term may take the rest."""
         return getattr(self, "rank", 0) is None
 
     @property
     def shares_factors(self) -> bool:
-        """Whether layers share tensors of their cores, so that they are sized together."""
+        """True if layers share tensors of their cores, so that they are sized together."""
         return False
 
     @property
     def narrows(self) -> bool:
-        """Whether layers around channels become narrower together, and stay plain matrices."""
+        """True if layers around channels become narrower together, and stay plain matrices."""
         return False
 
     def settled(self, *, calibrated: bool) -> Spec:
@@ -124,12 +124,12 @@ class Layout(Frozen):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is an ordinary matrix, which is no structure to any other program."""
+        """True for an ordinary matrix, which is no structure to any other program."""
         return False
 
     @property
     def regressors(self) -> int:
-        """How many inputs every output sees: what calibration rows must suffice for."""
+        """Number of inputs that every output sees: what calibration rows must suffice for."""
         return self.in_features
 
     @pydantic.model_serializer(mode="wrap")
@@ -159,7 +159,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Target:
-    """What a term is fitted to, in the moment norm; no moment stands for the identity."""
+    """Weight and moments that a term is fitted to; no moment stands for the identity."""
 
     product: Tensor  # W C, less what other terms of the sum contribute  # (out, in)
     gram: Tensor | None  # G, damped  # (in, in)
@@ -271,7 +271,7 @@ class Structure(ABC, Generic[S, L]):
 
 
 class Registry(dict[str, T]):
-    """What was registered, by name, in order; an unknown name is a `RecipeError`.
+    """Registered members by name, in order; an unknown name is a `RecipeError`.
 
     In a layout the name stands under `key`.
     """
@@ -329,7 +329,7 @@ class LooksUp(ABC):
 
     @abstractmethod
     def looks_up(self, layout: Any) -> bool:
-        """Whether a layout has all that its rows are made of."""
+        """Return whether a layout has all that its rows are made of."""
 
     @abstractmethod
     def rows(self, index: Tensor, tensors: Tensors, layout: Any) -> Tensor:
@@ -359,7 +359,7 @@ class Shared(NamedTuple):
 
 
 class FitCost(NamedTuple):
-    """What a fit takes, roughly."""
+    """Rough cost of a fit."""
 
     flops: float
     bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
@@ -386,7 +386,7 @@ class SharesFactors(ABC):
 
     @abstractmethod
     def shared_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
-        """What `fit_shared` takes, with all weights and moments that it looks at."""
+        """Cost of `fit_shared`, with all weights and moments that it looks at."""
 
 
 def shared_of(layout: Layout) -> Shared | None:
@@ -447,11 +447,11 @@ class Transformed(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor, operator: Any, layout: Any) -> Tensor:
-        """Takes the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
+        """Transform the input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
 
     @abstractmethod
     def decode(self, u: Tensor, operator: Any, layout: Any) -> Tensor:
-        """Takes what `apply` returns to the model's coordinates.  # (tokens, out') -> (.., out)."""
+        """Transform the output of `apply` back.  # (tokens, out') -> (tokens, out)."""
 
 
 def transform_of(layout: Layout, side: Side) -> Transform | None:
@@ -476,13 +476,13 @@ def first_operators(layout: Layout, like: Tensor) -> dict[Side, Any]:
 
 
 def encoded(layout: Layout, x: Tensor, operator: Any = None) -> Tensor:
-    """Takes the input of a term to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
+    """Transform a term's input to the coordinates of `apply`.  # (tokens, in) -> (tokens, in')."""
     kind = structure(layout.structure)
     return kind.encode(x, operator, layout) if isinstance(kind, Transformed) else x
 
 
 def decoded(layout: Layout, u: Tensor, operator: Any = None) -> Tensor:
-    """Takes what `apply` returns back.  # (tokens, out') -> (tokens, out)."""
+    """Transform the output of `apply` back.  # (tokens, out') -> (tokens, out)."""
     kind = structure(layout.structure)
     return kind.decode(u, operator, layout) if isinstance(kind, Transformed) else u
 

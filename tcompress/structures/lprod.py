@@ -29,7 +29,7 @@ from tcompress.structures.base import (
     random_tensors,
     register,
 )
-from tcompress.structures.costs import CostsOther, FitCost, svd_flops
+from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

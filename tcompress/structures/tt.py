@@ -26,7 +26,7 @@ from tcompress.structures.base import (
     predicted_loss,
     register,
 )
-from tcompress.structures.costs import CostsOther, FitCost, svd_flops
+from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return {f"core{n}": core for n, core in enumerate(cores)}
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
-        """Takes one sweep with output moments."""
+        """Fit by one sweep with output moments."""
         return _matrix(self._fitted(target, layout, 1), layout)
 
     def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
@@ -295,14 +295,14 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
 
 
 def _starts_at_optimum(layout: TTLayout) -> bool:
-    """Whether the SVD that a fit starts from is the optimum where there is no data, or nearly."""
+    """Return whether the SVD that a fit starts from is, or nearly is, the optimum without data."""
     whole = prod(layout.in_modes) * prod(layout.out_modes)
     padded = 1 - layout.in_features * layout.out_features / whole
     return len(layout.in_modes) == 2 and padded <= PADDED
 
 
 def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
-    """Whether to contract rather than rebuild, for so many tokens; None for very many."""
+    """Return whether to contract rather than rebuild, for so many tokens; None for very many."""
     import torch
 
     if layout.apply != "auto":

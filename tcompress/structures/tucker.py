@@ -35,7 +35,7 @@ from tcompress.structures.base import (
     random_tensors,
     register,
 )
-from tcompress.structures.costs import CostsOther, FitCost, svd_flops
+from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 from tcompress.structures.lowrank import rank_losses
 
 if TYPE_CHECKING:

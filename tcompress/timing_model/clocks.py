@@ -28,7 +28,7 @@ from tcompress.latency.passes import Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import RandomInputs, sequence_length
 from tcompress.models import SourceModel
 from tcompress.models.narrower import with_keys
-from tcompress.planning.entries import Form, LayerPlan, Plan
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
 from tcompress.structures.width import plain_layout
 from tcompress.timing_model.random_weights import RandomWeights
@@ -232,7 +232,7 @@ class LayerTimes:
     def _factory_options(self) -> dict[str, Any]:
         return {"dtype": self.dtype, "device": self.device}
 
-    def of(self, form: Form, bias: bool = True) -> float:
+    def of(self, form: LayerForm, bias: bool = True) -> float:
         """Time one layer of a form."""
         key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
         if key not in self.measured:
@@ -256,7 +256,7 @@ class LayerTimes:
     def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
         if not inputs or not outputs:  # which PyTorch's own layer warns of
             term = plain_layout(inputs, outputs)
-            return self.of(Form((PartLayout(name="", terms=(term,)),)), bias)
+            return self.of(LayerForm((PartLayout(name="", terms=(term,)),)), bias)
         key = repr((inputs, outputs, bias))
         if key not in self.measured:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)

@@ -28,7 +28,7 @@ from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
-from tcompress.training.tasks import Task, masked
+from tcompress.training.tasks import TrainingTask, masked
 from tcompress.training.text_agreement import without_words
 
 COMPARED = 2**14  # tokens of each source that mixtures of weights are compared on
@@ -39,7 +39,7 @@ class ExampleEncoder:
     """Encoder of examples for a model and a task, if there is one. Use `ExampleEncoder.of`."""
 
     source: SourceModel
-    task: Task | None
+    task: TrainingTask | None
     seed: int
     inputs: Inputs
     sentences: SentenceEncoder
@@ -47,7 +47,7 @@ class ExampleEncoder:
 
     @classmethod
     def of(
-        cls, source: SourceModel, task: Task | None, seed: int, max_length: int
+        cls, source: SourceModel, task: TrainingTask | None, seed: int, max_length: int
     ) -> ExampleEncoder:
         """Open the tokenizer of a model that reads texts.
 

@@ -17,7 +17,7 @@ from tcompress.training.batches import Encoded, host_batches, in_order, model_in
 from tcompress.training.masks import unread_masks
 from tcompress.training.objectives import Batch, Observed, Similarities, fed_with
 from tcompress.training.setup import Setup
-from tcompress.training.tasks import Task
+from tcompress.training.tasks import TrainingTask
 from tcompress.training.teacher_outputs import TeacherOutputs
 
 UNITS = ("examples", "tokens", "targets")
@@ -249,7 +249,7 @@ class Losses:
             for (objective, share), losses in zip(chosen, sums, strict=True)
         )
 
-    def _score(self, task: Task, batches: Iterator[Batch]) -> float:
+    def _score(self, task: TrainingTask, batches: Iterator[Batch]) -> float:
         predictions, labels = [], []
         for batch in batches:
             moved = self._moved(batch)

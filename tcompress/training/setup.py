@@ -42,7 +42,7 @@ from tcompress.training.rounded import round_frozen, roundings_of
 from tcompress.training.schedule import blocks_first, texts_beside
 from tcompress.training.targets import TextTeacher
 from tcompress.training.task_heads import with_head
-from tcompress.training.tasks import TASKS, Task
+from tcompress.training.tasks import TASKS, TrainingTask
 from tcompress.training.teacher import blocks_to_imitate, check_length
 from tcompress.training.teaching import (
     Kind,
@@ -68,7 +68,7 @@ class Setup:
     teacher_observer: Observer | TokenTeachers | None
     objectives: list[tuple[Objective, float]]
     data: Data
-    task: Task | None
+    task: TrainingTask | None
     source: SourceModel
     roundings: Mapping[str, Rounding | None]  # of what will be stored, by key of the source
     untrained: bool = False
@@ -304,7 +304,7 @@ def drop_nothing(model: nn.Module) -> None:
 
 def _sentences_and_task(
     source: SourceModel, options: Finetune, names: Iterable[str]
-) -> tuple[SentenceEncoder, Task | None]:
+) -> tuple[SentenceEncoder, TrainingTask | None]:
     """Pooling of sentences to embeddings, where that matters, and the task."""
     sentences = PLAIN
     if options.task == "sts":

@@ -13,7 +13,7 @@ from tcompress.data.labels import Classes, are_numbers, is_independent, label_na
 from tcompress.errors import DataError
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
-from tcompress.training.tasks import Task
+from tcompress.training.tasks import TrainingTask
 from tcompress.training.training_data import Data
 
 SEVERAL = "multi_label_classification"
@@ -21,7 +21,7 @@ SEVERAL = "multi_label_classification"
 
 
 def with_head(
-    task: Task | None, data: Data, source: SourceModel, teacher: SourceModel | None
+    task: TrainingTask | None, data: Data, source: SourceModel, teacher: SourceModel | None
 ) -> tuple[Data, Mapping[str, Any]]:
     """Number the classes of the data like a head, and choose the head's options.
 

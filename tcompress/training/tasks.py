@@ -23,7 +23,7 @@ from tcompress.training.objectives import Batch, Observed, embedded
 WRONG_PAIRS = 3  # wrong responses beside every right one
 
 
-class Task(ABC):
+class TrainingTask(ABC):
     """A task that a model can be taught; `validated` names the number that is validated."""
 
     name: ClassVar[str]
@@ -44,7 +44,7 @@ class Task(ABC):
         """Make examples out of those that are trained, or validated, on."""
         return examples
 
-    def suited_to(self, labels: Classes) -> Task:
+    def suited_to(self, labels: Classes) -> TrainingTask:
         """The task as data with such labels has it."""
         return self
 
@@ -61,7 +61,7 @@ class Task(ABC):
         raise NotImplementedError
 
 
-class Classification(Task):
+class Classification(TrainingTask):
     """One class for one or two texts, or several where the data has lists of them."""
 
     name = "classification"
@@ -79,7 +79,7 @@ class Classification(Task):
     def score(self, predictions: Tensor, labels: Tensor) -> float:
         return float((predictions == labels).double().mean())
 
-    def suited_to(self, labels: Classes) -> Task:
+    def suited_to(self, labels: Classes) -> TrainingTask:
         return SeveralClasses(self.sentences) if labels.several else self
 
 
@@ -90,7 +90,7 @@ class ImageClassification(Classification):
     head = "image-classification"
     needs = Needs(image=True, target="class", several=True)
 
-    def suited_to(self, labels: Classes) -> Task:
+    def suited_to(self, labels: Classes) -> TrainingTask:
         return SeveralClassesOfImages(self.sentences) if labels.several else self
 
 
@@ -179,7 +179,7 @@ class ResponseSelection(RankedClassification):
         return replace(examples, texts=(contexts, responses), targets=targets)
 
 
-class Regression(Task):
+class Regression(TrainingTask):
     """A score for one or two texts, read together."""
 
     name = "regression"
@@ -232,7 +232,7 @@ class Forecasting(Regression):
         return float((predictions - labels).abs().double().mean())
 
 
-class CausalLM(Task):
+class CausalLM(TrainingTask):
     """The next token; labels are already shifted."""
 
     name = "causal-lm"
@@ -251,7 +251,7 @@ class MaskedLM(CausalLM):
     head = "masked-lm"
 
 
-TASKS: dict[str, type[Task]] = {
+TASKS: dict[str, type[TrainingTask]] = {
     kind.name: kind
     for kind in (
         Classification,

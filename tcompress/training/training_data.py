@@ -25,7 +25,7 @@ from tcompress.options.steps import FEW
 from tcompress.progress import Progress, Silent
 from tcompress.training.batches import Encoded
 from tcompress.training.encoded_examples import ExampleEncoder
-from tcompress.training.tasks import Task
+from tcompress.training.tasks import TrainingTask
 
 BUILTIN, TEACHER = "builtin", "teacher"
 WRITTEN = 2048  # texts that a teacher writes, at most
@@ -51,7 +51,7 @@ class Data:
 def load_data(
     source: SourceModel,
     options: TrainingData,
-    task: Task | None,
+    task: TrainingTask | None,
     seed: int,
     teacher: SourceModel | None = None,
     progress: Progress | None = None,
@@ -107,7 +107,7 @@ def _few(name: str, count: int) -> str:
 def check_training_data(
     source: SourceModel,
     options: TrainingData,
-    task: Task | None,
+    task: TrainingTask | None,
     seed: int,
     teacher: SourceModel | None = None,
 ) -> None:

@@ -191,7 +191,7 @@ class Unigram(PieceModel):
 
     @property
     def _named(self) -> frozenset[str]:
-        """What is unknown, and the piece whose score says what that costs: the lowest.
+        """Unknown piece, and the piece of the lowest score, which says what unknown text costs.
 
         Pieces before the unknown one stay too: classes of Transformers have its number in them.
         """

@@ -193,10 +193,11 @@ def densified(model: nn.Module, dense: nn.Module) -> nn.Module:
     return dense
 
 
-def load_whole(kind: type[nn.Module], folder: Path) -> Any:
+def load_whole(kind: Any, folder: Path) -> Any:
     """Load a model whose checkpoint must fit: nothing is missing, and nothing is left over."""
-    model, info = kind.from_pretrained(folder, output_loading_info=True)  # type: ignore[attr-defined]
+    model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert {name: found for name, found in info.items() if found} == {}
+    assert not model.training
     return model
 
 

@@ -24,15 +24,7 @@ from tcompress.timing_model.clocks import LayerTimes, ModelClock
 from tcompress.training import loop, mixing
 from tcompress.training.finetuning import Finetuned
 from tests.support import second_device
-from tests.support.conversions import (
-    Made,
-    calibration,
-    distance,
-    few_steps,
-    make,
-    outputs,
-    recipe,
-)
+from tests.support.conversions import Made, calibration, distance, few_steps, make, outputs, recipe
 from tests.support.evaluation import encoder, labelled_file, pairs_file
 from tests.support.grids import grid_folder, series_file, volume_file
 from tests.support.second_device import Device

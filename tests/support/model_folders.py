@@ -1,6 +1,8 @@
 """Model folders as users have them: tiny weights with a tokenizer or an image processor."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ def save_processor(folder: Path, **options: Any) -> None:
         **options,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(content), encoding="utf-8")
+
+
+@contextmanager
+def edited(path: Path) -> Iterator[Any]:
+    """A JSON file as data, which is written again once it is changed."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    yield content
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def sentences(count: int) -> list[str]:

@@ -6,11 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tcompress.attention import (
-    BaseAttention,
-    ReplacementSpec,
-    replacement_of,
-)
+from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerSpec
 from tcompress.attention.multilinear import MultilinearSpec

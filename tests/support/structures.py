@@ -11,14 +11,7 @@ from torch import Tensor
 
 from tcompress.linalg.moments import Moments
 from tcompress.structures import Layout, Target, structure
-from tcompress.structures.base import (
-    NO_OPERATORS,
-    SIDES,
-    Side,
-    dense_of,
-    shared_of,
-    transform_of,
-)
+from tcompress.structures.base import NO_OPERATORS, SIDES, Side, dense_of, shared_of, transform_of
 from tcompress.structures.lowrank import LowRankLayout
 from tcompress.structures.lprod import LprodLayout
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear

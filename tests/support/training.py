@@ -2,7 +2,7 @@
 
 import hashlib
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -176,6 +176,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, value in model.named_parameters()
         if value.grad is not None
     }
+
+
+def assert_gradients(modules: Iterable[nn.Module]) -> None:
+    """Every one has gradients, which are finite and not all zero."""
+    for module in modules:
+        found = gradients(module)
+        assert found
+        assert all(value.isfinite().all() for value in found.values())
+        assert any(value.any() for value in found.values())
 
 
 def losses_of(model: Path, **changes: Any) -> Losses:

@@ -21,6 +21,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from tcompress.data.calibration import builtin_texts
+from tests.support.model_folders import edited
 
 Texts = Iterable[str]
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
@@ -57,9 +58,8 @@ class Kind:
         model.save_pretrained(folder)
         made.save_pretrained(folder)
         if self.tokenizer is not None:
-            path = folder / "tokenizer_config.json"
-            settings = json.loads(path.read_text())
-            path.write_text(json.dumps({**settings, "tokenizer_class": self.tokenizer}))
+            with edited(folder / "tokenizer_config.json") as settings:
+                settings["tokenizer_class"] = self.tokenizer
         return folder
 
 
@@ -184,8 +184,7 @@ def _likeliest(texts: Texts, size: int) -> Tokenizer:
     )
     core.decoder = decoders.Metaspace()
     core.train_from_iterator(
-        texts,
-        trainers.UnigramTrainer(vocab_size=size, special_tokens=SPECIAL, unk_token="<unk>"),
+        texts, trainers.UnigramTrainer(vocab_size=size, special_tokens=SPECIAL, unk_token="<unk>")
     )
     core.post_processor = processors.TemplateProcessing(
         "<s> $A </s>", "<s> $A </s> </s> $B </s>", [("<s>", 0), ("</s>", 2)]
@@ -222,11 +221,7 @@ _OF_GPT = {"bos_token": _GPT, "eos_token": _GPT}
 KINDS: dict[str, Kind] = {
     "WordPiece": Kind(_word_pieces, "BertForMaskedLM", _OF_BERT, _SIZES, tokenizer="BertTokenizer"),
     "byte-level BPE": Kind(
-        _byte_pairs,
-        "GPT2LMHeadModel",
-        _OF_GPT,
-        _GPT_SIZES,
-        tokenizer="GPT2Tokenizer",
+        _byte_pairs, "GPT2LMHeadModel", _OF_GPT, _GPT_SIZES, tokenizer="GPT2Tokenizer"
     ),
     "BPE of whole words": Kind(
         _whole_words,

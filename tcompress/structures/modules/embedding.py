@@ -19,7 +19,7 @@ _SCALED = "ScaledWordEmbedding"  # how all families of Transformers call one tha
 
 @dataclass(frozen=True)
 class LookupScale:
-    """What a base model multiplies the vectors by that it looks up; an output head does not."""
+    """Factor that a base model multiplies the looked-up vectors by; an output head does not."""
 
     value: float = 1.0
     rounded: bool = False  # to the dtype of the vectors first, as Gemma's is

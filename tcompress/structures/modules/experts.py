@@ -27,7 +27,7 @@ def child_of(parameter: str) -> str:
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Tells whether Transformers says by attributes how experts apply their weights.
+    """Return whether Transformers says by attributes how experts apply their weights.
 
     Such a module (`use_experts_implementation`) is called with tokens, the experts of each token
     and their weights; it computes `up`, a gate or an activation, and `down`.

@@ -88,7 +88,7 @@ class CachedWeight:
 
 
 class Channels(Frozen):
-    """What is left of the channels between layers: the first `kept` of each of some groups.
+    """Channels between layers that are left: the first `kept` of each of some groups.
 
     A group is a head, all heads together, or all neurons of a feed-forward. Heads are `padded`: an
     attention sees them as wide as they were, with zeros at the end. None may be left.
@@ -110,7 +110,7 @@ class Channels(Frozen):
         return self.groups * self.kept
 
     def spread(self, x: Tensor, width: int) -> Tensor:
-        """Gives heads this width.  # (..., left) -> (..., groups * width)."""
+        """Pad heads to this width.  # (..., left) -> (..., groups * width)."""
         if not self.padded or self.kept == width:
             return x
         heads = x.unflatten(-1, (self.groups, -1))
@@ -121,7 +121,7 @@ class Channels(Frozen):
         return wide.flatten(-2)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Takes what a layer reads, from heads of any width.  # (..., channels) -> (..., left)."""
+        """Cut heads of any width to what a layer reads.  # (..., channels) -> (..., left)."""
         if x.shape[-1] == self.left:
             return x
         return x.unflatten(-1, (self.groups, -1))[..., : self.kept].flatten(-2)
@@ -151,7 +151,7 @@ class PartLayout(Frozen):
 
 
 def widened(tensor: Tensor, parts: Sequence[PartLayout], reads: Channels | None) -> Tensor:
-    """Gives a weight (..., out, in), or a bias (out,), its dense shape, with zeros."""
+    """Pad a weight (..., out, in), or a bias (out,), to its dense shape with zeros."""
     rows = -1 if tensor.ndim == 1 else -2
     if reads and tensor.ndim > 1:
         tensor = reads.widened(tensor, -1)
@@ -359,7 +359,7 @@ class StructuredLinear(nn.Module):
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def keep_weight(self, keep: bool = True) -> int:
-        """Lets passes in evaluation mode, without gradients, use one dense weight."""
+        """Keep one dense weight for passes in evaluation without gradients; return its bytes."""
         self._kept = CachedWeight() if keep else None
         size = next(self.parameters(recurse=False)).element_size()
         return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
@@ -431,7 +431,7 @@ class StructuredLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _spread(self, y: Tensor) -> Tensor:
-        """Gives heads the width that an attention expects."""
+        """Pad heads to the width that an attention expects."""
         if not self._spreads:
             return y
         if not y.shape[-1]:  # zeros without memory, which gradients pass
@@ -469,7 +469,7 @@ class StructuredLinear(nn.Module):
 
 
 def keep_weights(model: nn.Module, keep: bool = True) -> int:
-    """Lets all structured layers of a model keep one dense weight each, for inference.
+    """Keep one dense weight for each structured layer of a model, for inference.
 
     In evaluation mode a pass without gradients then runs as fast as that of the dense model, from
     the second one on. The memory is the dense model's, on top of what is stored. A weight is
@@ -485,7 +485,7 @@ _SIZES = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "di
 
 
 def channels_last(module: nn.Module, x: Tensor, *, output: bool = False) -> Tensor:
-    """Gives rows as a linear layer has them: (batch, *positions, channels) of a convolution."""
+    """Arrange a convolution's input as rows of a linear layer: (batch, *positions, channels)."""
     if not hasattr(module, "kernel_size"):
         return x
     steps: tuple[int, ...] = module.stride  # type: ignore[assignment]

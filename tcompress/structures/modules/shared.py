@@ -22,7 +22,7 @@ def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def has_autocast(kind: str) -> bool:
-    """Whether devices of a kind have autocast, which torch before 2.13 cannot ask when compiled."""
+    """Return whether devices of a kind have autocast; torch < 2.13 cannot ask when compiled."""
     return torch.amp.is_autocast_available(kind)
 
 
@@ -127,7 +127,7 @@ class TransformModule(nn.Module):
 
 
 def _same(copies: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> bool:
-    """Tells whether tensors still hold the numbers that were copied."""
+    """Return whether tensors still hold the numbers that were copied."""
     return all(
         tensor.dtype == copies[name].dtype
         and tensor.device == copies[name].device

@@ -1,0 +1,313 @@
+"""Checkpoints that hold less, or more, than the class they name, and data that reaches not all."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
+
+from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.sensitivity import BackwardWalk
+from tcompress.conversion.converter import convert
+from tcompress.errors import FitError, PlanError, SourceError
+from tcompress.inspection import inspect_model
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.reporting.model_report import report_of
+from tcompress.roles.find import find_roles
+from tests.support.conversions import calibration
+from tests.support.model_folders import edited, save_tokenizer
+from tests.support.tiers import tiered
+from tests.support.tiny import TINY, build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SVD = {"method": {"name": "svd"}, "target": 0.5}
+
+
+def _recipe(**changes: Any) -> Convert:
+    return Convert.model_validate({"calibration": {"source": "builtin"}, **SVD, **changes})
+
+
+def _claims(folder: Path, name: str) -> None:
+    with edited(folder / "config.json") as config:
+        config["architectures"] = [name]
+
+
+@pytest.mark.parametrize("changes", [SVD, {"drop_layers": 1, "method": None, "target": None}])
+def test_an_encoder_saved_without_the_head_that_it_names(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """As many sentence encoders are."""
+    build("mpnet").mpnet.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
+    _claims(tmp_path / "dense", "MPNetForMaskedLM")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert source.model_class.__name__ == "MPNetModel"
+    convert(source, _recipe(**changes), tmp_path / "out", data=calibration("mpnet"))
+    named = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
+    assert named == ["MPNetModel"]
+    model, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not {name for name in info["missing_keys"] if "pooler" not in name}
+    assert type(model).__name__ == "MPNetModel"
+
+
+def test_a_language_model_whose_head_is_not_stored_is_no_language_model(tmp_path: Path) -> None:
+    """An engine that goes by `architectures` would draw its head at random."""
+    name = _stored_otherwise(
+        tmp_path / "dense", "llama", lambda weights: weights.pop("lm_head.weight")
+    )
+    said = "names a `LlamaForCausalLM`, but nothing is stored of its head: it is taken as a `Llama"
+    assert said in inspect_model(name, plan=True).warnings[0]
+    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    assert said in done.manifest.plan.warnings[0]
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaModel"]
+    assert "stored_as" not in config["quantization_config"]
+    _, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+
+
+def test_a_head_that_is_tied_is_there(tmp_path: Path) -> None:
+    build("gpt2").transformer.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
+    _claims(tmp_path / "dense", "GPT2LMHeadModel")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert source.model_class.__name__ == "GPT2LMHeadModel"
+
+
+def test_a_model_without_its_pooler(tmp_path: Path) -> None:
+    model: Any = build("vit").vit  # type: ignore[attr-defined]
+    model.save_pretrained(tmp_path / "dense")
+    assert SourceModel.open(str(tmp_path / "dense")).keymap.missing
+    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=calibration("vit"))
+    assert (
+        len({entry.parameters / entry.dense_parameters for entry in done.manifest.plan.layers}) > 2
+    )
+
+
+def test_old_buffers_stay_behind(tmp_path: Path) -> None:
+    model: Any = build("gpt2")
+    state = {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    state |= {f"transformer.h.{block}.attn.bias": torch.ones(1, 1, 8, 8) for block in range(2)}
+    model.save_pretrained(tmp_path / "dense", state_dict=state)
+    source = SourceModel.open(str(tmp_path / "dense"))
+    assert len(source.keymap.stale) == 2
+    done = convert(source, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert not [name for name in file.keys() if name.endswith(".attn.bias")]  # noqa: SIM118
+    assert done.manifest.plan.layers
+
+
+def _stored_otherwise(
+    folder: Path, family: str, change: Callable[[dict[str, Tensor]], object], **config: Any
+) -> str:
+    """Writes a tiny model with other tensors, and other words in its config."""
+    model = build(family)
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with edited(folder / "config.json") as settings:
+        settings |= config
+    return str(folder)
+
+
+def _cast(dtype: torch.dtype) -> Callable[[dict[str, Tensor]], object]:
+    def change(weights: dict[str, Tensor]) -> None:
+        weights |= {key: item.to(dtype) for key, item in weights.items() if item.ndim == 2}
+
+    return change
+
+
+Q0, Q1 = (f"model.layers.{index}.self_attn.q_proj.weight" for index in range(2))
+WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], dict[str, Any], list[str]]] = {
+    "tensors": (
+        "llama",
+        lambda weights: [weights.pop(key) for key in (Q0, Q1, "model.norm.weight")],
+        {},
+        ["`model.layers.0.self_attn.q_proj`", "layers.1.self_attn.q_proj`", "`model.norm` (3 te"],
+    ),
+    "blocks": (
+        "llama",
+        lambda _: None,
+        {"num_hidden_layers": 4},
+        ["nothing is stored for `model.layers.2`, `model.layers.3` (18 tensors)"],
+    ),
+    "head": (
+        "llama",
+        lambda weights: weights.pop("model.norm.weight"),
+        {},
+        ["nothing is stored for `model.norm`"],
+    ),
+    "shapes": ("llama", lambda _: None, {"intermediate_size": 48}, ["[64, 32], not [48, 32]"]),
+    "several": (
+        "llama",
+        lambda weights: (weights.pop(Q0), _cast(torch.int8)(weights)),
+        {"intermediate_size": 48},
+        [f"`{Q0[:-7]}", "[64, 32], not [48, 32]", "are stored as `int8`"],
+    ),
+    "experts": (
+        "mixtral",
+        lambda _: None,
+        {"intermediate_size": 48},
+        ["gate_up_proj` has shape [4, 128, 32], not [4, 96, 32]"],
+    ),
+    **{
+        str(dtype): ("llama", _cast(dtype), {}, ["and no `quantization_config` says what"])
+        for dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    },
+    "class": (
+        "bert",
+        lambda _: None,
+        {"architectures": ["Foo"]},
+        ["`architectures` names `Foo`, which nobody knows, and a `BertModel`", "place for `cls` ("],
+    ),
+}
+
+
+@pytest.mark.often("class")
+@pytest.mark.parametrize("case", WRONG)
+def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) -> None:
+    """All is said at once, before anything is done, by whatever opens the model."""
+    family, change, config, said = WRONG[case]
+    name = _stored_otherwise(tmp_path / "dense", family, change, **config)
+    data_free = _recipe(calibration={"source": "none"})
+    for use in (
+        lambda: inspect_model(name, plan=case == "head"),  # headers do not tell that it is missing
+        lambda: report_of(name),
+        lambda: SourceModel.open(name, converted=True),  # as `evaluate`, `bench`, `finetune` do
+        lambda: convert(name, data_free, tmp_path / "out"),
+    ):
+        with pytest.raises(SourceError) as refused:
+            use()
+        assert all(text in refused.value.message for text in said), refused.value.message
+        assert refused.value.hint
+    assert {path.name for path in tmp_path.iterdir()} == {"dense"}
+    SourceModel.open(name, seed=0)  # weights do not count where they are drawn
+
+
+def test_weights_beyond_the_config_stay_behind_and_are_named(tmp_path: Path) -> None:
+    name = _stored_otherwise(tmp_path / "dense", "llama", lambda _: None, num_hidden_layers=1)
+    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    note = "has no place for `model.layers.1` (9 tensors)"
+    assert note in done.manifest.plan.warnings[0]
+    assert note in inspect_model(name).warnings[0]
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        assert not [key for key in file.keys() if ".layers.1." in key]  # noqa: SIM118
+
+
+def test_a_class_that_nobody_knows(tmp_path: Path) -> None:
+    model: Any = build("bert").bert  # type: ignore[attr-defined]
+    model.save_pretrained(tmp_path)
+    _claims(tmp_path, "Foo")
+    (note,) = SourceModel.open(str(tmp_path)).notes[:1]
+    assert note == "nobody knows the class `Foo`: a `BertModel` is taken instead"
+
+
+@pytest.mark.parametrize("family", tiered(TINY, often=lambda row: row in ("bert", "mixtral")))
+def test_whole_models_are_whole(family: str, sources: Callable[[str], SourceModel]) -> None:
+    assert sources(family).notes == ()
+
+
+@pytest.mark.parametrize("changes", [SVD, {"target": None, "max_error": 0.1}])
+def test_budgets_by_loss_of_experts_alone(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing predicts what they lose."""
+    build("mixtral").save_pretrained(tmp_path / "dense")
+    recipe, data = _recipe(only=["experts_*"], **changes), calibration("mixtral")
+    if recipe.target is None:
+        with pytest.raises(PlanError, match="no error is predicted for any of these layers"):
+            convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data)
+        return
+    plan = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data).manifest.plan
+    assert 0.3 < plan.kept <= 0.5
+
+
+def test_outputs_of_calibration_are_held_one_at_a_time(
+    sources: Callable[[str], SourceModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cpu = sources("llama"), torch.device("cpu")
+    batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
+    roles = find_roles(source.meta_model())
+    walk = BackwardWalk(source, roles, batches, OutputSampler(None), tmp_path, cpu)
+    held: list[int] = []
+    start = walk._start_backward
+
+    def counting(item: Any) -> None:
+        held.append(sum(one.output is not None for one in walk._streams))
+        start(item)
+
+    monkeypatch.setattr(walk, "_start_backward", counting)
+    assert len(list(walk.run())) == 2
+    assert held == [1, 1, 1, 1]
+
+
+def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
+    text = {"vocab_size": 120, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=1, image_token_index=119
+    )
+    torch.manual_seed(0)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
+    save_tokenizer(tmp_path / "dense")
+    done = convert(
+        str(tmp_path / "dense"),
+        _recipe(method={"name": "lprod", "p": 2, "transform": "dct"}, target=None),
+        tmp_path / "out",
+    )
+    note = done.manifest.plan.warnings[-1]
+    assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_change_of_the_output_is_never_below_zero(independent: bool) -> None:
+    """Float32 has room for errors of 1e-7 in every logarithm; the divergences are far smaller."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(3, 50, generator=generator)
+    dense[0, 7] = -torch.inf  # ruled out
+    sampler = OutputSampler(None, independent=independent)
+    assert sampler.change(SimpleNamespace(logits=dense), SimpleNamespace(logits=dense), {}) == 0
+    moved = torch.randn(3, 50, generator=generator).double()
+    for size in (1e-1, 1e-4, 1e-7):
+        one = dense.double()
+        found = sampler.change(
+            SimpleNamespace(logits=one), SimpleNamespace(logits=one + size * moved), {}
+        )
+        p = one.sigmoid() if independent else one.softmax(-1)
+        mean = 0 if independent else (p * moved).sum(-1, keepdim=True)
+        spread = p * (1 - p) * moved.square() if independent else p * (moved - mean).square()
+        assert found == pytest.approx(size**2 * float(spread.sum()), rel=3 * size + 1e-6)
+    for wrong in (torch.nan, torch.inf):
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            sampler(SimpleNamespace(logits=torch.full((1, 3), wrong)), {})
+        with pytest.raises(FitError, match="holds NaN or infinity"):
+            sampler.change(SimpleNamespace(logits=one), SimpleNamespace(logits=one * wrong), {})
+
+
+def test_scores_that_are_a_yes_or_no_each() -> None:
+    """The drawn gradients have the curvature of the divergence, padding left out."""
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(2, 6, generator=generator)
+    change = 1e-3 * torch.randn(2, 6, generator=generator)
+    batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])}
+    sampler = OutputSampler(None, independent=True, per_token=True)
+
+    class Output:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+    moved = sampler.change(Output(dense), Output(dense + change), batch)
+    chance = dense.sigmoid()
+    wanted = (chance * (1 - chance) * change.square() * batch["attention_mask"]).sum()
+    assert moved == pytest.approx(float(wanted), rel=0.05)
+    drawn = torch.stack([sampler(Output(dense), batch)[0][1] for _ in range(4000)])
+    own = (drawn * change).sum(-1).square().mean(0).sum()
+    assert float(own) == pytest.approx(float(wanted), rel=0.1)
+    assert (drawn[:, 1, 2:] == 0).all()

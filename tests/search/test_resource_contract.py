@@ -1,0 +1,89 @@
+"""What every resource that a budget may limit does; a new one gets a row here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcompress.conversion.conversion import Conversion
+from tcompress.conversion.converter import convert
+from tcompress.errors import PlanError
+from tcompress.fitting.workdir import FitWorkplace
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.options.convert_options import RESOURCES as OPTIONS
+from tcompress.planning.entries import Plan
+from tcompress.planning.planner import make_plan
+from tcompress.progress import Silent
+from tcompress.search.resources import RESOURCES
+from tcompress.search.search import Measurements
+from tests.support.conversions import calibration
+from tests.support.counted_clock import counted_clock
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+# By option: what is in reach of the tiny encoder, and what is not.
+ROWS: dict[str, tuple[Any, Any]] = {"speedup": (1.3, 60), "latency": ("28ms", "0.001ms")}
+ROW = pytest.mark.parametrize("name", ROWS)
+FIRST = pytest.mark.often("speedup")  # of time the other way to say it is in the slow tier
+
+
+@pytest.fixture(autouse=True)
+def counted() -> Any:
+    with counted_clock():
+        yield
+
+
+def _recipe(name: str, value: Any, method: str = "width") -> Convert:
+    return Convert.model_validate({"method": {"name": method}, name: value})
+
+
+def test_every_option_has_a_row() -> None:
+    assert set(ROWS) == set(OPTIONS)
+
+
+@FIRST
+@ROW
+def test_candidates_and_what_is_beside_them_add_up_to_the_model(
+    tiny: Any, name: str, tmp_path: Path
+) -> None:
+    source = SourceModel.open(str(tiny("bert")))
+    recipe = _recipe(name, ROWS[name][0], "auto")
+    plan = make_plan(recipe, source)
+    conversion = Conversion.of(source, recipe, plan, Silent(), calibration("bert"))
+    with FitWorkplace(tmp_path / "out", "", torch.device("cpu")).working() as workdir:
+        budget = recipe.resource_budget
+        assert budget is not None
+        priced = Measurements(conversion.inputs(workdir)).priced(budget.unit)
+        workdir.discard()
+    resource, predictions = priced.resource, priced.predictions
+    assert RESOURCES[budget.unit] is type(resource)
+    goal = priced.goal(budget)
+    taken = sum(site.dense[resource.unit] for site in predictions.layers)
+    assert goal.rest + taken == pytest.approx(resource.dense, rel=1e-6)
+    for site in (*predictions.layers, *predictions.widths):
+        assert site.candidates
+        assert all(item.costs[resource.unit] >= 0 for item in site.candidates)
+    [ratio] = resource.ratios(Plan(layers=()))
+    assert ratio == pytest.approx(1)
+
+
+@FIRST
+@ROW
+def test_a_plan_takes_no_more_than_is_allowed(tiny: Any, name: str, tmp_path: Path) -> None:
+    recipe = _recipe(name, ROWS[name][0])
+    made = convert(str(tiny("bert")), recipe, tmp_path / "out", data=calibration("bert"))
+    plan = made.manifest.plan
+    assert plan.budget is not None
+    assert plan.budget.kind == name
+    assert plan.budget.chosen == "loss"
+    assert 0 < plan.kept < 1
+
+
+@FIRST
+@ROW
+def test_out_of_reach_says_how_far_it_is(tiny: Any, name: str, tmp_path: Path) -> None:
+    recipe = _recipe(name, ROWS[name][1])
+    with pytest.raises(PlanError, match="out of reach"):
+        convert(str(tiny("bert")), recipe, tmp_path / "out", data=calibration("bert"))
+    assert not (tmp_path / "out").exists()

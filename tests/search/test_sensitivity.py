@@ -1,0 +1,182 @@
+"""Sizes by predicted loss: a backward pass, a budget, and what becomes of them."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForMaskedLM
+
+from tcompress.artifact.reader import Artifact
+from tcompress.conversion.converter import Converted, convert
+from tcompress.options import Convert
+from tcompress.search import predictions
+from tests.support.conversions import calibration, make, outputs
+from tests.support.interrupted import Interrupt, contents, partial_folder
+from tests.support.tiny import TINY, build
+
+SVD = {"method": {"name": "svd"}, "target": 0.4}
+MIXED = {"method": {"name": "lprod", "p": 8, "transform": "dct"}, "target": 0.5}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _aware(**changes: Any) -> Convert:
+    return Convert.model_validate({"calibration": {"source": "builtin"}, **changes})
+
+
+@pytest.fixture(scope="module")
+def source(tiny: Callable[[str], Path]) -> Path:
+    return tiny("bert")
+
+
+def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
+    return convert(str(source), _aware(**changes), output, data=calibration("bert"), **options)
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Converted]:
+    """A conversion that nothing interrupts, made once."""
+    return cache(lambda: _convert(source, tmp_path_factory.mktemp("whole") / "out", SVD))
+
+
+def test_what_asks_for_a_backward_pass() -> None:
+    none = {"calibration": {"source": "none"}}
+    asked = {"calibration": {"source": "builtin", "output_moments": True}}
+    rows: list[tuple[dict[str, Any], bool, bool]] = [
+        (SVD, True, True),
+        ({**SVD, **none}, False, False),
+        ({**SVD, "allocation": "uniform"}, False, False),
+        ({**SVD, "allocation": "uniform", **asked}, True, False),
+        ({"method": {"name": "tucker"}, "target": 0.3}, True, True),
+        ({"method": {"name": "tucker", "share": "layers"}, "target": 0.3}, True, False),
+        ({"method": {"name": "lprod", "p": 4}}, False, False),
+        ({"method": {"name": "lprod", "p": 4}, **asked}, True, False),
+    ]
+    for changes, first, second in rows:
+        chosen = _aware(**changes)
+        assert (chosen.measures_sensitivity, chosen.by_loss) == (first, second), changes
+
+
+@pytest.mark.often("svd")
+@pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])
+def test_a_budget_is_kept_and_shared_unevenly(
+    changes: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    plan = _convert(source, tmp_path / "out", changes).manifest.plan
+    target = changes["target"]
+    assert 0.93 * target < plan.kept <= target
+    assert len(plan.layers) == 12  # none stays dense
+    assert len({round(entry.parameters / entry.dense_parameters, 2) for entry in plan.layers}) > 3
+    assert Artifact.open(tmp_path / "out").layers == plan.layers
+
+
+@pytest.mark.often("svd")
+@pytest.mark.parametrize("changes", [SVD, MIXED], ids=["svd", "sum"])
+def test_loss_is_smaller_than_of_equal_shares(
+    changes: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    """Measured as what the model's outputs, for which the sizes were chosen, move by."""
+    dense, batches = build("bert"), [TINY["bert"].inputs(8, 8, seed) for seed in range(2)]
+    moved = []
+    for allocation in ("uniform", "loss"):
+        folder = tmp_path / allocation
+        _convert(source, folder, {**changes, "allocation": allocation})
+        small = AutoModelForMaskedLM.from_pretrained(folder).eval()
+        gaps = [_divergence(dense, small, batch) for batch in batches]
+        moved.append(sum(gaps) / len(gaps))
+    assert moved[1] < moved[0]
+
+
+def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float:
+    """Kullback-Leibler divergence over tokens that are not padding."""
+    with torch.no_grad():
+        one, two = (model(**batch).logits.log_softmax(-1) for model in (dense, small))
+    rows = (one.exp() * (one - two)).sum(-1)
+    return float(rows[batch["attention_mask"].bool()].mean())
+
+
+FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
+
+
+@pytest.mark.often("phi3")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
+    made = make(family, tmp_path, "svd", aware=True, target=0.5, method={"name": "svd"})
+    plan = made.plan
+    sizes = [entry.parameters / entry.dense_parameters for entry in plan.layers]
+    own = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts is None]
+    assert len({round(size, 2) for size in own}) > 1
+    experts = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts]
+    assert all(abs(size - 0.5) < 0.1 for size in experts)  # no budget sizes them
+    assert all(bool(item.isfinite().all()) for item in outputs(made.load(), made.inputs()))
+
+
+def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
+    source: Path, whole: Callable[[], Converted], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "out"
+    passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})
+    with pytest.raises(KeyboardInterrupt):
+        _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), passes + 3))
+    assert not list((partial_folder(output) / "scratch").iterdir())
+
+    def walk(*_: object) -> None:
+        raise AssertionError("the backward pass was made again")
+
+    monkeypatch.setattr(predictions, "BackwardWalk", walk)
+    _convert(source, output, SVD)
+    assert contents(output) == contents(whole().folder)
+
+
+@pytest.mark.slow
+def test_a_backward_pass_that_was_cut_short_is_made_again(
+    source: Path, whole: Callable[[], Converted], tmp_path: Path
+) -> None:
+    for after in (1, 3):
+        output = tmp_path / f"out{after}"
+        with pytest.raises(KeyboardInterrupt):
+            _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), after))
+        _convert(source, output, SVD)
+        assert contents(output) == contents(whole().folder)
+
+
+def test_layers_with_rules_are_not_sized(source: Path, tmp_path: Path) -> None:
+    changes = {
+        **SVD,
+        "keep": ["re:layer.0.*query"],
+        "layers": [{"match": "value", "target": 0.7}, {"match": "key", "method": {"name": "svd"}}],
+    }
+    plan = _convert(source, tmp_path / "out", changes).manifest.plan
+    shares = {entry.name: entry.parameters / entry.dense_parameters for entry in plan.layers}
+    assert all(0.6 < share <= 0.7 for name, share in shares.items() if "value" in name)
+    assert all(0.3 < share <= 0.4 for name, share in shares.items() if "key" in name)
+    assert not any("layer.0" in name and "query" in name for name in shares)
+
+
+@pytest.mark.often("method0")
+@pytest.mark.parametrize("method", [{"name": "lprod", "p": 4, "transform": "dct"}, SVD["method"]])
+def test_output_moments_change_fits_of_equal_sizes(
+    method: dict[str, Any], source: Path, tmp_path: Path
+) -> None:
+    target = {"target": 0.4} if method["name"] == "svd" else {}
+    written = []
+    for output_moments in (False, True):
+        data = {"source": "builtin", "output_moments": output_moments}
+        changes = {"method": method, "allocation": "uniform", "calibration": data, **target}
+        folder = tmp_path / f"{output_moments}"
+        plan = _convert(source, folder, changes).manifest.plan
+        written.append((plan, contents(folder)["model.safetensors"]))
+    assert written[0][0] == written[1][0]
+    assert written[0][1] != written[1][1]
+
+
+@pytest.mark.often("tt")
+@pytest.mark.parametrize("name", ["tt", "qtt"])
+def test_tensor_trains_take_a_budget(name: str, source: Path, tmp_path: Path) -> None:
+    plan = _convert(source, tmp_path / "out", {"method": {"name": name}, "target": 0.4})
+    assert 0.3 < plan.manifest.plan.kept <= 0.4
+    ranks = {entry.parts[0].terms[0].ranks for entry in plan.manifest.plan.layers}  # type: ignore[attr-defined]
+    assert len(ranks) > 2

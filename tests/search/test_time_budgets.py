@@ -1,0 +1,346 @@
+"""Budgets of time: on a machine whose times are counted, so that tests do not depend on one."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel
+
+from tcompress.errors import InputError, PlanError
+from tcompress.latency.passes import Pass
+from tcompress.models import SourceModel
+from tcompress.options import Convert
+from tcompress.options.limits import Budget
+from tcompress.planning.entries import LayerForm, Plan
+from tcompress.planning.planner import make_plan
+from tcompress.search import predictions
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.search.knapsack import allocate_within
+from tcompress.search.layer_times import Time
+from tcompress.search.resources import Goal
+from tcompress.timing_model import clocks
+from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
+from tcompress.timing_model.random_weights import RandomWeights
+from tcompress.timing_model.timing_cache import TimingCache
+from tests.support.cli import run
+from tests.support.conversions import make
+from tests.support.counted_clock import counted_clock
+from tests.support.evaluation import headed
+from tests.support.tiny import TINY, build
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def counted() -> Iterator[None]:
+    """Times are numbers of weights, see `counted_clock`."""
+    with counted_clock():
+        yield
+
+
+def _made(folder: Path, method: str = "width", **changes: Any) -> Any:
+    return make("bert", folder, aware=True, method={"name": method}, **changes)
+
+
+def test_a_slow_machine_makes_no_layer_dearer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = 1.0
+
+    def seconds(run: Pass, *_: Any, **__: Any) -> float:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return slower * 1e-6 * counter.get_total_flops()
+
+    monkeypatch.setattr(Pass, "seconds", seconds)
+    times = LayerTimes(8, 16, CPU)
+    unit = times.measured[times.unit_key] = times.unit_pass.seconds()
+    layer: Any = SimpleNamespace(in_features=32, out_features=32, bias=True)
+    one = times.matrix(16, 32, layer)
+    assert one == pytest.approx(2 * unit)
+    slower = 1.5
+    other = times.matrix(32, 32, layer)
+    assert other == pytest.approx(4 * unit)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder that times are kept in."""
+    folder = tmp_path / "times"
+    folder.mkdir()
+    monkeypatch.setattr("tcompress.timing_model.timing_cache.cached_assets_path", lambda *_: folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    plan = make_plan(Convert.model_validate({"method": {"name": "svd"}, "target": 0.5}), source)
+
+    def times(work: str) -> list[float]:
+        clock = ModelClock(source, Workload.read(work), CPU)
+        layer = clock.layer_times(16).of(LayerForm(plan.layers[0].parts))
+        return [clock.seconds, *clock.speedups(plan), layer, *clock.speedups(plan)]
+
+    first = times("4x8")
+    [file] = kept.iterdir()
+    with patch.object(Pass, "seconds", side_effect=AssertionError):
+        assert times("4x8") == first
+    times("8x8")
+    assert len([*kept.iterdir()]) == 2
+    assert file.exists()
+
+
+def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = TimingCache.of(CPU, "a model")
+    known.values["dense"] = 2.0
+    known.keep()
+    assert TimingCache.of(CPU, "a model").values == {"dense": 2.0}
+    assert TimingCache.of(CPU, "another").values == {}
+    now = time.time()
+    monkeypatch.setattr("tcompress.timing_model.timing_cache.time.time", lambda: now + 25 * 3600)
+    assert TimingCache.of(CPU, "a model").values == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"since": 0, "values": {"dense": "x"}}', "\0"])
+def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
+    TimingCache.of(CPU, "a model").keep()
+    [file] = kept.iterdir()
+    file.write_text(text)
+    assert TimingCache.of(CPU, "a model").values == {}
+
+
+@pytest.mark.often("svd", "auto")
+@pytest.mark.parametrize("method", ["width", "svd", "auto"])
+def test_a_model_is_as_fast_as_asked_for(method: str, counted: None, tmp_path: Path) -> None:
+    budget = _made(tmp_path, method, speedup=1.25, at="4x8").plan.budget
+    assert budget.speedup == pytest.approx(1.25, rel=0.06)
+    assert budget.speedup >= 1.25 * 0.98
+    assert budget.at == "4x8"
+
+
+@pytest.mark.slow
+def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
+    made = _made(tmp_path / "one", speedup=1.25)
+    seconds = made.plan.budget.seconds / 1.25
+    other = _made(tmp_path / "two", latency=f"{1e3 * seconds:.6f}ms")
+    assert other.plan.layers == made.plan.layers
+
+
+def test_out_of_reach_says_what_is_possible(counted: None, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="out of reach"):
+        _made(tmp_path, speedup=50)
+
+
+@pytest.mark.parametrize("extra", [0.5, 0.9, 1.02, 1.09, 1.4, 3.0])
+def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
+    extra: float,
+) -> None:
+    """Layers take `extra` times what they take by themselves, of a tenth of what is dense."""
+
+    def speedups(room: Any) -> list[float]:
+        return [1 / (0.1 + extra * room * 1e-9)]
+
+    clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
+    time = Time(clock, times=Mock(), entries={}, threads=1)
+    goal = Goal(time, Budget("speedup", 4), round(0.1e9))
+    solve: Any = int  # a plan is its room
+    _, speed = goal.reach(solve, least=1_000_000)
+    assert 4 * 0.98 <= speed <= 4 * 1.06
+
+
+@pytest.mark.slow
+def test_a_tight_budget_takes_whole_halves(counted: None, tmp_path: Path) -> None:
+    plan = _made(tmp_path, speedup=2.1, at="4x8").plan
+    assert plan.budget.speedup >= 2.1 * 0.98
+    gone = {(entry.block, entry.role) for entry in plan.layers if not entry.inputs_left}
+    assert gone
+    for block, role in gone:
+        own = {entry.role: entry for entry in plan.layers if entry.block == block}
+        writers = ("q", "k", "v") if role == "o" else ("up",)
+        assert not any(own[name].outputs_left for name in writers)
+
+
+def test_both_budgets_hold(counted: None, tmp_path: Path) -> None:
+    plan = _made(tmp_path, speedup=1.1, target=0.6).plan
+    assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
+    tighter = _made(tmp_path / "tighter", speedup=1.6, target=0.9).plan
+    assert tighter.budget.speedup >= 1.6 * 0.98
+
+
+def test_an_encoder_does_not_decode(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="--at decode"):
+        _made(tmp_path, speedup=2, at="decode")
+
+
+@pytest.mark.slow
+def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = Mock()
+    monkeypatch.setattr("tcompress.conversion.converter.bench", measure)
+    made = make("llama", tmp_path, aware=True, method={"name": "width"}, speedup=1.1, at="decode")
+    assert made.plan.budget is not None
+    assert made.plan.budget.at == "decode"
+    settings = measure.call_args.kwargs["settings"]
+    assert (settings.batch, settings.length, settings.generate) == ((1,), (60,), clocks.STEPS)
+
+
+@pytest.mark.slow
+def test_a_window_decodes_beyond_its_end(tmp_path: Path) -> None:
+    tiny = TINY["mistral"]
+    replace(tiny, options={**tiny.options, "sliding_window": 8}).build().save_pretrained(tmp_path)
+    clock = ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
+    assert clock.work.length > 8
+    assert clock.seconds > 0
+    assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
+
+
+def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
+    build("t5").save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="and have no encoder, not a `T5For"):
+        ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speedup": 2, "latency": "5ms"}, "given together"),
+        ({"speedup": 2, "max_error": 0.1}, "given together"),
+        ({"speedup": 2, "calibration": {"source": "none"}}, "calibration source"),
+        ({"at": "8x8", "target": 0.5}, "give `speedup`"),
+        ({"speedup": 2, "keep_neurons": 8}, "leave nothing"),
+    ],
+)
+def test_budgets_that_contradict_each_other(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Convert.model_validate({"method": {"name": "svd"}, **changes})
+
+
+@pytest.mark.parametrize("text", ["32", "0x8", "8x", "x8", "decoder", "8x8x8"])
+def test_passes_are_read_strictly(text: str) -> None:
+    with pytest.raises(ValueError, match="at"):
+        Convert.model_validate({"method": {"name": "svd"}, "speedup": 2, "at": text})
+    with pytest.raises(ValueError, match="32x128"):
+        Workload.read(text)
+
+
+def test_times_between_sizes_are_interpolated() -> None:
+    asked: list[int] = []
+
+    def measure(index: int) -> float:
+        asked.append(index)
+        return 2.0 * index
+
+    assert interpolated(range(101), measure, 5) == pytest.approx([2.0 * n for n in range(101)])
+    assert asked == [0, 25, 50, 75, 100]
+
+
+def test_a_real_pass_is_timed(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    clock = ModelClock(source, Workload.read("2x8"), CPU)
+    assert clock.rows == 16
+    assert clock.seconds > 0
+    assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
+
+
+@pytest.mark.often("bert")
+@pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "vit"])
+def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    model.save_pretrained(tmp_path / "dense")
+    source = SourceModel.open(str(tmp_path / "dense"))
+    largest = 4 * max(own.numel() for own in model.parameters())
+    weights = RandomWeights(CPU, torch.float32, ring_bytes=largest)
+    drawn = [weights.model(source, source.config) for _ in range(3)]
+    for own in drawn:
+        assert {n: p.shape for n, p in own.named_parameters()} == {
+            n: p.shape for n, p in model.named_parameters()
+        }  # what is tied is named once
+    matrices = [p for own in drawn for p in own.parameters() if p.ndim > 1]
+    assert len({p.untyped_storage().data_ptr() for p in matrices}) == 1
+    assert len({p.data_ptr() for p in matrices}) > 1
+    assert all(0 < p.abs().max() <= 0.02 for p in matrices)
+
+
+def test_what_is_not_replaced_is_timed_with_the_same_weights(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "dense")
+    clock = ModelClock(SourceModel.open(str(tmp_path / "dense")), Workload.read("2x8"), CPU)
+    small = clock._small(Plan(layers=()))
+    assert [*map(id, small.parameters())] == [*map(id, clock._dense.parameters())]
+    assert small is not clock._dense
+
+
+def test_two_budgets_are_met_at_the_least_loss() -> None:
+    """Every choice of two sites is tried."""
+
+    def costs(parameters: int, time: int) -> dict[str, int]:
+        return {PARAMETERS: parameters, NANOSECONDS: time}
+
+    offered = [(2, 9, 5.0), (5, 5, 4.0), (9, 2, 4.5), (7, 7, 1.0)]
+    candidates = tuple(Candidate("", (), loss, costs(size, time)) for size, time, loss in offered)
+    sites = [Site((f"s{index}",), "", costs(10, 10), candidates) for index in range(2)]
+    found = allocate_within(sites, costs(15, 14))
+    every = [
+        (one.loss + two.loss)
+        for one in sites[0].every
+        for two in sites[1].every
+        if all(one.costs[name] + two.costs[name] <= most for name, most in costs(15, 14).items())
+    ]
+    assert found.loss == pytest.approx(min(every))
+    with pytest.raises(PlanError, match="contradict"):
+        allocate_within(sites, costs(3, 3))
+
+
+def test_several_speeds_are_models_of_one_measurement(
+    counted: None, own_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
+    walked = Mock(side_effect=predictions.BackwardWalk)
+    monkeypatch.setattr(predictions, "BackwardWalk", walked)
+    options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
+    done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
+    assert done.code == 0, done.err
+    assert walked.call_count == 1
+    names = {line.lstrip("*t ").split()[0] for line in done.lines}
+    assert {"dense", "width-1.2x", "width-1.4x", "drop1"} <= names
+    found = json.loads(Path("out/sweep.json").read_text())
+    rows = {row["name"]: row for row in found["rows"]}
+    assert found["metric"] == "agreement"
+    for name, speed in (("width-1.2x", 1.2), ("width-1.4x", 1.4)):
+        assert rows[name]["predicted"] == pytest.approx(speed, rel=0.06)
+        assert 0 < rows[name]["quality"] < rows["dense"]["quality"] == 1
+        AutoModel.from_pretrained(f"out/{name}")
+    assert rows["drop1"]["quality"] is not None
+    alone = run("convert", "dense", "--speedup", "1.4", *options, "-o", "alone")
+    assert alone.code == 0
+    one, other = (load_file(f"{name}/model.safetensors") for name in ("alone", "out/width-1.4x"))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    planned = run("convert", "dense", "--speedup", "1.2,1.4", *options, "--dry-run")
+    assert "Nothing was written" in planned.out
+
+
+def test_a_speed_is_predicted_alike_beside_others(counted: None, own_folder: None) -> None:
+    headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
+    options = ("--at", "4x8", "--calib-samples", "200", "--device", "cpu")
+    for speeds, out in (("2.2", "alone"), ("1.05,2.2", "both")):
+        done = run("convert", "dense", "--speedup", speeds, *options, "-o", out)
+        assert done.code == 0, done.err
+    alone, beside = (
+        json.loads(Path(folder, "tcompress.json").read_text())["plan"]
+        for folder in ("alone", "both/auto-2.2x")
+    )
+    assert alone["budget"]["error"] == beside["budget"]["error"]
+    assert alone["layers"] == beside["layers"]
+
+
+def test_one_conversion_has_one_speed(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="asks for 2 models"):
+        _made(tmp_path, speedup=[2, 4])

@@ -164,7 +164,8 @@ def json_schema() -> dict[str, Any]:
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 _NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
-_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "core": "", "length": "t"}
+_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "axes": "axes",
+              "core": "", "length": "t"}  # fmt: skip
 
 
 def short_name(convert: Convert) -> str:

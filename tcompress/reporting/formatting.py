@@ -315,6 +315,8 @@ def describe_layout(layout: Layout | Stored) -> str:
 _SIZES = {
     "fold": "rows of ",
     "kernel": "",
+    "axes": "along axes ",
+    "masks": "masks ",
     "filter_order": "order ",
     "core": "",
     "length": "up to ",
@@ -328,11 +330,16 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
         options = entry["layout"]
         parts = [options["mechanism"]]
         parts += [_modes(options["grid"])] if options.get("grid") else []
-        parts += [f"{word}{options[key]}" for key, word in _SIZES.items() if key in options]
+        parts += [f"{word}{_words(options[key])}" for key, word in _SIZES.items() if key in options]
         text = " ".join(parts)
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
+
+
+def _words(value: Any) -> str:
+    """Writes a value, a list with commas."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def _modes(modes: Sequence[int]) -> str:

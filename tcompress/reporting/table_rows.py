@@ -212,7 +212,24 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         if key in levels:
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
         rows += _file_rows(report, shown, found[key][0])
+        rows += _naive_rows(number, found[key][0])
     return rows
+
+
+def _naive_rows(number: Metric | None, metric: Metric) -> list[Row]:
+    """Lines about forecasts without a model, where the number has any to be compared with."""
+    values = naive_values(metric)
+    here = {} if number is None else naive_values(number)
+    texts = {label: fmt.value_text(here[label]) if label in here else "" for label in values}
+    return [Row(f"  {label} (no model)", text) for label, text in texts.items()]
+
+
+def naive_values(metric: Metric) -> dict[str, float]:
+    """What forecasts without a model come to on the same windows, by their names."""
+    naive = metric.protocol.get("naive")
+    if isinstance(metric, Mean) or not isinstance(naive, dict):
+        return {}
+    return {label: values[metric.name] for label, values in naive.items() if metric.name in values}
 
 
 def _file_rows(report: ModelReport, shown: Sequence[ModelReport], metric: Metric) -> list[Row]:

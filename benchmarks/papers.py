@@ -39,8 +39,12 @@ class Row(NamedTuple):
 AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
 IMDB = ("finetune.epochs=3", "finetune.mixed_precision=bf16")
 SMALL = (
+    "pretrain.epochs=null",
+    "pretrain.steps=4000",
+    "pretrain.learning_rate=1e-3",
+    "pretrain.evaluate_every=500",
     "finetune.epochs=null",
-    "finetune.steps=4000",
+    "finetune.steps=2000",
     "finetune.learning_rate=1e-3",
     "finetune.evaluate_every=500",
     "architecture.hidden_size=64",
@@ -48,6 +52,7 @@ SMALL = (
     "architecture.num_attention_heads=1",
     "architecture.intermediate_size=256",
 )
+R8 = ("finetune.epochs=3",)
 KINDS, HORIZONS = ("", "paper", "dense"), (96, 192, 336, 720)
 
 
@@ -76,9 +81,13 @@ ROWS = {
     "newsgroups": Row("newsgroups-tga", "newsgroups20"),
     "newsgroups-dot-product": Row("newsgroups-tga", "newsgroups20", variant="dot-product"),
     "tweetqa": Row("tweetqa-tam", "tweetqa", SMALL),
-    "tweetqa-cp": Row("tweetqa-tam", "tweetqa", SMALL, "cp"),
+    "tweetqa-without-fusing": Row("tweetqa-tam", "tweetqa", SMALL, "without-fusing"),
+    "tweetqa-without-alignment": Row("tweetqa-tam", "tweetqa", SMALL, "without-alignment"),
     "tweetqa-bert": Row("tweetqa-tam", "tweetqa", SMALL, "softmax"),
     "tweetqa-multilinear": Row("tweetqa-tam", "tweetqa", SMALL, "multilinear"),
+    "r8": Row("r8-tsa", "reuters_r8", R8),
+    "r8-dot-product": Row("r8-tsa", "reuters_r8", R8, "dot-product"),
+    "r8-additive": Row("r8-tsa", "reuters_r8", R8, "additive"),
     "adrenal": Row("adrenal-hot", "adrenalmnist3d_28"),
     "adrenal-dense": Row("adrenal-hot", "adrenalmnist3d_28", variant="dense"),
     "adrenal-paper": Row("adrenal-hot", "adrenalmnist3d_28", variant="paper"),
@@ -144,7 +153,11 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
     """What is changed in the recipe of a row, its variant first."""
     row = ROWS[name]
     variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
-    said = [variant, *local_files(args.data / row.data), f"output={args.out / name}-{seed}"]
+    said = [
+        variant,
+        *local_files(args.data / row.data, variant),
+        f"output={args.out / name}-{seed}",
+    ]
     said += [f"convert.seed={seed}", f"finetune.seed={seed}"]
     said += [] if args.full else list(row.cut)
     return said + ([f"finetune.minutes={args.max_minutes}"] if args.max_minutes else [])
@@ -161,8 +174,8 @@ def run(name: str, said: list[str]) -> dict[str, Any]:
     if done.returncode:
         raise RuntimeError(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
     found = json.loads(done.stdout)
-    report, training = found["reports"][0], found["reports"][0]["training"][0]
-    measured = found["evaluations"][0]
+    report, training = found["reports"][0], found["reports"][0]["training"][-1]
+    measured = found["evaluations"][-1]
     return {
         "metrics": measured["models"][0]["metrics"],
         "naive": measured["protocol"].get("naive", {}),
@@ -173,15 +186,20 @@ def run(name: str, said: list[str]) -> dict[str, Any]:
     }
 
 
-def local_files(folder: Path) -> list[str]:
-    """Settings that read the files of a folder in place of the hub's data sets."""
+def local_files(folder: Path, variant: str = "") -> list[str]:
+    """Settings of a variant that read the files of a folder in place of the hub's data sets."""
     parts = {path.stem.split("_")[0]: path for path in sorted(folder.glob("*.parquet"))}
     train = parts.get("train") or parts["all"]
     test = parts.get("test") or parts.get("validation") or parts["all"]
     said = [f"finetune.data.source=[{train}]", f"evaluate.0.data={test}"]
+    if folder.name == "reuters_r8":  # on what was trained on, and on other texts
+        said = [said[0], f"evaluate.0.data={train}", f"evaluate.1.data={test}"]
     if folder.name == "tweetqa":
-        for place in ("finetune.data", "evaluate.0"):
-            said.append(f"{place}.columns={{text: question+passage, pair: answers}}")
+        said.append(f"pretrain.data.source=[{train}]")
+        two = variant in ("softmax", "multilinear", "replacement")
+        texts = "text: question+passage" if two else "text: passage, semantics: question"
+        for place in ("pretrain.data", "finetune.data", "evaluate.0"):
+            said.append(f"{place}.columns={{{texts}, pair: answers}}")
     if folder.name.startswith("adrenal"):
         return [*said, f"finetune.data.validation={parts['validation']}"]
     return said if "all" in parts else [*said, f"architecture.tokenizer.words={train}"]

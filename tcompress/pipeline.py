@@ -22,8 +22,8 @@ from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
-from tcompress.options import Evaluate, Recipe
-from tcompress.options.schema import converted_beside, data_of
+from tcompress.options import Evaluate, Finetune, Recipe
+from tcompress.options.schema import converted_beside, data_of, pretrained_beside
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.page import write_html
@@ -104,7 +104,13 @@ def run_recipe(
 
 def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:
     """Opens the models that will be imitated, before there is one that imitates them."""
-    names = recipe.finetune.teacher if recipe.finetune is not None else ("none",)
+    return _teachers_of(recipe.finetune, source, token)
+
+
+def _teachers_of(
+    training: Finetune | None, source: SourceModel, token: str | None
+) -> list[SourceModel]:
+    names = training.teacher if training is not None else ("none",)
     dense = source if source.seed is None else None
     return find_teachers(names, None, token, trust=source.trust_remote_code, dense=dense)
 
@@ -145,11 +151,24 @@ class _Run:
         made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
         return made[-1:] if self.source.seed is not None else [self.source.folder, *made]
 
+    @property
+    def _pretrained(self) -> Path:
+        return pretrained_beside(self.outcome.folder)
+
+    @property
+    def _trainings(self) -> list[Finetune]:
+        """Trainings one after another."""
+        both = (self.recipe.pretrain, self.recipe.finetune)
+        return [training for training in both if training is not None]
+
     def check(self) -> None:
         """Refuses, before any work, what would fail in the end; names all problems."""
         problems, recipe = Problems(), self.recipe
         converts = not self._is_made(self.outcome.converted)
         trains = recipe.finetune is not None and not self._is_made(self.outcome.folder)
+        written = [(self.outcome.converted, converts), (self.outcome.folder, trains)]
+        if recipe.pretrain is not None:
+            written.append((self._pretrained, trains and not self._is_made(self._pretrained)))
         if recipe.report is not None:
             with problems.collected():
                 check_page(Path(recipe.report).expanduser())
@@ -164,19 +183,20 @@ class _Run:
                     )
         with problems.collected():
             check_data(data_of(recipe, converts=converts, trains=trains))
-        for folder, written in ((self.outcome.converted, converts), (self.outcome.folder, trains)):
+        for folder, lacks in written:
             with problems.collected():
-                if written:
+                if lacks:
                     check_output(folder, force=self.force)
-        teachers: list[SourceModel] = []
+        runs: list[tuple[Finetune, list[SourceModel]]] = []
         with problems.collected():
             pick_device(recipe.convert.device)
-            teachers = teachers_of(recipe, self.source, self.token) if trains else []
+            for training in self._trainings if trains else ():
+                runs.append((training, _teachers_of(training, self.source, self.token)))
         problems.report()
         # What takes reading: all of it is there.
-        with problems.collected():
-            if trains and recipe.finetune is not None:
-                check_run(self.source, teachers, recipe.finetune)
+        for training, teachers in runs:
+            with problems.collected():
+                check_run(self.source, teachers, training)
         for item in recipe.evaluate:
             with problems.collected():
                 check_measurement(item, self.source, heads=self.source.seed is None)
@@ -191,7 +211,14 @@ class _Run:
             convert(source, recipe.convert, outcome.converted, **own, **shared)
         options, folder = recipe.finetune, outcome.folder
         if options is not None and not self._is_done("finetune", folder, "trained"):
-            model = open_checked(str(outcome.converted), trust=source.trust_remote_code)
+            begun = outcome.converted
+            if recipe.pretrain is not None:
+                begun = self._pretrained
+                if not self._is_done("pretrain", begun, "pretrained"):
+                    model = open_checked(str(outcome.converted), trust=source.trust_remote_code)
+                    how: dict[str, Any] = {"token": self.token, "say": self.say, **shared}
+                    finetune(model, recipe.pretrain, begun, **how)
+            model = open_checked(str(begun), trust=source.trust_remote_code)
             finetune(model, options, folder, token=self.token, say=self.say, **shared)
 
     def measure(self) -> None:
@@ -225,9 +252,10 @@ class _Run:
             manifest = None if self.again else read_manifest(folder)
         if manifest is None:
             return False
-        options = self.recipe.finetune if folder != self.outcome.converted else None
-        trained = [run.settings for run in manifest.training[-1:]]
-        wanted = [] if options is None else [options.model_dump(mode="json", exclude_defaults=True)]
+        runs = [] if folder == self.outcome.converted else self._trainings
+        runs = runs[:1] if folder == self._pretrained else runs
+        trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
+        wanted = [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
         return (
             trained == wanted  # a trained model is no conversion
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 
 if TYPE_CHECKING:
+    from tcompress.models import SourceModel
     from tcompress.options import Recipe
 
 EXAMPLES = (
@@ -46,6 +48,9 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
     job = Job(name, said.convert, output, written.force, access, manner, architecture)
     if not planned.dry_run:
         check_place(output)
+    if said.sweep is not None and said.sweep.variants:
+        _compare_variants(said, job, origin, planned)
+        return
     if said.sweep is not None:
         with first_look() as look:
             if not planned.dry_run:
@@ -61,6 +66,34 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         _run_all(said, job)
     else:
         perform(job)
+
+
+def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
+    """Train the variants that a recipe compares, and print their table."""
+    from tcompress.variant_sweep import sweep_variants, variants_of, variants_table
+
+    chosen = variants_of(said, origin)
+    if planned.dry_run:
+        terminal.tell(f"Nothing was written. Without `--dry-run`, this trains {', '.join(chosen)}.")
+        return
+    with first_look() as look:
+        for name, variant in chosen.items():
+            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
+        job.look_at_model(look)
+
+    def opened(variant: Recipe) -> SourceModel:
+        return replace(job, convert=variant.convert, architecture=variant.architecture).open()
+
+    what = f"what was finished is kept in `{job.output}`"
+    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+        heard |= {"origin": origin, "force": job.force, "token": job.access.token}
+        done = sweep_variants(said, opened, job.output, **heard)
+    if job.manner.as_json:
+        terminal.print_json(done.to_json())
+    else:
+        terminal.results().print(variants_table(done))
+        terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
+        terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
 
 
 def _run_all(said: Recipe, job: Job) -> None:

@@ -13,6 +13,7 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "pair": ("sentence2", "sentenceb", "sent2", "sentb", "hypothesis", "question2", "textb",
              "text2", "string2", "2string", "s2", "document", "passage", "positive", "response",
              "answer"),
+    "semantics": (),  # a third text is named, never guessed
     "image": ("image", "img", "picture", "pixelvalues", "imagebytes", "imgbytes", "imagepath",
               "imgpath", "filename", "file", "path", "bytes", "jpg", "jpeg", "png", "webp"),
     "volume": ("volume", "voxels"),
@@ -23,7 +24,7 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "score": ("score", "similarityscore", "similarity", "relatednessscore", "relatedness", "sim",
               "stsscore", "label", "labels", "target"),
 }  # fmt: skip
-ROLES = tuple(COLUMN_NAMES)  # what a column can be for; `pair` is a second text
+ROLES = tuple(COLUMN_NAMES)  # what a column can be for; `pair` and `semantics` are further texts
 
 # Further names that show a first line to be a header: no row begins with them.
 _OTHERS = {"id", "idx", "index", "guid", "date", "genre", "split", "source"}

@@ -43,6 +43,9 @@ Target = Literal["class", "score"]
 _MOST_COLUMNS = 12  # that a message names
 
 
+_TEXTS = ("text", "pair", "semantics")
+
+
 @dataclass(frozen=True)
 class Needs:
     """Kinds of data that a task reads."""
@@ -66,7 +69,7 @@ class Examples:
     name: str  # name of the data, such as `train.parquet:sentence,label`
     split: str  # split that was read
     fingerprint: str  # SHA-256 of all contents
-    # One or two texts for each example, in columns; empty for pictures alone.
+    # One to three texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
     images: tuple[bytes, ...] = ()  # contents of picture files
     chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
@@ -371,6 +374,8 @@ def _roles(needs: Needs) -> dict[str, bool]:
         roles["text"] = fewest > 0
     if limit > 1:
         roles["pair"] = fewest > 1
+    if limit > 2:
+        roles["semantics"] = fewest > 2
     return roles
 
 
@@ -402,6 +407,7 @@ def _fits(role: str, kind: str) -> bool:
     return {
         "text": kind == "text",
         "pair": kind == "text",
+        "semantics": kind == "text",
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
         "shape": kind in LISTS,
@@ -412,7 +418,7 @@ def _fits(role: str, kind: str) -> bool:
 
 def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
     """Leaves out pairs of which a text is empty: there is nothing to compare."""
-    columns = [data[chosen[role]] for role in ("text", "pair")]
+    columns = [data[chosen[role]] for role in _TEXTS if role in chosen]
     rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
     count, total = len(rows), len(columns[0])
     if not count:
@@ -435,7 +441,7 @@ def _read(
     """Reads cells of so numbered rows."""
     texts = [
         [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
-        for role in ("text", "pair")
+        for role in _TEXTS
         if role in chosen
     ]
     is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"

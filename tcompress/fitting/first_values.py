@@ -116,7 +116,8 @@ def adapt(
     parameters = {f"{name}.{key}": value for key, value in module.named_parameters()}
     if not parameters.keys() & stored.keys():
         try:
-            adapted = kind.adapted(layout, _query_key_moments(calls, centred=centred))
+            moments = _query_key_moments(calls, centred=centred)
+            adapted = kind.adapted(layout, moments, dict(module.named_parameters()))
         except FitError as error:
             raise FitError(f"attention `{name}`: {error.message}", error.hint) from error
         stored |= {f"{name}.{key}": value for key, value in adapted.items()}

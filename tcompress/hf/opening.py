@@ -69,8 +69,9 @@ def pick_dtype(name: str | None) -> torch.dtype | None:
 
 
 Head = Literal[
-    "classification", "regression", "image-classification", "masked-lm", "causal-lm", "forecasting"
-]
+    "classification", "regression", "image-classification", "masked-lm", "causal-lm", "forecasting",
+    "pretraining",
+]  # fmt: skip
 _AUTO: dict[str, Any] = {
     "classification": transformers.AutoModelForSequenceClassification,
     "regression": transformers.AutoModelForSequenceClassification,
@@ -78,6 +79,7 @@ _AUTO: dict[str, Any] = {
     "masked-lm": transformers.AutoModelForMaskedLM,
     "causal-lm": transformers.AutoModelForCausalLM,
     "forecasting": transformers.AutoModelForTimeSeriesPrediction,
+    "pretraining": transformers.AutoModelForPreTraining,
 }
 
 

@@ -11,13 +11,13 @@ from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sourc
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
-    "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed where "
-    "not given"
+    "columns by role (`text`, `pair`, `semantics`, `image`, `volume`, `shape`, `label`, `score`); "
+    "guessed where not given"
 )
 
 TrainingTaskName = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
-    "volume-classification", "forecasting", "response-selection",
+    "volume-classification", "forecasting", "response-selection", "pretraining",
 ]  # fmt: skip
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities", "attention"]
 
@@ -253,6 +253,11 @@ class Evaluate(Section):
     )
     candidates: int | None = option(
         None, "`response-selection`: responses to choose from; default 10", gt=1, le=10**6
+    )
+    attention_map: bool = option(
+        False,
+        "keep what the last attention that returns weights looks at in the first example, words "
+        "included, for reports (`tam`, `additive`, `tcompress_tam`)",
     )
     batch_size: int | None = option(
         None, "inputs in a batch; numbers do not depend on it", gt=0, le=10**6

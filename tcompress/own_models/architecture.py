@@ -85,7 +85,7 @@ def open_architecture(
 ) -> SourceModel:
     """Opens a model without weights from its configuration; tells all problems at once."""
     kind = _config_class(architecture.model_type)
-    sizes = architecture.sizes
+    sizes = _said(kind, architecture.sizes)
     names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
     problems = list(_unknown_keys(kind, sizes))
     try:
@@ -123,8 +123,18 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     )
 
 
+def _said(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out keys of another family that a variant has set to null."""
+    known = _keys(kind)
+    return {name: value for name, value in sizes.items() if value is not None or name in known}
+
+
+def _keys(kind: type[PreTrainedConfig]) -> set[str]:
+    return {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind)), "architectures"}
+
+
 def _unknown_keys(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
-    known = {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind))}
+    known = _keys(kind) - {"architectures"}
     for name in sizes:
         if name not in known:
             near = get_close_matches(name, known, n=1)

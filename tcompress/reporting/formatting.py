@@ -300,7 +300,9 @@ def describe_layout(layout: Layout | Stored) -> str:
         inner = ranks[0] if len(set(ranks)) == 1 else ",".join(ranks)
         apply = options.get("apply", "auto")
         way = "" if apply == "auto" else f" {apply}"
-        return f"tt {_modes(options['in_modes'])} to {_modes(options['out_modes'])} r={inner}{way}"
+        heads = f"{count} x " if (count := options.get("chains", 1)) > 1 else ""
+        modes = f"{_modes(options['in_modes'])} to {_modes(options['out_modes'])}"
+        return f"tt {heads}{modes} r={inner}{way}"
     if name == "tucker":  # such as `tucker r=45` or `tucker model 72 of 768x768 r=384`
         left, right = options["ranks"]
         shown = f"r={left}" if left == right else f"r={left},{right}"

@@ -160,6 +160,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "exports": tuple(manifest.exports),
         "dense_exports": _dense_exports(manifest),
         "alternatives": tuple(manifest.alternatives),
+        "attention_map": manifest.attention_map,
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,

@@ -16,7 +16,7 @@ import tcompress
 from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, unwritable, write_text
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.charts import LIGHT, style_sheet, training_charts
+from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
@@ -141,6 +141,7 @@ def _section(model: Shown) -> dict[str, Any]:
     return {
         **model._asdict(),
         "map": map_of(report),
+        "looks": None if report.attention_map is None else attention_picture(report.attention_map),
         "alternatives": _alternatives(report),
         "roles": roles,
         # Of plain layers they are the parameters once more.

@@ -341,10 +341,15 @@ def test_a_small_tucker_core_loses_what_the_best_one_must() -> None:
     kind, host = replacement_named("tam"), BaseAttention(HEADS, 1, WIDTH)
     layout = kind.layout(TamSpec(core="tucker", rank=2), host)
     q, k = randn(HEADS, 50, WIDTH), randn(1, 60, WIDTH, seed=1) * torch.tensor([3.0, 2, 1, 0.1])
-    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k))
+    first = kind.start(layout, torch.Generator(), pretrained=True)
+    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k), first)
     for head in range(HEADS):
         scores = q[head] @ k[0].mT
-        low = q[head] @ found["factor_q"][head] @ found["factor_k"][head].mT @ k[0].mT
+        core = found["core"][0, head, ..., 0] * WIDTH  # where semantics say one
+        low = q[head] @ found["factor_q"][head] @ core @ found["factor_k"][head].mT @ k[0].mT
+        assert (core - core.diag().diag()).abs().max() == 0
+        values = torch.linalg.svdvals(scores)[:2]  # those of W_q^T W_k, where there is no data
+        torch.testing.assert_close(core.diag() / core[0, 0], values / values[0], rtol=1e-4, atol=0)
         least = torch.linalg.svdvals(scores)[2:].square().sum()
         torch.testing.assert_close((scores - low).square().sum(), least, rtol=1e-4, atol=0)
     assert kind.centres_keys(layout) is True

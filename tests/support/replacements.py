@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
+from tcompress.attention.additive import AdditiveSpec
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerSpec
 from tcompress.attention.multilinear import MultilinearSpec
@@ -63,6 +64,7 @@ CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "tam-plain": (TamSpec(normalize="none"), TEXT, 6),
     "tam-gru": (TamSpec(memory="gru"), TEXT, 6),
     "multilinear": (MultilinearSpec(length=6), TEXT, 6),
+    "additive": (AdditiveSpec(), TEXT, 6),
 }
 TEXT_CASES = tuple(name for name, (_, host, _) in CASES.items() if host.tokens is None)
 

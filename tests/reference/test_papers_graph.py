@@ -51,11 +51,11 @@ def _chain(layer: Any) -> np.ndarray:
     return tsa.tt_matrix(cores, "big")[: layer.in_features, : layer.out_features]
 
 
-def _probabilities(model: Any, mixed: np.ndarray) -> np.ndarray:
+def _probabilities(model: Any, mixed: np.ndarray, mask: Any = None) -> np.ndarray:
     head = model.classifier
     weights = dict(zip(("w1", "b1"), linear(head.dense), strict=True))
     weights |= dict(zip(("w2", "b2"), linear(head.out_proj), strict=True))
-    return tsa.classify(mixed, weights)
+    return tsa.classify(mixed, weights, mask)
 
 
 def test_classifier_with_graph_attention_in_trains(tmp_path: Path) -> None:
@@ -95,3 +95,56 @@ def test_dot_product_baseline(tmp_path: Path) -> None:
         outputs.append(tsa.dot_product(x, weights))
     mixed = tsa.combine_heads(outputs, output=linear(attention.o_proj)[0])
     np.testing.assert_allclose(ours, _probabilities(model, mixed), **CLOSE)
+
+
+def test_a_chain_for_each_head(tmp_path: Path) -> None:
+    """Algorithm 1 "repeated for H different heads", keys and values by chains of their own."""
+    recipe = {"attention": {"name": "tsa"}, "method": {"name": "qtt", "chains": "heads"}}
+    model = model_of(tmp_path, AutoModelForSequenceClassification, recipe, **SIZES)
+    words = torch.arange(TOKENS)[None]
+    with torch.no_grad():
+        ours = array(model(words).logits[0].softmax(-1))
+    attention = model.model.layers[0].self_attn
+    chains = {name: _chains(getattr(attention, name + "_proj")) for name in "kvo"}
+    heads = list(zip(chains["k"], chains["v"], strict=True))
+    assert tsa.tt_parameters(chains["k"][0]) == 16 * (3 - 1)  # the paper's count, I = J = 2^3
+    graph = attention.tc_attn
+    x = array(model.model.embed_tokens(words)[0])
+    outputs = []
+    for head, (keys, values) in enumerate(heads):
+        omega = tsa.bidirectional_graph(TOKENS, float(array(graph.decay[head].sigmoid())))
+        alpha = array(graph.coefficients[:, head]).tolist()
+        outputs.append(tsa.head(x, keys, values, omega, order="big", alpha=alpha))
+    after = np.concatenate([tsa.tt_matrix(chain, "big") for chain in chains["o"]])
+    mixed = tsa.combine_heads(outputs, output=after)
+    np.testing.assert_allclose(ours, _probabilities(model, mixed), **CLOSE)
+
+
+def _chains(layer: Any) -> list[list[np.ndarray]]:
+    """The cores of each chain, its first modes those of the input."""
+    cores: list[np.ndarray] = []
+    while hasattr(layer, f"tc_core{len(cores)}"):
+        core = array(getattr(layer, f"tc_core{len(cores)}"))  # (chains, R, out, in, R)
+        cores.append(core.transpose(0, 1, 3, 2, 4))
+    return [[core[chain] for core in cores] for chain in range(len(cores[0]))]
+
+
+def test_additive_baseline(tmp_path: Path) -> None:
+    """ADA of section 6, Bahdanau's scores, in the seven layers; with padding."""
+    recipe = {"attention": {"name": "additive"}}
+    model = model_of(tmp_path, AutoModelForSequenceClassification, recipe, **SIZES)
+    words = torch.arange(TOKENS)[None]
+    seen = torch.tensor([[1] * (TOKENS - 1) + [0]])
+    with torch.no_grad():
+        ours = array(model(words, attention_mask=seen).logits[0].softmax(-1))
+    x = array(model.model.embed_tokens(words)[0])
+    attention = model.model.layers[0].self_attn
+    projections = {name: linear(getattr(attention, name + "_proj"))[0] for name in "qkv"}
+    width, outputs, mask = SIZES["hidden_size"], [], seen[0].numpy().astype(bool)
+    for head in range(2):
+        columns = slice(head * width, (head + 1) * width)
+        weights = {name: weight[:, columns] for name, weight in projections.items()}
+        weights["scale"] = array(attention.tc_attn.score_weight[head])
+        outputs.append(tsa.additive(x, weights, mask))
+    mixed = tsa.combine_heads(outputs, output=linear(attention.o_proj)[0])
+    np.testing.assert_allclose(ours, _probabilities(model, mixed, mask), **CLOSE)

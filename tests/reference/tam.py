@@ -225,7 +225,10 @@ def attention_map(
     aligned: bool = True,
 ) -> Array:
     """Appendix A.1, Figure 2: the q x k matrix of one semantic token (a), or summed (b)."""
-    q, k, s = query @ weights["q"], memory @ weights["k"], semantics @ weights["s"]
+    q, k, s = (
+        x @ weights[name] + weights.get("b" + name, 0.0)
+        for x, name in ((query, "q"), (memory, "k"), (semantics, "s"))
+    )
     tensor = sum_cores([attention_tensor(q, k, s, core, aligned) for core in cores])
     return fuse(tensor) if semantic is None else tensor[:, :, semantic]
 

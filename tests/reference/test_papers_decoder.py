@@ -46,7 +46,7 @@ def _layer(layer: Any, z: np.ndarray) -> dict[str, dict[str, np.ndarray]]:
 
 def test_encoder_and_decoder(tmp_path: Path) -> None:
     """Definitions 18 and 20 and W_out, two layers each, with padding in what is read."""
-    recipe = {"method": {"name": "lprod", "p": P}, "positions": "standard", "norm": "tensor"}
+    recipe = {"method": {"name": "lprod", "p": P}, "positions": "linear", "norm": "tensor"}
     model = model_of(tmp_path, AutoModelForSeq2SeqLM, recipe, **SIZES)
     z = lprod.dct_matrix(P)
     seen = torch.tensor([[1, 1, 1, 1, 0]])
@@ -55,6 +55,11 @@ def test_encoder_and_decoder(tmp_path: Path) -> None:
         found = model(
             source, attention_mask=seen, decoder_input_ids=target, output_hidden_states=True
         )
+    expected = lprod.unfold(lprod.positions(16, 32 // P, lprod.frequency_scales("linear", P)))
+    for stack in (model.model.encoder, model.model.decoder):  # (9) and (11), at a size of ours
+        table = array(stack.embed_positions.weight)[2:]
+        size = np.linalg.norm(table) / np.linalg.norm(expected)
+        np.testing.assert_allclose(table, size * expected, rtol=1e-5, atol=1e-7)  # kept in float32
     mask = seen.numpy().astype(bool)
     encoded = lprod.fold(array(found.encoder_hidden_states[0][0]), P)
     for layer in model.model.encoder.layers:

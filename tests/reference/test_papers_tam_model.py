@@ -76,6 +76,7 @@ def test_encoder_and_pretraining(without: str) -> None:
             labels=labels,
             next_sentence_label=torch.tensor([1]),
             output_hidden_states=True,
+            output_attentions=True,
         )
     inner = model.model
     tables = (inner.embed_tokens, inner.embed_positions, inner.embed_types)
@@ -91,10 +92,13 @@ def test_encoder_and_pretraining(without: str) -> None:
         cores = [tam.diagonal_core(g, first, SIZE) for g in array(layer.attention.core[:, 0])]
         weights = _layer(layer, without, len(memory), len(semantics))
         fused = without != "semantic-fusing"
-        how: dict[str, Any] = {"aligned": aligned, "fused": fused}
-        query = tam.encoder_layer(query, memory, semantics, weights, cores, **how)
+        aligns: dict[str, Any] = {"aligned": aligned}
+        seen = tam.attention_map(query, memory, semantics, weights["attention"], cores, **aligns)
+        query = tam.encoder_layer(query, memory, semantics, weights, cores, fused=fused, **aligns)
     rows = len(query)
     np.testing.assert_allclose(array(ours.hidden_states[-1][0])[:rows], query, **CLOSE)
+    weights_of_keys = array(ours.attentions[-1][0, 0])[:rows, : len(memory)]
+    np.testing.assert_allclose(weights_of_keys, seen, **CLOSE)  # Figure 2 (b), of the last layer
     loss = tam.pretraining_loss(
         array(ours.prediction_logits[0, 2:4]), np.array([7, 9]),
         array(ours.seq_relationship_logits[0]), 1,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from tcompress.artifact.manifest import Metric
 from tcompress.files import check_page, write_text
 from tcompress.options import Recipe, choose_variants
 from tcompress.pipeline import Say, run_recipe
+from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.page import write_html
@@ -60,6 +61,23 @@ def variants_of(recipe: Recipe, origin: str = "recipe") -> dict[str, Recipe]:
         names = [name for part in text.split("+") if (name := part.strip())]
         chosen["-".join(names)] = choose_variants(plain, names, origin)
     return chosen
+
+
+def sizes_of(chosen: Mapping[str, Recipe], open_model: Open) -> dict[str, int]:
+    """Count the parameters that the models of recipes will have, by name."""
+    sizes = {}
+    for name, recipe in chosen.items():
+        plan = make_plan(recipe.convert, open_model(recipe))
+        sizes[name] = plan.parameters - plan.saved
+    return sizes
+
+
+def sizes_table(sizes: Mapping[str, int]) -> RenderableType:
+    """Render the parameters that models will have."""
+    table = fmt.table("model", "parameters", right=("parameters",))
+    for name, size in sizes.items():
+        table.add_row(name, f"{size:,}")
+    return table
 
 
 def sweep_variants(

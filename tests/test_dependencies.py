@@ -71,7 +71,7 @@ ALLOWED: dict[str, set[str]] = {
     "compression": PRODUCT | {"search", "exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline", "search", "timing_model"},
     "variant_sweep": {
-        "artifact", "files", "options", "pipeline", "progress", "reporting", "models",
+        "artifact", "files", "options", "pipeline", "planning", "progress", "reporting",
     },
     "cli": PRODUCT | {
         "own_models", "compression", "exports", "runtimes", "inspection", "demonstration",

@@ -70,20 +70,33 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
 
 def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
     """Train the variants that a recipe compares, and print their table."""
-    from tcompress.variant_sweep import sweep_variants, variants_of, variants_table
+    from tcompress.variant_sweep import (
+        sizes_of,
+        sizes_table,
+        sweep_variants,
+        variants_of,
+        variants_table,
+    )
 
     chosen = variants_of(said, origin)
-    if planned.dry_run:
-        terminal.tell(f"Nothing was written. Without `--dry-run`, this trains {', '.join(chosen)}.")
-        return
-    with first_look() as look:
-        for name, variant in chosen.items():
-            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
-        job.look_at_model(look)
 
     def opened(variant: Recipe) -> SourceModel:
         return replace(job, convert=variant.convert, architecture=variant.architecture).open()
 
+    with first_look() as look:
+        for name, variant in {} if planned.dry_run else chosen.items():
+            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
+        job.look_at_model(look)
+    if planned.dry_run:
+        sizes = sizes_of(chosen, opened)
+        if job.manner.as_json:
+            cells = [{"name": name, "parameters": size} for name, size in sizes.items()]
+            output = str(job.output.absolute())
+            terminal.print_json({"dry_run": True, "output": output, "cells": cells})
+            return
+        terminal.results().print(sizes_table(sizes))
+        terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
+        return
     what = f"what was finished is kept in `{job.output}`"
     with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
         heard |= {"origin": origin, "force": job.force, "token": job.access.token}

@@ -7,14 +7,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import AttentionMap
-from tcompress.evaluation.task_base import Row, Task
+from tcompress.evaluation.task_base import EvaluationTask, Row
 
 _MOST = 32  # queries, and keys: more are not readable in a picture
 _DIGITS = 4
 
 
 @torch.no_grad()
-def attention_map(model: PreTrainedModel, task: Task) -> AttentionMap | None:
+def attention_map(model: PreTrainedModel, task: EvaluationTask) -> AttentionMap | None:
     """Weights of the last attention that returns them, a mean over heads, on the first example.
 
     Of a model that reads three texts, rows are tokens of the query and columns those of memory.

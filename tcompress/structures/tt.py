@@ -8,7 +8,12 @@ from functools import lru_cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import (
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from tcompress import linalg
 from tcompress.fields import option, read_modes
@@ -105,6 +110,13 @@ class TTLayout(Layout):
     apply: Way = "auto"
     chains: PositiveInt = 1
     turned: bool = False
+
+    @model_serializer(mode="wrap")
+    def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a single chain does not need: so layouts stay as older versions read."""
+        written = {"structure": self.structure, **handler(self)}
+        several = self.chains > 1
+        return {key: v for key, v in written.items() if several or key not in ("chains", "turned")}
 
     @model_validator(mode="after")
     def _modes_fit(self) -> TTLayout:

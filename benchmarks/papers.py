@@ -33,7 +33,7 @@ class Row(NamedTuple):
     recipe: str
     data: str
     cut: tuple[str, ...] = ()
-    variant: str | None = None
+    variant: str | None = None  # or several with commas between
 
 
 AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
@@ -165,9 +165,10 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
 
 def run(name: str, said: list[str]) -> dict[str, Any]:
     """Runs one row by the command line, and keeps what its report says."""
-    recipe, variant = f"scratch/{ROWS[name].recipe}", said[0]
+    recipe = f"scratch/{ROWS[name].recipe}"
     command = [sys.executable, "-m", "tcompress", "run", recipe, "--json", "-q", "--force"]
-    command += ["--variant", variant] if variant else []
+    for variant in said[0].split(",") if said[0] else []:
+        command += ["--variant", variant]
     for setting in said[1:]:
         command += ["--set", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)

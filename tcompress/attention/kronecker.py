@@ -226,15 +226,16 @@ def _arranged_axes(spec: KroneckerSpec, grid: tuple[int, ...]) -> dict[str, Any]
     beyond = [axis for axis in axes if axis >= count]
     if beyond:
         has = f"a grid of {_product(grid)} has" if grid else "rows and columns of a fold are"
+        allowed = f"allowed are {_numbers(range(count))}"
         raise Refusal(
-            f"`axes` names {_numbers(beyond)}, and {has} {count} axes: allowed are "
-            f"{_numbers(range(count))}"
+            f"`axes` names {_numbers(beyond)}, and {has} {count} axes: {allowed}",
+            "name only axes that there are, from 0, or leave `axes` out for all",
         )
     masks = spec.masks or ()
     if masks and len(masks) != len(axes):
         raise Refusal(
-            f"`masks` has {len(masks)}, and the axes that are mixed are {len(axes)}: give one for "
-            "each, `none` where nothing is hidden"
+            f"`masks` has {len(masks)}, and the axes that are mixed are {len(axes)}",
+            "give one mask for each of these axes, `none` where nothing is hidden",
         )
     return {
         "axes": None if axes == tuple(range(count)) else axes,

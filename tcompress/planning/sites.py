@@ -220,6 +220,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     entries: list[AttentionPlan] = []
     skipped: list[SkippedLayer] = []
     unused: set[str] = set()
+    hints: set[str] = set()
     for item, number in zip(attentions, numbers, strict=True):
         if number not in chosen:
             continue
@@ -230,6 +231,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         except Refusal as refusal:
             facts = {"block": item.block, "role": "attention", "reason": str(refusal)}
             skipped.append(SkippedLayer(name=item.name, **facts))
+            hints.update([refusal.hint] if refusal.hint else ())
     if not entries:
         name = recipe.attention.name
         if not skipped:
@@ -243,7 +245,9 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         lines = [f"  - {reason}: {', '.join(listed)}" for reason, listed in paths.items()]
         raise PlanError(
             f"`{name}` suits none of {len(skipped)} attentions:\n" + "\n".join(lines),
-            "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
+            "; ".join(sorted(hints))
+            or "choose another replacement, see `tcompress methods`, or "
+            "other blocks with `--layers`",
         )
     kind = replacement_of(recipe.attention)
     lengths = [item.tokens or item.longest for item in attentions]

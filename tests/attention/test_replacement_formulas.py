@@ -234,7 +234,7 @@ def test_axes_and_masks_that_mean_nothing_are_refused(
         (
             KroneckerSpec(axes=(1,), masks=("none", "causal")),
             CASES["hot-image"][1],
-            "`masks` has 2, and the axes that are mixed are 1: give one for each",
+            "`masks` has 2, and the axes that are mixed are 1",
         ),
         (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),

@@ -1,4 +1,4 @@
-"""What the papers say of their own formulas holds for the reference."""
+"""The reference has the properties that the papers state."""
 
 import numpy as np
 import pytest

@@ -72,11 +72,11 @@ def test_encoder(tmp_path: Path) -> None:
     words = torch.arange(5)[None]
     seen = torch.tensor([[1, 1, 1, 1, 0]])
     with torch.no_grad():
-        found = model(words, attention_mask=seen, output_hidden_states=True)
-    x = lprod.fold(array(found.hidden_states[0][0]), P)
+        output = model(words, attention_mask=seen, output_hidden_states=True)
+    x = lprod.fold(array(output.hidden_states[0][0]), P)
     mask = np.repeat(seen.numpy().astype(bool), 5, axis=0)
     for layer in model.encoder.layer:
         weights = encoder_weights(layer, z)
         x = lprod.encoder_layer(x, weights, HEADS // P, z, mask=mask, epsilon=1e-12)
-    ours = array(found.last_hidden_state[0])
+    ours = array(output.last_hidden_state[0])
     np.testing.assert_allclose(ours[:4], lprod.unfold(x)[:4], **CLOSE)

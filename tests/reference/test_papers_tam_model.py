@@ -44,20 +44,20 @@ def _memory(gru: Any, streams: list[np.ndarray]) -> np.ndarray:
 
 def _layer(layer: Any, without: str, keys: int, places: int) -> dict[str, Any]:
     """A block as `encoder_layer` takes it, for so many tokens of memory and of semantics."""
-    own = layer.attention
+    mixer = layer.attention
     attention: dict[str, np.ndarray] = {"v": np.zeros((WIDTH, SIZE))}
     for name in "qks" if without == "semantic-fusing" else "qkvs":
-        attention[name], attention["b" + name] = linear(getattr(own, name + "_proj"))
-    found: dict[str, Any] = {"attention": attention}
+        attention[name], attention["b" + name] = linear(getattr(mixer, name + "_proj"))
+    weights: dict[str, Any] = {"attention": attention}
     if without == "semantic-fusing":
-        weight, found["bias"] = linear(own.split_proj)
+        weight, weights["bias"] = linear(mixer.split_proj)
         weight = weight.reshape(SEMANTICS, MEMORY, WIDTH)[:places, :keys]
         attention["o"] = weight.reshape(-1, WIDTH)
     else:
-        found["dense"], found["bias"] = linear(own.o_proj)
-    found["w1"], found["b1"] = linear(layer.mlp.fc1)
-    found["w2"], found["b2"] = linear(layer.mlp.fc2)
-    return found | {"norm1": norm(layer.attention_norm), "norm2": norm(layer.mlp_norm)}
+        weights["dense"], weights["bias"] = linear(mixer.o_proj)
+    weights["w1"], weights["b1"] = linear(layer.mlp.fc1)
+    weights["w2"], weights["b2"] = linear(layer.mlp.fc2)
+    return weights | {"norm1": norm(layer.attention_norm), "norm2": norm(layer.mlp_norm)}
 
 
 @pytest.mark.parametrize("without", ["nothing", "semantic-fusing", "query-alignment"])

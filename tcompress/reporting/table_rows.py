@@ -213,16 +213,19 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         if key in levels:
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
         rows += _file_rows(report, shown, found[key][0])
-        rows += _naive_rows(number, found[key][0])
+        rows += _naive_rows(number, found[key][0], label)
     return rows
 
 
-def _naive_rows(number: Metric | None, metric: Metric) -> list[Row]:
-    """Lines about forecasts without a model, where the number has any to be compared with."""
+def _naive_rows(number: Metric | None, metric: Metric, name: str) -> list[Row]:
+    """Lines about forecasts without a model, where the number has any to be compared with.
+
+    Each says of which number it is: models side by side share lines of one label.
+    """
     values = naive_values(metric)
     here = {} if number is None else naive_values(number)
     texts = {label: fmt.value_text(here[label]) if label in here else "" for label in values}
-    return [Row(f"  {label} (no model)", text) for label, text in texts.items()]
+    return [Row(f"  {name} of {label} (no model)", text) for label, text in texts.items()]
 
 
 def naive_values(metric: Metric) -> dict[str, float]:

@@ -65,9 +65,11 @@ def test_a_variant_runs_and_is_reported(
         assert "auc" in report.out
         return
     protocol = worked("report", folder, "--json").document["reports"][0]["metrics"][0]["protocol"]
-    for label in ("last value", "context mean", "linear"):
-        (line, _) = [line for line in report.lines if line.startswith(f"{label} (no model)")]
-        assert value_text(protocol["naive"][label]["mse"]) in line
+    shown = (*report.lines, *worked("report", folder, folder, columns=160).lines)
+    for label, errors in protocol["naive"].items():
+        for name, value in errors.items():
+            lines = [line for line in shown if line.startswith(f"{name} of {label} (no model)")]
+            assert [line.split()[-1] for line in lines] == [value_text(value)] * 2
     page = tmp_path / "page.html"
     assert worked("report", folder, "--html", page).code == 0
     assert "mae of context mean (no model)" in page.read_text("utf-8")

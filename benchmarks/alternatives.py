@@ -15,6 +15,14 @@ here fits see the weight alone, or the moments of calibration activations too.
   dense one in turns. Both implementations of `tensorly-torch` are shown, `factorized` (contracts
   the input with the factors) and `reconstructed` (builds the weight in each pass).
 - memory: what a forward and a backward pass allocate at most, in MB, gradients counted.
+
+Two parts more, which are asked for by name, need no `tensorly-torch`, and take `--blocks`:
+
+- forms: error in the norm of the moments that all are fitted to, of our structures and of what
+  `tensorly` has besides (`tensor_forms.py`), in brackets that of its decomposition of the weight
+  alone.
+- heads: the same for the four projections of an attention together, a tensor d x d_h x 4 x H,
+  beside low rank of each and shared factors (`tucker --share heads`).
 """
 
 from __future__ import annotations
@@ -30,12 +38,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensor_forms import Form, Weighed, attention_forms, errors, forms_of
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -44,19 +53,22 @@ from tcompress.data.calibration import load_batches
 from tcompress.fitting.layer_fits import LayerMoments, fit_layers
 from tcompress.hf.opening import load_model
 from tcompress.latency.passes import Pass
-from tcompress.linalg.moments import Moments, MomentSums
+from tcompress.linalg.moments import Moments, MomentSums, safe_cholesky
 from tcompress.linalg.tensortrain import matrix_modes
+from tcompress.linalg.tuckerfit import User, fit_tucker_factors, tucker_parameters
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.planning.costs import Choice, plan_terms
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.sites import structure_of
 from tcompress.roles.find import find_roles
-from tcompress.structures import Site
+from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear
+from tcompress.structures.tucker import TuckerSpec
 
 ROLES = ("q", "up", "down")
 PARTS = ("error", "time", "memory")
+ATTENTION = ("q", "k", "v", "o")
+TENSOR_PARTS = ("forms", "heads")
 OURS: dict[str, tuple[dict[str, Any], bool]] = {  # options, and whether a target sizes them
     "svd": ({"name": "svd"}, True),
     "lprod p=4 dct": ({"name": "lprod", "p": 4, "transform": "dct"}, False),
@@ -88,6 +100,13 @@ class Case:
     held: Tensor
     moments: Moments
 
+    @property
+    def weighed(self) -> Weighed:
+        """The weight with the moments that fits see."""
+        moments = self.moments
+        damping = Calibration().damping * moments.features / moments.rows
+        return Weighed.of(self.linear.weight, moments.damped(damping).gram)
+
 
 @dataclass
 class Row:
@@ -112,13 +131,16 @@ class Row:
         return sum(p.numel() for name, p in module.named_parameters() if name != "bias")
 
 
-def cases(model: str, calib: str, samples: int, roles: Sequence[str]) -> Iterator[Case]:
-    """The layers of the middle block with their activations; padding is left out."""
+def cases(
+    model: str, calibration: Calibration, roles: Sequence[str], block: int | None = None
+) -> Iterator[Case]:
+    """The layers of a block, the middle one by default, with activations; padding is left out."""
     source = SourceModel.open(model)
-    data = load_batches(source, Calibration(source=calib, samples=samples))
+    data = load_batches(source, calibration)
     network = load_model(source, dtype=torch.float32)
     blocks = find_roles(source.meta_model()).blocks
-    layers = {layer.role: layer for layer in blocks[len(blocks) // 2].layers}
+    chosen = blocks[len(blocks) // 2 if block is None else block]
+    layers = {layer.role: layer for layer in chosen.layers}
     rows: dict[str, list[list[Tensor]]] = {role: [[], []] for role in roles}
     for index, batch in enumerate(data.batches):
         with watched(network, {role: layers[role].name for role in roles}) as seen:
@@ -132,6 +154,7 @@ def cases(model: str, calib: str, samples: int, roles: Sequence[str]) -> Iterato
         sums = MomentSums(train.shape[1])
         sums.add(train, train)
         name = f"{role} {linear.in_features} -> {linear.out_features}"
+        name = name if block is None else f"{role} {block}"
         yield Case(name, linear, layers[role].side, train, held, sums.moments(centred=True))
 
 
@@ -156,7 +179,6 @@ def watched(network: nn.Module, names: dict[str, str]) -> Iterator[dict[str, Ten
 def structured(case: Case, method: dict[str, Any], target: float | None, calibrated: bool) -> Any:
     """Fits a layer of ours, on moments or on the weight alone."""
     spec = Convert.model_validate({"method": method}).method
-    spec = structure_of(spec).settle(spec, calibrated=calibrated)
     site = Site(case.linear.in_features, case.linear.out_features, case.side)
     terms = plan_terms(Choice(spec, target=target), site, 1, calibrated=calibrated)
     part = PartLayout(name="weight", terms=terms)
@@ -343,6 +365,136 @@ def report(case: Case, rows: Sequence[Row], args: argparse.Namespace) -> list[di
     return found
 
 
+def dense_of(layer: nn.Module, width: int) -> Tensor:
+    """The weight that a layer stands for.  # (out, in), float64."""
+    with torch.no_grad():
+        seen = layer(torch.cat((torch.eye(width), torch.zeros(1, width)))).double()
+    return (seen[:-1] - seen[-1]).mT
+
+
+def forms(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Errors of a layer in the norm of its moments, by our structures and by tensor forms."""
+    layer, width = case.weighed, case.linear.in_features
+    for name, (method, sized) in OURS.items():
+        if picked(name, args):
+            start = time.perf_counter()
+            module = structured(case, method, args.target if sized else None, calibrated=True)
+            error = layer.error(dense_of(module, width))
+            yield {"name": name, "error": error, "seconds": time.perf_counter() - start}
+    for form in forms_of(tuple(layer.weight.shape), args.target):
+        if picked(form.name, args):
+            yield fitted(form, [layer])
+
+
+def fitted(form: Form, layers: Sequence[Weighed]) -> dict[str, Any]:
+    """Mean errors of a tensor form, before and after its fit to moments."""
+    start = time.perf_counter()
+    begin, end = form.fit(layers)
+    seconds = time.perf_counter() - start
+    every = [layer.error(weight) for layer, weight in zip(layers, form.weights(end), strict=True)]
+    alone = errors(form.weights(begin), layers)
+    facts = {"name": form.name, "error": sum(every) / len(every), "alone": alone, "each": every}
+    return {**facts, "parameters": sum(factor.numel() for factor in end), "seconds": seconds}
+
+
+def heads(found: Sequence[Case], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Mean errors of the projections of one attention, of all at one budget together."""
+    layers = [case.weighed for case in found]
+    width, size = len(layers[0].weight), args.head
+    budget = int(args.target * 4 * width * width)
+    roots = [safe_cholesky(layer.gram) for layer in layers]
+    images = [layer.weight @ root for layer, root in zip(layers, roots, strict=True)]
+    values = [torch.linalg.svdvals(image).square() for image in images]
+    lost = [1 - value.cumsum(0) for value in values]  # by rank - 1
+    rank = budget // (8 * width)
+    each = [float(one[rank - 1]) for one in lost]
+    yield {"name": "svd, one rank", "error": sum(each) / 4, "each": each}
+    pooled = torch.cat(values).sort(descending=True).values
+    yield {"name": "svd, ranks by loss", "error": 1 - float(pooled[: 4 * rank].sum()) / 4}
+    # q, k and v read one input: their scaled weights, one above the other, share their factor V.
+    joint = 3 - torch.linalg.svdvals(torch.cat(images[:3])).square().cumsum(0)
+    pairs = [(r, (budget - 4 * width * r) // (2 * width)) for r in range(1, budget // (4 * width))]
+    together = [float(joint[r - 1] + lost[3][min(width, other) - 1]) / 4 for r, other in pairs]
+    best = min(range(len(pairs)), key=together.__getitem__)
+    text = f"q, k, v with one V of rank {pairs[best][0]}, o of {pairs[best][1]}"
+    yield {"name": "q, k, v with one V, o alone", "error": together[best], "ranks": text}
+    users = [User(layer.weight, layer.gram) for layer in layers]
+    users[3] = users[3].turned()
+    blocks = 4 * width // size
+    for left in (None, size // 2, 3 * size // 4, size):
+        ranks = shared_ranks(found, size, args.target) if left is None else (0, 0, 0)
+        while left is not None and tucker_parameters(blocks, size, width, ranks) <= budget:
+            ranks = (blocks, left, ranks[2] + 1)
+        ranks = ranks if left is None else (blocks, left, ranks[2] - 1)
+        name = "tucker --share heads" + ("" if left is None else f" --rank {left},{ranks[2]}")
+        if picked(name, args):
+            start = time.perf_counter()
+            factors = fit_tucker_factors(users, (size, width), ranks)
+            seconds = time.perf_counter() - start
+            each = [user.error(factors) for user in users]
+            facts = {"name": name, "error": sum(each) / 4, "each": each, "seconds": seconds}
+            yield {**facts, "ranks": str(ranks)}
+    for form in attention_forms(width, width // size, args.target):
+        if picked(form.name, args):
+            yield fitted(form, layers)
+
+
+def shared_ranks(found: Sequence[Case], size: int, target: float) -> tuple[int, int, int]:
+    """Cores and ranks that `tucker --share heads` chooses by itself."""
+    facts = [(case.linear.in_features, case.linear.out_features, case.side) for case in found]
+    sites = [
+        Site(*fact, role=role, block="0", head=size)
+        for role, fact in zip(ATTENTION, facts, strict=True)
+    ]
+    site = replace(sites[0], sharing_sites=tuple(sites))
+    budget = int(target * site.in_features * site.out_features)
+    layout: Any = structure("tucker").layout(TuckerSpec(share="heads"), site, budget)
+    return layout.cores, *layout.ranks
+
+
+def tensor_table(part: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Prints a table with a column for each layer, or for each attention, and gives it as data."""
+    table: dict[str, dict[str, dict[str, Any]]] = {}
+    calibration = calibration_of(args)
+    for block in args.blocks:
+        roles = ATTENTION if part == "heads" else args.layers
+        found = list(cases(args.model, calibration, roles, block))
+        columns = (
+            {f"block {block}": heads(found, args)}
+            if part == "heads"
+            else {case.name: forms(case, args) for case in found}
+        )
+        for column, rows in columns.items():
+            for row in rows:
+                table.setdefault(row["name"], {})[column] = row
+                print(f"- {column}: {json.dumps(row)}", flush=True)
+    columns = list(dict.fromkeys(column for row in table.values() for column in row))
+    best = {c: min(row[c]["error"] for row in table.values() if c in row) for c in columns}
+    print(f"\n| | {' | '.join(columns)} |\n|---|" + "---|" * len(columns))
+    for name, row in table.items():
+        cells = [cell(row.get(column), best[column]) for column in columns]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return [{"part": part, "column": c, **row[c]} for row in table.values() for c in row]
+
+
+def cell(row: dict[str, Any] | None, best: float) -> str:
+    """An error, the least of a column in bold, and in brackets that of the weight alone."""
+    if row is None:
+        return ""
+    text = f"**{row['error']:.3f}**" if row["error"] == best else f"{row['error']:.3f}"
+    return f"{text} ({row['alone']:.2f})" if "alone" in row else text
+
+
+def picked(name: str, args: argparse.Namespace) -> bool:
+    """Whether a row is asked for."""
+    return (not args.only or args.only in name) and not (args.skip and args.skip in name)
+
+
+def calibration_of(args: argparse.Namespace) -> Calibration:
+    """The data that are asked for."""
+    return Calibration(source=args.calib, samples=args.samples)
+
+
 def chosen(
     args: argparse.Namespace, *, there: bool
 ) -> dict[str, Callable[[Case, argparse.Namespace], Row]]:
@@ -356,16 +508,17 @@ def chosen(
                 case, name, order, args.target, args.cp_iterations
             )
         )
-    wanted = [name for name in makers if not args.only or args.only in name]
-    return {name: makers[name] for name in wanted if not args.skip or args.skip not in name}
+    return {name: maker for name, maker in makers.items() if picked(name, args)}
 
 
 def main() -> None:
     """Prints a table for each layer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="encoder: folder or hub id")
-    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
-    parser.add_argument("--layers", nargs="*", default=ROLES, choices=ROLES)
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=(*PARTS, *TENSOR_PARTS))
+    parser.add_argument("--layers", nargs="*", default=ROLES, choices=(*ATTENTION, *ROLES[1:]))
+    parser.add_argument("--blocks", nargs="*", type=int, default=[0], help="of forms and heads")
+    parser.add_argument("--head", type=int, default=32, help="width of a head, of heads")
     parser.add_argument("--only", help="rows whose names hold this")
     parser.add_argument("--skip", help="no rows whose names hold this, such as `CP, order 3`")
     parser.add_argument("--calib", default="builtin", help="text to calibrate on and to hold out")
@@ -387,8 +540,10 @@ def main() -> None:
     there = importlib.util.find_spec("tltorch") is not None
     print(f"torch {torch.__version__}, {args.threads} threads, {platform.machine()}, float32")
     print("tensorly-torch: " + ("there" if there else "not installed, its rows are left out"))
-    results = []
-    for case in cases(args.model, args.calib, args.samples, args.layers):
+    tables = [part for part in TENSOR_PARTS if part in args.parts]
+    results = [row for part in tables for row in tensor_table(part, args)]
+    every = cases(args.model, calibration_of(args), args.layers)
+    for case in every if {*args.parts} & {*PARTS} else ():
         rows = [make(case, args) for make in chosen(args, there=there).values()]
         results += report(case, rows, args)
     if args.json:

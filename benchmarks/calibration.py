@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "svd": {"name": "svd"},
     "lprod": {"name": "lprod", "p": 8},
     "tt": {"name": "tt"},
-    "tucker": {"name": "tucker"},
+    "tucker": {"name": "tucker", "share": "none"},
     "auto": {"name": "auto"},
 }
 

@@ -4,8 +4,8 @@
         [--seeds 3] [--jobs 1]
 
 DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
-`adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
-two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
+`etth1`, `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are
+cut for two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
 `--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What
 is done with the same settings is not done again: OUT/results.json keeps it, with the machine.
 """
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     recipe: str
     data: str
     cut: tuple[str, ...] = ()
-    variant: str | None = None
+    variant: str | None = None  # or several with commas between
 
 
 AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
@@ -53,6 +53,21 @@ SMALL = (
     "architecture.intermediate_size=256",
 )
 R8 = ("finetune.epochs=3",)
+KINDS, HORIZONS = ("", "paper", "dense"), (96, 192, 336, 720)
+
+
+def forecasts(series: str) -> dict[str, Row]:
+    """Our HOT, HOT as published and dense attention on a series, for each horizon."""
+    rows = {}
+    for kind in KINDS:
+        for horizon in HORIZONS:
+            own = [kind] if kind else []
+            name = "-".join([series, *own, *([] if horizon == 96 else [str(horizon)])])
+            variants = own + ([] if horizon == 96 else [f"horizon-{horizon}"])
+            rows[name] = Row(f"{series}-hot", series, variant=",".join(variants) or None)
+    return rows
+
+
 ROWS = {
     "ag-news": Row("ag-news-lprod", "ag_news", AG),
     "ag-news-dense": Row("ag-news-lprod", "ag_news", AG, "dense"),
@@ -75,11 +90,12 @@ ROWS = {
     "r8-additive": Row("r8-tsa", "reuters_r8", R8, "additive"),
     "adrenal": Row("adrenal-hot", "adrenalmnist3d_28"),
     "adrenal-dense": Row("adrenal-hot", "adrenalmnist3d_28", variant="dense"),
-    "weather": Row("weather-hot", "weather"),
-    "weather-dense": Row("weather-hot", "weather", variant="dense"),
+    "adrenal-paper": Row("adrenal-hot", "adrenalmnist3d_28", variant="paper"),
+    **forecasts("weather"),
+    **forecasts("etth1"),
     **{
-        f"weather-{horizon}": Row("weather-hot", "weather", variant=f"horizon-{horizon}")
-        for horizon in (192, 336, 720)
+        f"weather-paper-{axes}": Row("weather-hot", "weather", variant=f"paper,{axes}")
+        for axes in ("along-variables", "along-time", "without-attention")
     },
 }
 
@@ -149,9 +165,10 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
 
 def run(name: str, said: list[str]) -> dict[str, Any]:
     """Runs one row by the command line, and keeps what its report says."""
-    recipe, variant = f"scratch/{ROWS[name].recipe}", said[0]
+    recipe = f"scratch/{ROWS[name].recipe}"
     command = [sys.executable, "-m", "tcompress", "run", recipe, "--json", "-q", "--force"]
-    command += ["--variant", variant] if variant else []
+    for variant in said[0].split(",") if said[0] else []:
+        command += ["--variant", variant]
     for setting in said[1:]:
         command += ["--set", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -159,8 +176,10 @@ def run(name: str, said: list[str]) -> dict[str, Any]:
         raise RuntimeError(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
     found = json.loads(done.stdout)
     report, training = found["reports"][0], found["reports"][0]["training"][-1]
+    measured = found["evaluations"][-1]
     return {
-        "metrics": found["evaluations"][-1]["models"][0]["metrics"],
+        "metrics": measured["models"][0]["metrics"],
+        "naive": measured["protocol"].get("naive", {}),
         "paper": [line for line in report["paper"] if line["ours"]],
         "parameters": report["parameters"],
         "training": {key: training[key] for key in ("steps", "samples", "seconds", "curve")},
@@ -207,6 +226,9 @@ def show(name: str, row: dict[str, Any]) -> None:
                     end="",
                 )
         print(flush=True)
+    for label, values in row.get("naive", {}).items():
+        numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
+        print(f"{name}: {label} (no model): {numbers}")
 
 
 def show_means(name: str, runs: list[dict[str, Any]]) -> None:

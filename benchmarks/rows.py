@@ -40,7 +40,7 @@ def budgets(target: float, p: int = 8) -> dict[str, dict[str, Any]]:
         "svd": {"name": "svd"},
         f"lprod p={p} + low rank": {"name": "lprod", "p": p},
         "tt": {"name": "tt"},
-        "tucker": {"name": "tucker"},
+        "tucker": {"name": "tucker", "share": "none"},
         "auto": {"name": "auto"},
     }
     return {

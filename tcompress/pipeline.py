@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Evaluate, Finetune, Recipe
 from tcompress.options.schema import converted_beside, data_of, pretrained_beside
+from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
+from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
 from tcompress.search.search import Statistics
@@ -100,6 +102,57 @@ def run_recipe(
     if recipe.report is not None:
         outcome.page = write_html(outcome.reports, Path(recipe.report))
     return outcome
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """Results of a recipe with several seeds."""
+
+    outcomes: tuple[Outcome, ...]  # in the order of the seeds
+    page: Path | None = None  # the HTML report, if one was asked for
+
+    @property
+    def reports(self) -> list[ModelReport]:
+        """The dense model, where there is one, and the finished model of each seed."""
+        first = self.outcomes[0].reports
+        dense = first[:1] if len(first) > 1 else []
+        return [*dense, *(outcome.reports[-1] for outcome in self.outcomes)]
+
+    @property
+    def missed(self) -> list[str]:
+        """Thresholds, in words, each with the folder that misses it."""
+        return [f"{item.folder.name}: {text}" for item in self.outcomes for text in item.missed]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "runs": [outcome.to_json() for outcome in self.outcomes],
+            "seeds": [group.to_json() for group in seed_groups(self.reports)],
+            "html": None if self.page is None else str(self.page),
+            "missed": self.missed,
+        }
+
+
+def run_seeds(
+    recipe: Recipe, source: SourceModel, output: Path, count: int, **options: Any
+) -> Repeated:
+    """Do everything that a recipe says with each of so many seeds, one after another.
+
+    Each seed has folders of its own, named after it, so that run again only what is missing is
+    done. `options` are those of `run_recipe`. The page shows the finished models of all seeds.
+    """
+    output = Path(output).expanduser().absolute()
+    progress: Progress = options.get("progress") or Silent()
+    outcomes = []
+    for number, (seed, said) in enumerate(repetitions(recipe, count), 1):
+        progress.part(f"seed {seed}", number, count)
+        begun = source if source.seed is None else source.at_random(said.convert.seed)
+        folder = output.with_name(f"{output.name}{SUFFIX}{seed}")
+        said = said.model_copy(update={"report": None})
+        outcomes.append(run_recipe(said, begun, folder, **options))
+    done = Repeated(tuple(outcomes))
+    if recipe.report is None:
+        return done
+    return replace(done, page=write_html(done.reports, Path(recipe.report)))
 
 
 def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:

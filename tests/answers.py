@@ -153,7 +153,7 @@ MORE: Mapping[str, Recipe] = {
         "calibration": {"output_moments": False},
     },
     "tt target": {"method": TT, "target": 0.4},
-    "tucker target": {"method": TUCKER, "target": 0.4},
+    "tucker target": {"method": {**TUCKER, "share": "none"}, "target": 0.4},
     "tucker of the model": {"method": {**TUCKER, "share": "model"}, "target": 0.4},
     "svd rank": {"method": {**SVD, "rank": 4}},
     "svd of fewer channels": {"method": SVD, "target": 0.3, "keep_neurons": 0.75, "head_size": 0.5},

@@ -122,6 +122,16 @@ class TextEncoder:
                 self._check(tokens, text)
                 yield tokens
 
+    def encode_targets(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each text, at most `limit`, as a decoder is to write them."""
+        for first in range(0, len(texts), _CHUNK):
+            chunk = list(texts[first : first + _CHUNK])
+            # Tokenizers of translation models write another language than they read.
+            columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            for text, tokens in zip(chunk, columns["input_ids"], strict=True):
+                self._check(tokens, text)
+                yield tokens
+
     def pieces(self, texts: Sequence[str], count: int) -> tuple[list[str], int]:
         """Cut what goes beyond a sample off long texts: up to `count` further samples, in turns.
 

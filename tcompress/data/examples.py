@@ -43,7 +43,7 @@ Target = Literal["class", "score"]
 _MOST_COLUMNS = 12  # that a message names
 
 
-_TEXTS = ("text", "pair", "semantics")
+_TEXTS = ("text", "pair", "semantics", "source", "target")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,15 @@ class Needs:
     unlabelled: bool = False  # whether data without targets will do
     several: bool = False  # whether an example may have several classes
     chats: bool = False  # whether a text may be a chat, which each model writes by its template
+    generates: bool = False  # whether the second text is made of the first: `source`, `target`
     instead: str = "give other data"  # what else may be done where targets are missing
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
+
+    @property
+    def text_roles(self) -> tuple[str, str]:
+        """Roles of the columns of texts."""
+        return ("source", "target") if self.generates else ("text", "pair")
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,8 @@ def load_examples(
         named = dict(columns or {})
         combined = named.pop("label", "") if _is_joined(table, named.get("label", "")) else ""
         table = with_derived(table, named.values())
-        if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
+        lacks_pair = needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2
+        if lacks_pair and not needs.generates:
             table = with_pairs(table)
         table = with_numbers(table, needs.target, named)
         chosen = _chosen(table, needs, named, combined)
@@ -370,10 +377,11 @@ def _roles(needs: Needs) -> dict[str, bool]:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = not needs.unlabelled
+    first, second = needs.text_roles
     if limit:
-        roles["text"] = fewest > 0
+        roles[first] = fewest > 0
     if limit > 1:
-        roles["pair"] = fewest > 1
+        roles[second] = fewest > 1
     if limit > 2:
         roles["semantics"] = fewest > 2
     return roles
@@ -405,9 +413,7 @@ def _is_of_lists(table: Table, column: str, kind: str, needs: Needs) -> bool:
 def _fits(role: str, kind: str) -> bool:
     number = "int" in kind
     return {
-        "text": kind == "text",
-        "pair": kind == "text",
-        "semantics": kind == "text",
+        **dict.fromkeys(_TEXTS, kind == "text"),
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
         "shape": kind in LISTS,

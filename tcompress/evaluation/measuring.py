@@ -35,6 +35,7 @@ from tcompress.evaluation.scores import (
     metrics_of,
     same_measurement,
 )
+from tcompress.evaluation.sequence_to_sequence import Seq2Seq
 from tcompress.evaluation.task_base import EvaluationTask
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.fields import RuntimeName
@@ -56,6 +57,7 @@ TASKS: dict[str, type[EvaluationTask]] = {
         Forecasting,
         Retrieval,
         ResponseSelection,
+        Seq2Seq,
     )
 }
 

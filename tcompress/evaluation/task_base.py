@@ -289,5 +289,6 @@ _HEADS: dict[Head, str] = {
     "image-classification": "head for classifying images",
     "masked-lm": "head for masked language modelling",
     "causal-lm": "head for causal language modelling",
+    "seq2seq": "head for making texts of others",
     "forecasting": "head for forecasting series",
 }

@@ -350,6 +350,34 @@ def fit_tucker_factors(
     return min((aware, free), key=lambda found: sum(user.error(found) for user in users))
 
 
+def fit_input_factor(users: Sequence[User], rank: int) -> Tensor:
+    """Fits the factor V that weights W_l ~ U_l V^T which read one input share: closed form.
+
+    With the moment G = L L^T of that input, the rows that the best V spans are the leading
+    eigenvectors of sum_l L^T W_l^T S_l W_l L over their scales. The columns end orthonormal.
+
+    # (out_l, d) each -> (d, r)
+    """
+    grams = [user.gram for user in users if user.gram is not None]
+    root = safe_cholesky(torch.stack(grams).mean(0)) if grams else None
+    total = torch.zeros(())
+    for user in users:
+        seen = user.weight if root is None else user.weight @ root
+        weighed = seen if user.curvature is None else user.curvature @ seen
+        total = total.to(seen) + seen.mT @ weighed / user.scale
+    vectors = torch.linalg.eigh((total + total.mT) / 2).eigenvectors[:, -rank:].flip(1)
+    return torch.linalg.qr(_colored(root, vectors)).Q
+
+
+def fit_left_factor(product: Tensor, gram: Tensor | None, right: Tensor) -> Tensor:
+    """Fits U of U V^T to a given V; what the outputs are worth does not change it.
+
+    # (out, d), (d, d), (d, r) -> (out, r)
+    """
+    normal = right.mT @ (right if gram is None else gram @ right)
+    return torch.cholesky_solve((product @ right).mT, safe_cholesky(normal)).mT
+
+
 def fit_mixing(
     product: Tensor, gram: Tensor | None, factors: TuckerFactors, curvature: Tensor | None = None
 ) -> Tensor:

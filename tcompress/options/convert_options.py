@@ -172,7 +172,7 @@ class Embeddings(Section):
 
     @model_validator(mode="after")
     def _check_size(self) -> Embeddings:
-        if self.method.shares_factors:
+        if getattr(self.method, "mixes_cores", False):
             raise ValueError("the word embedding shares nothing with layers: leave `share` out")
         if tol_of(self.method) is not None:
             raise ValueError("`tol` is for layers: give the table a `rank` or a `target`")

@@ -191,7 +191,8 @@ def json_schema() -> dict[str, Any]:
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 _NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
-_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "core": "", "length": "t"}
+_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "axes": "axes",
+              "core": "", "length": "t"}  # fmt: skip
 
 
 def short_name(convert: Convert) -> str:
@@ -199,7 +200,7 @@ def short_name(convert: Convert) -> str:
     method, words = convert.method, _attention_words(convert)
     if method is not None:
         words.append(str(method.name))
-        if method.shares_factors:
+        if method.shares_factors and method.share != "inputs":
             words.append(method.share)
         for field, letter in _LETTERS.items():
             if (value := getattr(method, field, None)) is not None:

@@ -201,4 +201,29 @@ def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[s
         # A default beyond the vocabulary means no word.
         if hasattr(config, name) and (number is not None or outside):
             found[name] = number
+    if getattr(config, "is_encoder_decoder", False):
+        found |= _ends_of_texts(config, tokenizer, {**found, **said})
     return found
+
+
+def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that a decoder's texts begin and end with, as its tokenizer writes them.
+
+    One of words writes `cls` before a text and `sep` behind. What the family has a decoder start
+    with, by default, is the same token again: of an end, or padding, which T5 does not say.
+    """
+    kinds = {"bos_token_id": "cls_token_id", "eos_token_id": "sep_token_id"}
+    ends: dict[str, Any] = {}
+    for name, other in kinds.items():
+        number = getattr(tokenizer, name, None)
+        number = getattr(tokenizer, other, None) if number is None else number
+        ends |= {} if number is None else {name: number}
+    names = ("pad_token_id", "eos_token_id", "bos_token_id")
+    tokens = {name: getattr(config, name, None) for name in reversed(names)}
+    usual: dict[Any, str] = {token: name for name, token in tokens.items() if isinstance(token, int)}
+    start = usual.get(getattr(config, "decoder_start_token_id", None), "pad_token_id")
+    numbers = {**ends, **said}
+    ends["decoder_start_token_id"] = numbers.get(start)
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        ends["forced_eos_token_id"] = numbers.get("eos_token_id")
+    return ends

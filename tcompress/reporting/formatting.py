@@ -132,6 +132,13 @@ def value_text(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
+def deviation_text(mean: float, deviation: float) -> str:
+    """Write a mean and how far it deviates, with as many digits behind the point."""
+    text = value_text(mean)
+    digits = len(text.partition(".")[2])
+    return f"{text} ± {deviation:.{digits}f}"
+
+
 def tick_text(value: float) -> str:
     """Writes a number beside an axis."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -308,6 +315,8 @@ def describe_layout(layout: Layout | Stored) -> str:
         shown = f"r={left}" if left == right else f"r={left},{right}"
         if options.get("bank") is None:
             return f"tucker {shown}"
+        if options["share"] == "inputs":  # such as `tucker inputs r=72`
+            return f"tucker inputs {shown}"
         rows, columns = options.get("block", (1, 1))
         return f"tucker {options['share']} {options.get('cores', 1)} of {rows}x{columns} {shown}"
     left_out = ("structure", "in_features", "out_features")
@@ -317,6 +326,8 @@ def describe_layout(layout: Layout | Stored) -> str:
 _SIZES = {
     "fold": "rows of ",
     "kernel": "",
+    "axes": "along axes ",
+    "masks": "masks ",
     "filter_order": "order ",
     "core": "",
     "length": "up to ",
@@ -330,11 +341,16 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
         options = entry["layout"]
         parts = [options["mechanism"]]
         parts += [_modes(options["grid"])] if options.get("grid") else []
-        parts += [f"{word}{options[key]}" for key, word in _SIZES.items() if key in options]
+        parts += [f"{word}{_words(options[key])}" for key, word in _SIZES.items() if key in options]
         text = " ".join(parts)
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
+
+
+def _words(value: Any) -> str:
+    """Writes a value, a list with commas."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def _modes(modes: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ from tcompress.reporting.shipped import file_numbers
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
+    naive_values,
     parts_of,
     published,
     sets_note,
@@ -129,6 +130,11 @@ def _section(model: Shown) -> dict[str, Any]:
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
+        bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
+        metrics += [
+            (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
+            for name, value in naive_values(metric).items()
+        ]
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
     names = fmt.metric_labels(files)
     metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]

@@ -22,7 +22,14 @@ from tcompress.artifact.manifest import (
 from tcompress.models.names import ALIASES
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, SkippedLayer, Storage
+from tcompress.planning.entries import (
+    AttentionPlan,
+    BudgetPlan,
+    Coverage,
+    DepthPlan,
+    SkippedLayer,
+    Storage,
+)
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""

@@ -148,6 +148,7 @@ class Site:
     role: str = ""  # what the weight does, such as `q` or `down`
     block: str = ""
     head: int | None = None  # width of one head, for projections of an attention
+    reads: str = ""  # the input that it reads: the same for layers of a block that share it
     # All that share factors with this one, itself included; none without.
     sharing_sites: tuple[Site, ...] = field(default=(), compare=False, repr=False)
 

@@ -1,10 +1,14 @@
-"""Tucker form: U G V^T, for one weight or over factors that many weights share (``tucker``).
+"""Tucker form over factors that many weights share (``tucker``).
 
-Alone, a weight is U G V^T: what `lowrank` computes, by the same truncated SVD, with r^2 parameters
-more. The form is there for what weights share: they are cut into blocks of one shape, and every
-block is U (sum_k a_k C_k) V^T. *Shared factors* U, V and cores C_k serve all blocks, and a
-layer's own are its mixing weights a_k. They serve one attention (`heads`), all weights of a role
-(`layers`), or a whole stack of blocks (`model`).
+Layers that read one input (`inputs`, the default: q, k and v, gate and up) share the factor V of
+that input, and each has a U of its own: W = U V^T, a Tucker decomposition of all of them as one
+tensor along the input alone. A layer that reads alone is then what `lowrank` makes of it.
+
+Elsewhere weights are cut into blocks of one shape, and every block is U (sum_k a_k C_k) V^T.
+*Shared factors* U, V and cores C_k serve all blocks, and a layer's own are its mixing weights a_k.
+They serve one attention (`heads`), all weights of a role (`layers`), or a whole stack of blocks
+(`model`). A weight that has none to share with, or shall not (`none`), is U G V^T: low rank with
+r^2 parameters more.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-Share = Literal["none", "heads", "layers", "model"]
+Share = Literal["none", "inputs", "heads", "layers", "model"]
 Edges = tuple[PositiveInt, PositiveInt]
 
 
@@ -51,12 +55,13 @@ class TuckerSpec(Spec):
 
     name: Literal["tucker"] = "tucker"
     share: Share = option(
-        "none",
-        "what shares factors and cores; nothing (`svd` then needs fewer parameters), the `heads` "
-        "of an attention, the `layers` of a role, or the blocks of the whole `model`",
+        "inputs",
+        "what shares factors: layers that read one input the factor of their `inputs`, or the "
+        "`heads` of an attention, the `layers` of a role or the blocks of the whole `model` all "
+        "factors and cores; `none` is `svd` with more parameters",
     )
     rank: PositiveInt | Edges | None = option(
-        None, "columns of the factors U and V; one number, or two if shared", metavar="N|N,N"
+        None, "columns of the factors U and V; one number, or two with cores", metavar="N|N,N"
     )
     tol: float | None = TOL
     cores: PositiveInt | None = option(
@@ -65,15 +70,24 @@ class TuckerSpec(Spec):
 
     @property
     def fixes_size(self) -> bool:
-        return self.has_size and not self.shares_factors  # beside them a low-rank term fills up
+        return self.has_size and not self.mixes_cores  # beside them a low-rank term fills up
 
     @property
     def fills(self) -> bool:
-        return self.rank is None or (self.shares_factors and self.cores is None)
+        return self.rank is None or (self.mixes_cores and self.cores is None)
 
     @property
     def shares_factors(self) -> bool:
         return self.share != "none"
+
+    @property
+    def mixes_cores(self) -> bool:
+        """True where weights are mixtures of shared cores."""
+        return self.share not in ("none", "inputs")
+
+    def offered(self, target: float) -> tuple[TuckerSpec, ...]:
+        """`auto` sizes layers one by one: there they share nothing."""
+        return (self.model_copy(update={"share": "none"}),)
 
     def clipped(self, layout: Any) -> str | None:
         cores = None if layout.bank is None else clip_note(self.cores, (layout.cores,))
@@ -81,15 +95,17 @@ class TuckerSpec(Spec):
 
     @model_validator(mode="after")
     def _without_what_is_shared(self) -> TuckerSpec:
-        if self.share == "none" and self.cores is not None:
+        if not self.mixes_cores and self.cores is not None:
             raise ValueError("`cores` are shared: choose `share` heads, layers or model")
-        if self.share == "none" and isinstance(self.rank, tuple):
-            raise ValueError("with `share: none` both factors have one rank: give one number")
+        if not self.mixes_cores and isinstance(self.rank, tuple):
+            raise ValueError(
+                f"with `share: {self.share}` both factors have one rank: give one number"
+            )
         return self
 
 
 class TuckerLayout(Layout):
-    """A weight U G V^T of its own, or a grid of blocks over shared factors."""
+    """A weight U G V^T or, with shared inputs, U V^T, or a grid of blocks over shared factors."""
 
     structure: Literal["tucker"] = "tucker"
     ranks: Edges  # columns of U and V
@@ -99,6 +115,11 @@ class TuckerLayout(Layout):
     block: Edges = (1, 1)  # rows and columns of a block
     blocks: PositiveInt = 1  # served by the shared factors
     turned: bool = False  # whether the blocks make up the transposed weight
+
+    @property
+    def plain(self) -> bool:
+        """True where the weight is U V^T, without a core."""
+        return self.share == "inputs"
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -115,14 +136,16 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
     name = "tucker"
     summary = (
-        "small cores between factors that heads, layers or the model share; without `share` an SVD "
-        "with rank^2 parameters more than `svd`"
+        "factors that layers of one input share, or small cores between factors that heads, layers "
+        "or the model share"
     )
     reference = "Tucker 1966; De Lathauwer et al. 2000; Wang et al. 2020, arXiv:2004.12104"
     spec = TuckerSpec
     layout_type = TuckerLayout
 
     def layout(self, spec: TuckerSpec, site: Site, budget: int | None = None) -> TuckerLayout:
+        if spec.share == "inputs":
+            return _with_shared_input(spec, site, budget)
         block, turned = _cut(spec.share, site)
         blocks = sum(_blocks(spec.share, other) for other in site.sharing_sites)
         if block is None or blocks < 2:
@@ -137,9 +160,12 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return TuckerLayout(**site.widths, ranks=tuple(ranks), **shared, **cut)
 
     def tensors(self, layout: TuckerLayout) -> Shapes:
+        left, right = layout.ranks
+        if layout.plain:
+            factors: Shapes = {"u": (layout.out_features, left), "v": (layout.in_features, right)}
+            return factors if layout.bank is None else {"u": factors["u"]}
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
-        left, right = layout.ranks
         shapes = (layout.out_features, left), (left, right), (layout.in_features, right)
         return dict(zip(("u", "core", "v"), shapes, strict=True))
 
@@ -149,13 +175,16 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def rows(self, index: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         from torch.nn.functional import embedding
 
-        return embedding(index, tensors["u"]) @ tensors["core"] @ tensors["v"].mT
+        rows = embedding(index, tensors["u"])
+        return (rows if layout.plain else rows @ tensors["core"]) @ tensors["v"].mT
 
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor]:
         return {**tensors, "u": tensors["u"] * scales[:, None]}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: TuckerLayout) -> Tensor:
         u, v = tensors["u"], tensors["v"]
+        if layout.plain:
+            return x @ v @ u.mT
         if layout.bank is None:
             return x @ v @ tensors["core"].mT @ u.mT
         middles = linalg.mixed_cores(tensors["mix"], tensors["cores"])  # (..., m, q, left, right)
@@ -166,6 +195,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return ((seen @ middle.mT).unflatten(-1, (-1, u.shape[-1])) @ u.mT).flatten(-2)
 
     def dense(self, tensors: Tensors, layout: TuckerLayout) -> Tensor:
+        if layout.plain:
+            return tensors["u"] @ tensors["v"].mT
         if layout.bank is None:
             return tensors["u"] @ tensors["core"] @ tensors["v"].mT
         weight = linalg.mixed_weight(tensors["mix"], _factors_of(tensors))
@@ -174,12 +205,16 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def fit_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
         if layout.bank is None:
             return FitCost(svd_flops(layout.out_features, layout.in_features))
+        if layout.plain:
+            return FitCost(2.0 * layout.ranks[0] * layout.in_features * layout.out_features)
         (rows, columns), middle = layout.grid, prod(layout.ranks)
         each = layout.cores * middle * (sum(layout.ranks) + layout.cores)
         return FitCost(2.0 * each * (rows * columns) ** 2)
 
     def fit(self, target: Target, layout: TuckerLayout) -> dict[str, Tensor]:
         product, gram, curvature = target.product, target.gram, target.curvature
+        if layout.plain and layout.bank is not None:
+            return {"u": linalg.fit_left_factor(product, gram, target.factors["v"])}
         if layout.bank is not None:
             factors = _factors_of(target.factors)
             product = product if curvature is None else curvature @ product
@@ -187,6 +222,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
                 product, gram, curvature = product.mT, curvature, gram
             return {"mix": linalg.fit_mixing(product, gram, factors, curvature)}
         left, right = linalg.fit_lowrank(product, gram, layout.ranks[0], curvature)
+        if layout.plain:
+            return {"u": left, "v": right.mT}
         import torch
 
         u, outer = torch.linalg.qr(left)
@@ -206,6 +243,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         return random_tensors(self.tensors(layout), generator, widths)
 
     def sharing_group(self, spec: TuckerSpec, site: Site) -> Hashable:
+        if spec.share == "inputs":
+            return (site.block, site.reads) if site.reads else None
         block, _ = _cut(spec.share, site)
         if block is None:
             return None
@@ -218,6 +257,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         if layout.bank is None:
             return None
         (a, b), (left, right) = layout.block, layout.ranks
+        if layout.plain:
+            return Shared(layout.bank, {"v": (b, right)}, prod(layout.grid) / layout.blocks)
         shapes = {"u": (a, left), "cores": (layout.cores, left, right), "v": (b, right)}
         return Shared(layout.bank, shapes, prod(layout.grid) / layout.blocks)
 
@@ -231,11 +272,15 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
             user = linalg.User(target.weight, target.gram, target.curvature, scale)
             users.append(user.turned() if layout.turned else user)
         first = layouts[0]
+        if first.plain:
+            return {"v": linalg.fit_input_factor(users, first.ranks[1])}
         found = linalg.fit_tucker_factors(users, first.block, (first.cores, *first.ranks))
         return {"u": found.left, "cores": found.cores, "v": found.right}
 
     def shared_cost(self, layout: TuckerLayout, *, calibrated: bool) -> FitCost:
         (a, b), (left, right) = layout.block, layout.ranks
+        if layout.plain:
+            return FitCost(svd_flops(layout.blocks, b), 8 * b * (layout.blocks + 3 * b))
         middles = left * right * (left + right)
         plain = a * b * (left + right) + middles
         seen = a * a * left + b * b * right + middles
@@ -251,7 +296,31 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
         (a, b), (left, right) = layout.block, layout.ranks
         # Mixing weights know whether rows or columns of their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
+        if layout.plain:
+            widths = {"v": float(b)}
         return random_tensors(found.shapes, generator, widths)
+
+
+def _with_shared_input(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
+    """U V^T with the V of all that read the same input, each paying in proportion to its size."""
+    sites = site.sharing_sites if len(site.sharing_sites) > 1 else (site,)
+    rows = sum(other.out_features for other in sites)
+    rank = spec.rank if isinstance(spec.rank, int) else None
+    if rank is None and budget is not None:
+        rank = budget * rows // site.out_features // (rows + site.in_features)
+    if rank is None:
+        raise Refusal("no rank is given: set `rank` or `target`")
+    if rank < 1:
+        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
+    rank = min(rank, rows, site.in_features)
+    return TuckerLayout(
+        **site.widths,
+        ranks=(rank, rank),
+        share="inputs",
+        bank="inputs" if len(sites) > 1 else None,
+        block=(1, site.in_features),
+        blocks=rows,
+    )
 
 
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:

@@ -26,6 +26,7 @@ from tcompress.data.inputs import (
 )
 from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
+from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
@@ -57,6 +58,8 @@ class ExampleEncoder:
         """
         inputs, model = inputs_of(source), source.model_class.__name__
         _check_inputs(source, inputs)
+        if task is not None and task.needs.generates:
+            check_seq2seq(source)
         # Healing reads texts as the encoder will, and so does a task that compares embeddings.
         embeds = task is None or task.name == "sts"
         sentences = SentenceEncoder.imitated(source) if embeds else PLAIN
@@ -128,9 +131,19 @@ class ExampleEncoder:
             return _windows(self.texts, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
             return _masked(self.texts, examples, self.seed)
+        if name == "seq2seq":
+            return self._source_target(self.texts, examples)
         if name == "pretraining":
             return self._pretraining(self.texts, examples)
         return self._texts(self.texts, examples)
+
+    def _source_target(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        sources, targets = examples.texts
+        rows = SourceTargetEncoder.of(self.source, encoder).rows(sources, targets, examples.name)
+        encoded = Encoded.of([(row,) for row in rows])
+        # What a teacher computes has rows for the tokens of two texts: too little to cache it by.
+        encoded.is_fixed = False
+        return encoded
 
     def _texts(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         pairs = self.task is not None and self.task.name == "sts"

@@ -284,6 +284,14 @@ class MaskedLM(CausalLM):
     head = "masked-lm"
 
 
+class Seq2Seq(CausalLM):
+    """A text made of another one: the next token of the target, padding left out."""
+
+    name = "seq2seq"
+    head = "seq2seq"
+    needs = Needs((2, 2), generates=True)
+
+
 TASKS: dict[str, type[TrainingTask]] = {
     kind.name: kind
     for kind in (
@@ -294,6 +302,7 @@ TASKS: dict[str, type[TrainingTask]] = {
         Similarity,
         MaskedLM,
         CausalLM,
+        Seq2Seq,
         ImageClassification,
         VolumeClassification,
         Forecasting,

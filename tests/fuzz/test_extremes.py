@@ -84,7 +84,7 @@ METHODS: Mapping[str, dict[str, Any]] = {
     "lprod-truncated": {"method": {"name": "lprod", "p": 2, "transform": "dct", "tubal_rank": 2}},
     "tt": {"method": {"name": "tt", "order": 3}, **TARGET},
     "qtt": {"method": {"name": "qtt", "rank": 3}},
-    "tucker": {"method": {"name": "tucker"}, **TARGET},
+    "tucker": {"method": {"name": "tucker", "share": "none"}, **TARGET},
     "tucker-shared": {"method": {"name": "tucker", "share": "model"}, **TARGET},
     "auto": {"method": {"name": "auto"}, **TARGET},
     "embeddings": {"embeddings": {"method": {"name": "svd"}, **TARGET}},

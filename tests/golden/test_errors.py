@@ -96,10 +96,10 @@ name: lprod, transform: ''
 name: tt, modes: {768: [24, 0]}
 name: qtt, order: 3
 name: qtt, modes: {16: [4, 4]}
-name: tucker, cores: 3
-name: tucker, rank: [3, 4]
+name: tucker, share: none, cores: 3
+name: tucker, share: none, rank: [3, 4]
 name: svd, tol: 0.1, rank: 3
-name: tucker, share: layers, tol: 0.1
+name: tucker, tol: 0.1
 """
 CONVERSIONS = """
 target: .inf

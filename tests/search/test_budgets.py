@@ -34,7 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tt": {"name": "tt"},
     "tt-4": {"name": "tt", "order": 4},
     "lprod": {"name": "lprod", "p": 16, "transform": "dct"},
-    "tucker": {"name": "tucker"},
+    "tucker": {"name": "tucker", "share": "none"},
     "bank": {"name": "tucker", "share": "layers"},
     "auto": {"name": "auto"},
 }

@@ -49,8 +49,8 @@ def test_what_asks_for_a_backward_pass() -> None:
         ({**SVD, **none}, False, False),
         ({**SVD, "allocation": "uniform"}, False, False),
         ({**SVD, "allocation": "uniform", **asked}, True, False),
-        ({"method": {"name": "tucker"}, "target": 0.3}, True, True),
-        ({"method": {"name": "tucker", "share": "layers"}, "target": 0.3}, True, False),
+        ({"method": {"name": "tucker", "share": "none"}, "target": 0.3}, True, True),
+        ({"method": {"name": "tucker"}, "target": 0.3}, True, False),
         ({"method": {"name": "lprod", "p": 4}}, False, False),
         ({"method": {"name": "lprod", "p": 4}, **asked}, True, False),
     ]

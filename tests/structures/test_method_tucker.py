@@ -43,7 +43,11 @@ def parameters(layout: TuckerLayout) -> int:
 
 # ---------------------------------------------------------------- one weight
 def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
-    layout, weight, half = layout_of(16, 24, rank=5), randn(24, 16), randn(24, 24, seed=1)
+    layout, weight, half = (
+        layout_of(16, 24, share="none", rank=5),
+        randn(24, 16),
+        randn(24, 24, seed=1),
+    )
     gram, curvature = make_moments(16, 40).gram, half @ half.T
     target = Target(weight @ gram, gram, curvature=curvature)
     found = KIND.fit(target, layout)
@@ -55,7 +59,7 @@ def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
 
 @pytest.mark.parametrize("budget", [400, 1000, 1499])
 def test_a_budget_is_spent_and_not_exceeded(budget: int) -> None:
-    layout = layout_of(64, 96, budget=budget)
+    layout = layout_of(64, 96, budget=budget, share="none")
     rank = layout.ranks[0]
     assert parameters(layout) <= budget < (rank + 1) * (64 + 96 + rank + 1)
 
@@ -182,6 +186,46 @@ def test_data_matter_to_a_bank() -> None:
     assert missed(aware, aware, layouts) < 0.7 * missed(aware, free, layouts)
 
 
+# ---------------------------------------------------------------- layers of one input
+@pytest.mark.parametrize("curved", [False, True])
+@pytest.mark.parametrize("aware", [False, True])
+def test_layers_of_one_input_are_low_rank_one_above_the_other(aware: bool, curved: bool) -> None:
+    layouts = [layout_of(8, 12, 3, rank=4)] * 3
+    gram = make_moments(8, 40).gram if aware else None
+    targets = [
+        replace(target, product=target.weight if gram is None else target.weight @ gram, gram=gram)
+        for target in targets_of(layouts, 0, aware=False, curved=curved)
+        if target.weight is not None
+    ]
+    targets = [replace(target, scale=1.0) for target in targets]
+    bank = KIND.fit_shared(targets, layouts)
+    found = [
+        KIND.dense({**KIND.fit(replace(target, factors=bank), layout), **bank}, layout)
+        for target, layout in zip(targets, layouts, strict=True)
+    ]
+    stacked = torch.cat([target.product for target in targets])
+    curvatures = [target.curvature for target in targets if target.curvature is not None]
+    a, b = fit_lowrank(stacked, gram, 4, torch.block_diag(*curvatures) if curvatures else None)
+    assert_close(torch.cat(found), a @ b)
+
+
+def test_a_layer_that_reads_alone_is_low_rank() -> None:
+    layout, weight, gram = layout_of(16, 24, rank=5), randn(24, 16), make_moments(16, 40).gram
+    a, b = fit_lowrank(weight @ gram, gram, 5)
+    assert_close(KIND.dense(KIND.fit(Target(weight @ gram, gram), layout), layout), a @ b)
+    assert parameters(layout_of(16, 24, budget=239)) == 5 * (16 + 24)
+
+
+def test_layers_of_one_input_share_a_budget_by_their_sizes() -> None:
+    sites = tuple(Site(64, outputs, "in", reads="attn_in") for outputs in (64, 16, 16))
+    layouts = [
+        KIND.layout(TuckerSpec(), replace(site, sharing_sites=sites), site.out_features * 16)
+        for site in sites
+    ]
+    assert {layout.ranks for layout in layouts} == {(9, 9)}  # (64 + 96) r within a quarter of all
+    assert sum(KIND.shared(layout).share for layout in layouts) == pytest.approx(1)
+
+
 # ---------------------------------------------------------------- plans
 @pytest.fixture(scope="module")
 def bert(sources: Callable[[str], SourceModel]) -> SourceModel:
@@ -208,6 +252,19 @@ def test_banks_of_heads_of_layers_and_of_the_model(bert: SourceModel) -> None:
     assert list(heads.values()) == [["q", "k", "v", "o"]] * 2
     assert list(layers.values()) == [[role] * 2 for role in ("q", "k", "v", "o", "up", "down")]
     assert [len(roles) for roles in model.values()] == [12]
+
+
+def test_by_default_layers_share_the_factor_of_their_input(
+    bert: SourceModel, sources: Callable[[str], SourceModel]
+) -> None:
+    plan = make_plan(recipe(method={"name": "tucker"}, target=0.4), bert)
+    assert list(users(plan).values()) == [["q", "k", "v"]] * 2
+    texts = {entry.role: describe_parts(entry.parts) for entry in plan.layers}
+    assert texts["q"] == texts["v"] == "tucker inputs r=9"
+    assert texts["o"] == "tucker r=6"
+    assert 0.35 < plan.kept <= 0.4
+    gated = users(make_plan(recipe(method={"name": "tucker"}, target=0.4), sources("llama")))
+    assert list(gated.values()) == [["q", "k", "v"], ["gate", "up"]] * 2
 
 
 def test_feed_forward_weights_of_shared_heads_stand_alone(bert: SourceModel) -> None:

@@ -40,7 +40,7 @@ from tests.support.structures import fill_random, randn
 from tests.support.tiny import TINY, build
 
 WIDTH, HEAD = 16, 4
-SHARES = ("heads", "layers", "model")
+SHARES = ("inputs", "heads", "layers", "model")
 METHODS: dict[str, dict[str, Any]] = {
     share: {"method": {"name": "tucker", "share": share}, "target": 0.4} for share in SHARES
 }

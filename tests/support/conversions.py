@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, dict[str, Any]] = {
     "svd": {"method": {"name": "svd"}, "target": 0.4},
     "tt": {"method": {"name": "tt"}, "target": 0.4},
     "tt-3": {"method": {"name": "tt", "order": 3, "rank": [2, 4], "apply": "rebuild"}},
-    "tucker": {"method": {"name": "tucker"}, "target": 0.4},
+    "tucker": {"method": {"name": "tucker", "share": "none"}, "target": 0.4},
     "tucker-model": {"method": {"name": "tucker", "share": "model"}, "target": 0.4},
     "qtt": {"method": {"name": "qtt", "rank": 6}},
 }

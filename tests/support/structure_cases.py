@@ -176,7 +176,8 @@ CASES: dict[str, list[Case]] = {
     "width": [Case("width", "tall", inputs=10, outputs=16, exact=True)],
     "tt": _tt_cases(),
     "tucker": [
-        _tucker("tall", rank=3),
+        _tucker("tall", rank=3, share="none"),
+        _tucker("inputs", rank=5, sharing_sites=3),
         _tucker("full", rank=99, exact=True),
         _tucker("heads-out", share="heads", cores=3, rank=[3, 5], sharing_sites=2, **_TURNED),
         _tucker("model", share="model", cores=3, rank=5, inputs=8, outputs=24, sharing_sites=2),
@@ -237,7 +238,8 @@ REFUSALS: dict[str, list[tuple[Case, str]]] = {
     ],
     "tucker": [
         (_tucker("no-rank"), _NO_RANK),
-        (_tucker("small-budget", budget=40), _too_small(40, "rank 1")),
+        (_tucker("small-budget", budget=39), _too_small(39, "rank 1")),
+        (_tucker("small-core", share="none", budget=40), _too_small(40, "rank 1")),
         (_tucker("alone", share="heads", rank=4),
          "`share: heads` has no factors for it, and no `target` gives it a rank"),
         (_tucker("no-shared-rank", share="layers", sharing_sites=2), _NO_RANK),
@@ -256,8 +258,10 @@ MORE: dict[str, list[Case]] = {
     "lprod": _more_lprod_cases(),
     "tt": _more_tt_cases(),
     "tucker": [
-        _tucker("wide", rank=3, **_TURNED),
-        _tucker("budget", budget=5 * (16 + 24 + 5), side="both"),
+        _tucker("wide", share="none", rank=3, **_TURNED),
+        _tucker("budget", share="none", budget=5 * (16 + 24 + 5), side="both"),
+        _tucker("inputs-budget", budget=200, sharing_sites=2),
+        _tucker("inputs-alone", rank=4),
         _tucker("one", rank=1, inputs=1, outputs=5, exact=True),
         _tucker("heads", share="heads", cores=3, rank=[3, 5], sharing_sites=2),
         _tucker("layers", share="layers", cores=2, rank=5, sharing_sites=3),

@@ -79,6 +79,9 @@ def _tt(layout: TTLayout, stored: Stored) -> Tensor:
 
 def _tucker(layout: TuckerLayout, stored: Stored) -> Tensor:
     """Sums of outer products of columns, block by block."""
+    if layout.share == "inputs":
+        ones = torch.eye(layout.ranks[0]).double()
+        return _outer_sum(stored["u"], ones, stored["v" if layout.bank is None else "bank.v"])
     if layout.bank is None:
         return _outer_sum(stored["u"], stored["core"], stored["v"])
     rows = []

@@ -220,7 +220,9 @@ def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[st
         ends |= {} if number is None else {name: number}
     names = ("pad_token_id", "eos_token_id", "bos_token_id")
     tokens = {name: getattr(config, name, None) for name in reversed(names)}
-    usual: dict[Any, str] = {token: name for name, token in tokens.items() if isinstance(token, int)}
+    usual: dict[Any, str] = {
+        token: name for name, token in tokens.items() if isinstance(token, int)
+    }
     start = usual.get(getattr(config, "decoder_start_token_id", None), "pad_token_id")
     numbers = {**ends, **said}
     ends["decoder_start_token_id"] = numbers.get(start)

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcompress.attention import BaseAttention, replacement_named
-from tcompress.attention.additive import AdditiveSpec, additive_scores
-from tcompress.attention.graph import GraphSpec
-from tcompress.attention.visibility import Visible
+from tcompress.attention.additive import additive_scores
 from tcompress.errors import RecipeError
 from tcompress.models import SourceModel
 from tcompress.options import parse_recipe
@@ -33,36 +30,6 @@ def test_additive_scores_are_those_of_the_network() -> None:
             for other in range(4):
                 inner = (q[0, head, one] + k[0, head, other]).tanh()
                 torch.testing.assert_close(scores[0, head, one, other], w[head] @ inner)
-
-
-def test_two_heads_with_chains_are_those_of_the_reference() -> None:
-    """Algorithm 1 of both papers for each head, side by side, and the additive baseline."""
-    reference = pytest.importorskip("tests.reference.tsa")
-    tt, spec = TensorTrain(), TTSpec(name="qtt", chains="heads")
-    layout = tt.layout(spec, Site(8, 16, "in", role="k", head=8))
-    shapes = tt.tensors(layout)
-    both = [{key: randn(*shape, seed=s) for key, shape in shapes.items()} for s in (1, 2)]
-    x = randn(5, 8)
-    k, v = (tt.apply(x, own, layout).unflatten(-1, (2, 8)).transpose(0, 1)[None] for own in both)
-    graph = replacement_named("graph")
-    mixing = graph.layout(GraphSpec(), BaseAttention(2, 2, 8))
-    decay = {"decay": torch.full((2,), 0.7, dtype=torch.float64).logit()}
-    mixed = graph.apply(k, k, v, decay, mixing, Visible())[0].transpose(0, 1).flatten(1)
-    chains = [
-        tuple([core[head].transpose(1, 2).numpy() for core in own.values()] for own in both)
-        for head in range(2)
-    ]
-    expected = reference.attention(x.numpy(), chains, 0.7, order="big")
-    torch.testing.assert_close(mixed, torch.from_numpy(expected), atol=1e-10, rtol=1e-10)
-    additive = replacement_named("additive")
-    weights = {name: randn(8, 4, seed=n) for n, name in enumerate("qkv")}
-    q, k, v = ((x @ weights[name])[None, None] for name in "qkv")
-    scale = randn(1, 4, seed=9)
-    own = additive.layout(AdditiveSpec(), BaseAttention(1, 1, 4))
-    found = additive.apply(q, k, v, {"score_weight": scale}, own, Visible())
-    arrays = {name: weight.numpy() for name, weight in weights.items()}
-    right = reference.additive(x.numpy(), {**arrays, "scale": scale[0].numpy()})
-    torch.testing.assert_close(found[0, 0], torch.from_numpy(right), atol=1e-10, rtol=1e-10)
 
 
 def test_heads_have_chains_of_their_own(tmp_path: Path) -> None:

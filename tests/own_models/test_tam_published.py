@@ -1,4 +1,4 @@
-"""TAM as published: against a reference that was written from the paper alone, and its mistakes."""
+"""TAM as published: padding, attention maps, its recipe, and mistakes."""
 
 import json
 from collections.abc import Sequence
@@ -46,69 +46,16 @@ def _batch(lengths: Sequence[tuple[int, int, int]] = LENGTHS) -> dict[str, Tenso
     return {"input_ids": ids * mask, "attention_mask": mask, "token_type_ids": types}
 
 
-def _array(x: Tensor) -> Any:
-    return x.detach().numpy()
-
-
-def _by_reference(model: Any, batch: dict[str, Tensor], row: int) -> Any:
-    """States of one example's query."""
-    reference = pytest.importorskip("tests.reference.tam")
-    body, config = model.model, model.config
-    first, second, third = LENGTHS[row]
-    ids, types = (batch[name][row] for name in ("input_ids", "token_type_ids"))
-    embedded = body.embed_tokens(ids) + body.embed_positions.weight[: len(ids)]
-    embedded = _array(body.norm(embedded + body.embed_types(types)))
-    pair = first + second
-    streams, query = (embedded[:first], embedded[first:pair]), embedded[:first]
-    semantics = embedded[pair : pair + third]
-    wr, wz, wn = (_array(part) for part in body.gru.inputs.weight.chunk(3))
-    br, bz, bn = (_array(part) for part in body.gru.inputs.bias.chunk(3))
-    ur, uz = (_array(part) for part in body.gru.gates.weight.chunk(2))
-    gru = {"wr": wr, "wz": wz, "wn": wn, "br": br, "bz": bz, "bn": bn}
-    gru |= {"ur": ur, "uz": uz, "un": _array(body.gru.candidate.weight)}
-    memory = reference.gru_memory(streams, gru)
-    aligned = config.without != "query-alignment"
-    fused = config.without != "semantic-fusing"
-    for layer in body.layers:
-        own = layer.attention
-        weights = {}
-        for name in ("q", "k", "s", *("v" * fused)):
-            projection = getattr(own, f"{name}_proj")
-            weights |= {name: _array(projection.weight).T, f"b{name}": _array(projection.bias)}
-        output = own.o_proj if fused else own.split_proj
-        if not fused:
-            weights |= {"v": weights["k"]}  # not used
-            columns = _array(output.weight).T.reshape(
-                config.semantics_length, -1, output.out_features
-            )
-            weights["o"] = columns[:third, :pair].reshape(-1, output.out_features)
-        size = config.attention_size
-        places = first if aligned else size
-        cores = [reference.diagonal_core(_array(g[0]), places, size) for g in own.core]
-        norms = {
-            name: {"gamma": _array(norm.weight), "beta": _array(norm.bias)}
-            for name, norm in (("norm1", layer.attention_norm), ("norm2", layer.mlp_norm))
-        }
-        all_weights = {
-            "attention": weights, "bias": _array(output.bias), **norms,
-            "w1": _array(layer.mlp.fc1.weight).T, "b1": _array(layer.mlp.fc1.bias),
-            "w2": _array(layer.mlp.fc2.weight).T, "b2": _array(layer.mlp.fc2.bias),
-        }  # fmt: skip
-        if fused:
-            all_weights["dense"] = _array(output.weight).T
-        how = {"aligned": aligned, "fused": fused}
-        query = reference.encoder_layer(query, memory, semantics, all_weights, cores, **how)
-    return torch.from_numpy(query)
-
-
 @pytest.mark.parametrize("without", ["nothing", "semantic-fusing", "query-alignment"])
-def test_a_padded_batch_is_the_reference_example_by_example(without: str) -> None:
+def test_a_padded_batch_equals_single_examples(without: str) -> None:
+    """That single ones are the paper's, `tests/reference` says."""
     model, batch = _model(without=without), _batch()
     with torch.no_grad():
-        states = model.model(**batch).last_hidden_state
-        for row, (first, *_) in enumerate(LENGTHS):
-            right = _by_reference(model, batch, row)
-            torch.testing.assert_close(states[row, :first], right, atol=1e-10, rtol=1e-10)
+        together = model.model(**batch).last_hidden_state
+        for row, lengths in enumerate(LENGTHS):
+            alone = {name: x[row : row + 1, : sum(lengths)] for name, x in batch.items()}
+            single = model.model(**alone).last_hidden_state[0, : lengths[0]]
+            torch.testing.assert_close(together[row, : lengths[0]], single)
 
 
 def test_attention_maps_are_returned_on_request() -> None:

@@ -4,8 +4,8 @@
         [--seeds 3] [--jobs 1]
 
 DATA has a folder for each data set (`ag_news`, `imdb`, `newsgroups20`, `tweetqa`, `weather`,
-`adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are cut for
-two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
+`etth1`, `adrenalmnist3d_28`) with `train`, `validation`, `test` or `all` in parquet. Schedules are
+cut for two cores, as the table below says; `--full` trains as the recipes say, for a GPU, and
 `--max-minutes` ends every training. The papers' accuracies, areas and recalls are in percent. What
 is done with the same settings is not done again: OUT/results.json keeps it, with the machine.
 """
@@ -33,14 +33,18 @@ class Row(NamedTuple):
     recipe: str
     data: str
     cut: tuple[str, ...] = ()
-    variant: str | None = None
+    variant: str | None = None  # or several with commas between
 
 
 AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
 IMDB = ("finetune.epochs=3", "finetune.mixed_precision=bf16")
 SMALL = (
+    "pretrain.epochs=null",
+    "pretrain.steps=4000",
+    "pretrain.learning_rate=1e-3",
+    "pretrain.evaluate_every=500",
     "finetune.epochs=null",
-    "finetune.steps=4000",
+    "finetune.steps=2000",
     "finetune.learning_rate=1e-3",
     "finetune.evaluate_every=500",
     "architecture.hidden_size=64",
@@ -48,6 +52,22 @@ SMALL = (
     "architecture.num_attention_heads=1",
     "architecture.intermediate_size=256",
 )
+R8 = ("finetune.epochs=3",)
+KINDS, HORIZONS = ("", "paper", "dense"), (96, 192, 336, 720)
+
+
+def forecasts(series: str) -> dict[str, Row]:
+    """Our HOT, HOT as published and dense attention on a series, for each horizon."""
+    rows = {}
+    for kind in KINDS:
+        for horizon in HORIZONS:
+            own = [kind] if kind else []
+            name = "-".join([series, *own, *([] if horizon == 96 else [str(horizon)])])
+            variants = own + ([] if horizon == 96 else [f"horizon-{horizon}"])
+            rows[name] = Row(f"{series}-hot", series, variant=",".join(variants) or None)
+    return rows
+
+
 ROWS = {
     "ag-news": Row("ag-news-lprod", "ag_news", AG),
     "ag-news-dense": Row("ag-news-lprod", "ag_news", AG, "dense"),
@@ -61,16 +81,21 @@ ROWS = {
     "newsgroups": Row("newsgroups-tga", "newsgroups20"),
     "newsgroups-dot-product": Row("newsgroups-tga", "newsgroups20", variant="dot-product"),
     "tweetqa": Row("tweetqa-tam", "tweetqa", SMALL),
-    "tweetqa-cp": Row("tweetqa-tam", "tweetqa", SMALL, "cp"),
+    "tweetqa-without-fusing": Row("tweetqa-tam", "tweetqa", SMALL, "without-fusing"),
+    "tweetqa-without-alignment": Row("tweetqa-tam", "tweetqa", SMALL, "without-alignment"),
     "tweetqa-bert": Row("tweetqa-tam", "tweetqa", SMALL, "softmax"),
     "tweetqa-multilinear": Row("tweetqa-tam", "tweetqa", SMALL, "multilinear"),
+    "r8": Row("r8-tsa", "reuters_r8", R8),
+    "r8-dot-product": Row("r8-tsa", "reuters_r8", R8, "dot-product"),
+    "r8-additive": Row("r8-tsa", "reuters_r8", R8, "additive"),
     "adrenal": Row("adrenal-hot", "adrenalmnist3d_28"),
     "adrenal-dense": Row("adrenal-hot", "adrenalmnist3d_28", variant="dense"),
-    "weather": Row("weather-hot", "weather"),
-    "weather-dense": Row("weather-hot", "weather", variant="dense"),
+    "adrenal-paper": Row("adrenal-hot", "adrenalmnist3d_28", variant="paper"),
+    **forecasts("weather"),
+    **forecasts("etth1"),
     **{
-        f"weather-{horizon}": Row("weather-hot", "weather", variant=f"horizon-{horizon}")
-        for horizon in (192, 336, 720)
+        f"weather-paper-{axes}": Row("weather-hot", "weather", variant=f"paper,{axes}")
+        for axes in ("along-variables", "along-time", "without-attention")
     },
 }
 
@@ -128,7 +153,11 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
     """What is changed in the recipe of a row, its variant first."""
     row = ROWS[name]
     variant = row.variant if row.variant and not (args.full and row.variant == "smoke") else ""
-    said = [variant, *local_files(args.data / row.data), f"output={args.out / name}-{seed}"]
+    said = [
+        variant,
+        *local_files(args.data / row.data, variant),
+        f"output={args.out / name}-{seed}",
+    ]
     said += [f"convert.seed={seed}", f"finetune.seed={seed}"]
     said += [] if args.full else list(row.cut)
     return said + ([f"finetune.minutes={args.max_minutes}"] if args.max_minutes else [])
@@ -136,18 +165,21 @@ def settings(args: argparse.Namespace, name: str, seed: int) -> list[str]:
 
 def run(name: str, said: list[str]) -> dict[str, Any]:
     """Runs one row by the command line, and keeps what its report says."""
-    recipe, variant = f"scratch/{ROWS[name].recipe}", said[0]
+    recipe = f"scratch/{ROWS[name].recipe}"
     command = [sys.executable, "-m", "tcompress", "run", recipe, "--json", "-q", "--force"]
-    command += ["--variant", variant] if variant else []
+    for variant in said[0].split(",") if said[0] else []:
+        command += ["--variant", variant]
     for setting in said[1:]:
         command += ["--set", setting]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{name}: `{' '.join(command)}` ended with {done.returncode}")
     found = json.loads(done.stdout)
-    report, training = found["reports"][0], found["reports"][0]["training"][0]
+    report, training = found["reports"][0], found["reports"][0]["training"][-1]
+    measured = found["evaluations"][-1]
     return {
-        "metrics": found["evaluations"][0]["models"][0]["metrics"],
+        "metrics": measured["models"][0]["metrics"],
+        "naive": measured["protocol"].get("naive", {}),
         "paper": [line for line in report["paper"] if line["ours"]],
         "parameters": report["parameters"],
         "training": {key: training[key] for key in ("steps", "samples", "seconds", "curve")},
@@ -155,15 +187,20 @@ def run(name: str, said: list[str]) -> dict[str, Any]:
     }
 
 
-def local_files(folder: Path) -> list[str]:
-    """Settings that read the files of a folder in place of the hub's data sets."""
+def local_files(folder: Path, variant: str = "") -> list[str]:
+    """Settings of a variant that read the files of a folder in place of the hub's data sets."""
     parts = {path.stem.split("_")[0]: path for path in sorted(folder.glob("*.parquet"))}
     train = parts.get("train") or parts["all"]
     test = parts.get("test") or parts.get("validation") or parts["all"]
     said = [f"finetune.data.source=[{train}]", f"evaluate.0.data={test}"]
+    if folder.name == "reuters_r8":  # on what was trained on, and on other texts
+        said = [said[0], f"evaluate.0.data={train}", f"evaluate.1.data={test}"]
     if folder.name == "tweetqa":
-        for place in ("finetune.data", "evaluate.0"):
-            said.append(f"{place}.columns={{text: question+passage, pair: answers}}")
+        said.append(f"pretrain.data.source=[{train}]")
+        two = variant in ("softmax", "multilinear", "replacement")
+        texts = "text: question+passage" if two else "text: passage, semantics: question"
+        for place in ("pretrain.data", "finetune.data", "evaluate.0"):
+            said.append(f"{place}.columns={{{texts}, pair: answers}}")
     if folder.name.startswith("adrenal"):
         return [*said, f"finetune.data.validation={parts['validation']}"]
     return said if "all" in parts else [*said, f"architecture.tokenizer.words={train}"]
@@ -189,6 +226,9 @@ def show(name: str, row: dict[str, Any]) -> None:
                     end="",
                 )
         print(flush=True)
+    for label, values in row.get("naive", {}).items():
+        numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
+        print(f"{name}: {label} (no model): {numbers}")
 
 
 def show_means(name: str, runs: list[dict[str, Any]]) -> None:

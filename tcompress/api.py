@@ -154,6 +154,7 @@ def sweep(
     finetune: Mapping[str, Any] | None = None,
     bench: bool | Mapping[str, Any] = False,
     keep_models: bool = True,
+    seeds: int | None = None,
     output: str | Path | None = None,
     recipe: str | Recipe | None = None,
     calibration: str | Sequence[str] | Mapping[str, Any] | None = None,
@@ -177,6 +178,7 @@ def sweep(
         finetune: Fields of `Finetune` to heal every model with; default no healing.
         bench: Whether to time every model, or fields of a recipe's `bench`.
         keep_models: Whether models are kept once they are measured.
+        seeds: Repeat every cell with so many seeds, and compare means.
         output: Folder to write; default the model's name and `-sweep`.
         recipe: A recipe with `sweep` instead of the other options: name, file, or `Recipe`.
         calibration: `builtin`, `none`, a file or a dataset id, or a list; or all options of it.
@@ -211,7 +213,8 @@ def sweep(
     adapter = recipe.convert.adapter
     source = SourceModel.open(name, revision=revision, token=token, adapter=adapter)
     folder = Path(output or recipe.output or default_output_name(name, "sweep"))
-    return run_sweep(recipe, source, folder, force=force, token=token, progress=progress)
+    shared: Any = {"force": force, "token": token, "progress": progress, "seeds": seeds}
+    return run_sweep(recipe, source, folder, **shared)
 
 
 def evaluate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
-from tcompress.options import Evaluate, Recipe
-from tcompress.options.schema import converted_beside, data_of
+from tcompress.options import Evaluate, Finetune, Recipe
+from tcompress.options.schema import converted_beside, data_of, pretrained_beside
+from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
+from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.page import write_html
 from tcompress.reporting.tree import ModelReport
 from tcompress.search.search import Statistics
@@ -102,9 +104,66 @@ def run_recipe(
     return outcome
 
 
+@dataclass(frozen=True)
+class Repeated:
+    """Results of a recipe with several seeds."""
+
+    outcomes: tuple[Outcome, ...]  # in the order of the seeds
+    page: Path | None = None  # the HTML report, if one was asked for
+
+    @property
+    def reports(self) -> list[ModelReport]:
+        """The dense model, where there is one, and the finished model of each seed."""
+        first = self.outcomes[0].reports
+        dense = first[:1] if len(first) > 1 else []
+        return [*dense, *(outcome.reports[-1] for outcome in self.outcomes)]
+
+    @property
+    def missed(self) -> list[str]:
+        """Thresholds, in words, each with the folder that misses it."""
+        return [f"{item.folder.name}: {text}" for item in self.outcomes for text in item.missed]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "runs": [outcome.to_json() for outcome in self.outcomes],
+            "seeds": [group.to_json() for group in seed_groups(self.reports)],
+            "html": None if self.page is None else str(self.page),
+            "missed": self.missed,
+        }
+
+
+def run_seeds(
+    recipe: Recipe, source: SourceModel, output: Path, count: int, **options: Any
+) -> Repeated:
+    """Do everything that a recipe says with each of so many seeds, one after another.
+
+    Each seed has folders of its own, named after it, so that run again only what is missing is
+    done. `options` are those of `run_recipe`. The page shows the finished models of all seeds.
+    """
+    output = Path(output).expanduser().absolute()
+    progress: Progress = options.get("progress") or Silent()
+    outcomes = []
+    for number, (seed, said) in enumerate(repetitions(recipe, count), 1):
+        progress.part(f"seed {seed}", number, count)
+        begun = source if source.seed is None else source.at_random(said.convert.seed)
+        folder = output.with_name(f"{output.name}{SUFFIX}{seed}")
+        said = said.model_copy(update={"report": None})
+        outcomes.append(run_recipe(said, begun, folder, **options))
+    done = Repeated(tuple(outcomes))
+    if recipe.report is None:
+        return done
+    return replace(done, page=write_html(done.reports, Path(recipe.report)))
+
+
 def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:
     """Opens the models that will be imitated, before there is one that imitates them."""
-    names = recipe.finetune.teacher if recipe.finetune is not None else ("none",)
+    return _teachers_of(recipe.finetune, source, token)
+
+
+def _teachers_of(
+    training: Finetune | None, source: SourceModel, token: str | None
+) -> list[SourceModel]:
+    names = training.teacher if training is not None else ("none",)
     dense = source if source.seed is None else None
     return find_teachers(names, None, token, trust=source.trust_remote_code, dense=dense)
 
@@ -145,11 +204,24 @@ class _Run:
         made = list(dict.fromkeys([self.outcome.converted, self.outcome.folder]))
         return made[-1:] if self.source.seed is not None else [self.source.folder, *made]
 
+    @property
+    def _pretrained(self) -> Path:
+        return pretrained_beside(self.outcome.folder)
+
+    @property
+    def _trainings(self) -> list[Finetune]:
+        """Trainings one after another."""
+        both = (self.recipe.pretrain, self.recipe.finetune)
+        return [training for training in both if training is not None]
+
     def check(self) -> None:
         """Refuses, before any work, what would fail in the end; names all problems."""
         problems, recipe = Problems(), self.recipe
         converts = not self._is_made(self.outcome.converted)
         trains = recipe.finetune is not None and not self._is_made(self.outcome.folder)
+        written = [(self.outcome.converted, converts), (self.outcome.folder, trains)]
+        if recipe.pretrain is not None:
+            written.append((self._pretrained, trains and not self._is_made(self._pretrained)))
         if recipe.report is not None:
             with problems.collected():
                 check_page(Path(recipe.report).expanduser())
@@ -164,19 +236,20 @@ class _Run:
                     )
         with problems.collected():
             check_data(data_of(recipe, converts=converts, trains=trains))
-        for folder, written in ((self.outcome.converted, converts), (self.outcome.folder, trains)):
+        for folder, lacks in written:
             with problems.collected():
-                if written:
+                if lacks:
                     check_output(folder, force=self.force)
-        teachers: list[SourceModel] = []
+        runs: list[tuple[Finetune, list[SourceModel]]] = []
         with problems.collected():
             pick_device(recipe.convert.device)
-            teachers = teachers_of(recipe, self.source, self.token) if trains else []
+            for training in self._trainings if trains else ():
+                runs.append((training, _teachers_of(training, self.source, self.token)))
         problems.report()
         # What takes reading: all of it is there.
-        with problems.collected():
-            if trains and recipe.finetune is not None:
-                check_run(self.source, teachers, recipe.finetune)
+        for training, teachers in runs:
+            with problems.collected():
+                check_run(self.source, teachers, training)
         for item in recipe.evaluate:
             with problems.collected():
                 check_measurement(item, self.source, heads=self.source.seed is None)
@@ -191,7 +264,14 @@ class _Run:
             convert(source, recipe.convert, outcome.converted, **own, **shared)
         options, folder = recipe.finetune, outcome.folder
         if options is not None and not self._is_done("finetune", folder, "trained"):
-            model = open_checked(str(outcome.converted), trust=source.trust_remote_code)
+            begun = outcome.converted
+            if recipe.pretrain is not None:
+                begun = self._pretrained
+                if not self._is_done("pretrain", begun, "pretrained"):
+                    model = open_checked(str(outcome.converted), trust=source.trust_remote_code)
+                    how: dict[str, Any] = {"token": self.token, "say": self.say, **shared}
+                    finetune(model, recipe.pretrain, begun, **how)
+            model = open_checked(str(begun), trust=source.trust_remote_code)
             finetune(model, options, folder, token=self.token, say=self.say, **shared)
 
     def measure(self) -> None:
@@ -225,9 +305,10 @@ class _Run:
             manifest = None if self.again else read_manifest(folder)
         if manifest is None:
             return False
-        options = self.recipe.finetune if folder != self.outcome.converted else None
-        trained = [run.settings for run in manifest.training[-1:]]
-        wanted = [] if options is None else [options.model_dump(mode="json", exclude_defaults=True)]
+        runs = [] if folder == self.outcome.converted else self._trainings
+        runs = runs[:1] if folder == self._pretrained else runs
+        trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
+        wanted = [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
         return (
             trained == wanted  # a trained model is no conversion
             and manifest.recipe == self.recipe.convert.model_dump(mode="json")

@@ -43,6 +43,7 @@ from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.schema import data_of, short_name
+from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.pipeline import Say, missed, run_recipe, teachers_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
@@ -50,7 +51,7 @@ from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
-from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of
+from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of, mean_of
 from tcompress.reporting.tree import ModelReport, main_metrics
 from tcompress.search.search import Statistics
 from tcompress.timing_model.clocks import REPEATS, USUAL_PASS, Workload
@@ -67,6 +68,7 @@ class Cell:
     plan: Plan | None = None
     costs: Estimate | None = None
     refusal: str | None = None
+    repeats: str | None = None  # the name that it shares with cells of other seeds
 
     def to_json(self) -> dict[str, Any]:
         if self.plan is None or self.costs is None:
@@ -83,8 +85,24 @@ class Cell:
         }
 
 
-def cells_of(recipe: Recipe, source: SourceModel) -> list[Cell]:
-    """Lists the cells of a recipe with `sweep`; if none can be planned, it raises a `PlanError`."""
+def cells_of(recipe: Recipe, source: SourceModel, seeds: int | None = None) -> list[Cell]:
+    """Lists the cells of a recipe with `sweep`, each with so many seeds.
+
+    Raises:
+        PlanError: None can be planned.
+        RecipeError: There are to be several seeds, and nothing depends on them.
+    """
+    cells = _single_cells(recipe, source)
+    return cells if seeds is None else [one for cell in cells for one in _repeated(cell, seeds)]
+
+
+def _repeated(cell: Cell, seeds: int) -> Iterator[Cell]:
+    for seed, recipe in repetitions(cell.recipe, seeds):
+        name = f"{cell.name}{SUFFIX}{seed}"
+        yield replace(cell, name=name, recipe=recipe, repeats=cell.name)
+
+
+def _single_cells(recipe: Recipe, source: SourceModel) -> list[Cell]:
     cells: list[Cell] = []
     source = with_vocabulary(source, recipe.convert)
     for convert in _conversions(recipe, source):
@@ -325,6 +343,7 @@ def sweep(
     token: str | None = None,
     progress: Progress | None = None,
     say: Say = lambda text: None,
+    seeds: int | None = None,
 ) -> Swept:
     """Converts, trains and measures a model in several ways, and compares the results.
 
@@ -332,10 +351,11 @@ def sweep(
     `sweep.json` and `sweep.html` too. Run again, only what depends on changed settings is done
     again, and a run that was stopped goes on where it was. A cell that cannot be done is named with
     the reason and does not stop the others; an `InputError` says that none can be done. With
-    `force`, all cells are done again, also in a folder that holds something else.
+    `force`, all cells are done again, also in a folder that holds something else. With `seeds`
+    every cell is done so many times, and the comparison is of means.
     """
     check_recipe(recipe)
-    cells = cells_of(recipe, source)
+    cells = cells_of(recipe, source, seeds)
     folder = Path(output).expanduser().absolute()
     with _claimed(folder, force), TemporaryDirectory(dir=folder / SWEEP) as scratch:
         shared = Statistics(Path(scratch))
@@ -554,16 +574,24 @@ class _Sweep:
                 for metric in done[0].reports[-1].metrics
             ]
             dense = dense.model_copy(update={"metrics": tuple(best)})
-        candidates = [Candidate(DENSE, dense)]
-        for item in done:
-            before = main_metrics(item.reports)[0] if len(item.reports) > 1 else None
-            name, seconds = item.cell.name, sum(item.seconds)
-            candidates.append(Candidate(name, item.reports[-1], before, seconds))
+        candidates = [Candidate(DENSE, dense), *_candidates(done)]
         front = front_of(candidates)
         page = Path(self.recipe.report or self.folder / "sweep.html").expanduser()
         found = Swept(self.folder, page, self.source.id, self.recipe, front, dense, done, stopped)
         text = json.dumps({"schema": 1, **found.to_json()}, indent=2, ensure_ascii=False)
         write_text(self.folder / "sweep.json", text)
-        reports = {item.name: item.report for item in candidates}
-        write_html([reports[row.name] for row in front.rows], page)
+        reports = {item.name: (item.report, *item.repeats) for item in candidates}
+        write_html([report for row in front.rows for report in reports[row.name]], page)
         return found
+
+
+def _candidates(done: Sequence[Done]) -> Iterator[Candidate]:
+    """Finished cells; those of several seeds are one."""
+    alike: dict[str, list[Done]] = {}
+    for item in done:
+        alike.setdefault(item.cell.repeats or item.cell.name, []).append(item)
+    for name, items in alike.items():
+        before = [main_metrics(item.reports)[0] for item in items if len(item.reports) > 1]
+        first, *repeats = (item.reports[-1] for item in items)
+        seconds = sum(sum(item.seconds) for item in items)
+        yield Candidate(name, first, mean_of(before), seconds, tuple(repeats))

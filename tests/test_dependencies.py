@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
         "project",
     },
     "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
-    "own_models": {"errors", "models", "options", "data"},
+    "own_models": {"errors", "models", "options", "data", "attention"},
     "hf": {
         "errors", "linalg", "structures", "attention", "models", "planning", "artifact",
         "own_models", "roles",
@@ -70,9 +70,12 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": PRODUCT | {"search"},
     "compression": PRODUCT | {"search", "exports", "runtimes"},
     "sweeps": PRODUCT | {"pipeline", "search", "timing_model"},
+    "variant_sweep": {
+        "artifact", "files", "options", "pipeline", "planning", "progress", "reporting",
+    },
     "cli": PRODUCT | {
         "own_models", "compression", "exports", "runtimes", "inspection", "demonstration",
-        "pipeline", "sweeps",
+        "pipeline", "sweeps", "variant_sweep",
     },
     "__main__": {"cli"},
     "api": PRODUCT | {"own_models", "compression", "exports", "inspection", "pipeline", "sweeps"},
@@ -88,8 +91,10 @@ ONLY = {
     },
     ("__init__", "hf"): {"tcompress.hf.autoload"},
     ("hf", "own_models"): {
-        "tcompress.own_models.configs", "tcompress.own_models.grid", "tcompress.own_models.text",
+        "tcompress.own_models.configs", "tcompress.own_models.grid", "tcompress.own_models.tam",
+        "tcompress.own_models.text",
     },
+    ("own_models", "attention"): {"tcompress.attention.tam"},
 }  # fmt: skip
 
 

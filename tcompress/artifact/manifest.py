@@ -235,6 +235,16 @@ class TrainingFacts(_Section):
         return self.best_step == 0 or self.share == 0
 
 
+class AttentionMap(_Section):
+    """Weights of an attention on one example, a mean over heads."""
+
+    data: str  # that the example is the first of
+    layer: int  # of those that return weights, from 0
+    rows: list[str]  # tokens of the queries
+    columns: list[str]  # and of the keys
+    weights: list[list[float]]  # row by row
+
+
 class Manifest(_Section):
     """All that is recorded of a model, from its conversion to the last measurement.
 
@@ -261,6 +271,7 @@ class Manifest(_Section):
     exports: list[ExportedFile] = Field(default_factory=list)
     paper: list[PaperRow] = Field(default_factory=list)
     alternatives: list[Alternative] = Field(default_factory=list)
+    attention_map: AttentionMap | None = None
 
     @property
     def rebuilt(self) -> Rebuilt:
@@ -325,6 +336,14 @@ def record_of_file(folder: Path, runtime: RuntimeName, new: Sequence[Metric], ke
     measured = exported.model_copy(update={"metrics": _merged(exported.metrics, new, key)})
     exports = [measured if file is exported else file for file in manifest.exports]
     return _rewritten(folder, manifest.model_copy(update={"exports": exports}))
+
+
+def record_map(folder: Path, shown: AttentionMap) -> bool:
+    """Puts what an attention looks at into a model's manifest; tells if it could."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    return _rewritten(folder, manifest.model_copy(update={"attention_map": shown}))
 
 
 def one_file(files: Sequence[ExportedFile], runtime: RuntimeName) -> ExportedFile | None:

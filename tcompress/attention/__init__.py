@@ -1,12 +1,14 @@
 """Replacements of softmax attention: ways of mixing tokens. The import list below is the registry.
 
-`replacement` says what one consists of; one file each for graph, Kronecker, TAM and multilinear
-attention, with its options. `visibility` says which keys a query sees, and `module` holds a
-replacement inside a model. Open `replacement.py` first, then `graph.py` as the plainest example.
+`replacement` says what one consists of; one file each for additive, graph, Kronecker, TAM and
+multilinear attention, with its options. `visibility` says which keys a query sees, and `module`
+holds a replacement inside a model. Open `replacement.py` first, then `graph.py` as the plainest
+example.
 """
 
 from __future__ import annotations
 
+from tcompress.attention import additive as additive
 from tcompress.attention import graph as graph
 from tcompress.attention import kronecker as kronecker
 from tcompress.attention import multilinear as multilinear

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tcompress.attention.visibility import Visible
 
 SCRATCH_DECAY = 0.9
-"""First decay of the papers."""
+"""First decay of models from scratch; the papers have a constant less than 1 without its value."""
 CONVERTED_DECAY = 0.05
 """First decay of trained weights: their keys are long, and sums over neighbours are no averages, so
 that edges that reach far would drown each token's own values (docs/attention.md)."""
@@ -43,7 +43,7 @@ class GraphSpec(ReplacementSpec):
     decay: float | None = option(
         None,
         "what a step of distance multiplies edges by; at first; default "
-        f"{SCRATCH_DECAY}, as in the papers, and {CONVERTED_DECAY} in converted models",
+        f"{SCRATCH_DECAY} from scratch and {CONVERTED_DECAY} in converted models",
         gt=0,
         lt=1,
     )

@@ -5,11 +5,11 @@ The attention matrix is the Kronecker product of one matrix per axis, which is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import log, prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tcompress.attention.replacement import (
     AttentionReplacement,
@@ -30,6 +30,14 @@ if TYPE_CHECKING:
 
 Kernel = Literal["softmax", "favor", "smreg"]
 Pool = Literal["mean", "sum"]
+AxisMask = Annotated[
+    str,
+    Field(
+        pattern=r"^(none|causal|window:[1-9][0-9]{0,5})$",
+        examples=["none", "causal", "window:4"],
+    ),
+]
+Sharpness = Literal["learnt", "fixed"]
 
 
 class KroneckerSpec(ReplacementSpec):
@@ -55,7 +63,29 @@ class KroneckerSpec(ReplacementSpec):
         None, "number of random features; default twice the head's width", gt=0
     )
     pool: Pool = option("mean", "how other axes are pooled; the paper's `sum` saturates softmax")
+    axes: tuple[NonNegativeInt, ...] | None = option(
+        None, "axes that are mixed, counted from 0; default all", metavar="N,N,..."
+    )
+    masks: tuple[AxisMask, ...] | None = option(
+        None,
+        "mask of each mixed axis, in the order of `axes`: `none`, `causal` (nothing that comes "
+        "later is seen) or `window:N` (nothing more than N places away); default none",
+        metavar="MASK,...",
+    )
+    scale: Sharpness = option(
+        "learnt",
+        "factor of the scores of an axis, for each head: `learnt`, or `fixed` at 1 / sqrt(width), "
+        "as in the paper",
+    )
     seed: int = option(0, "seed of the random features", ge=0, off=True)
+
+    @field_validator("axes")
+    @classmethod
+    def _check_axes(cls, axes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        twice = sorted({axis for axis in axes or () if (axes or ()).count(axis) > 1})
+        if twice:
+            raise ValueError(f"`axes` names {_numbers(twice)} more than once: name each once")
+        return axes
 
 
 class KroneckerLayout(ReplacementLayout):
@@ -68,7 +98,15 @@ class KroneckerLayout(ReplacementLayout):
     kernel: Kernel = "softmax"
     features: int = 0
     pool: Pool = "mean"
+    axes: tuple[int, ...] | None = None  # that are mixed; None for all
+    masks: tuple[AxisMask, ...] = ()  # one for each of them; none where there are none
+    scale: Sharpness = "learnt"
     seed: int = 0
+
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Axes that are mixed."""
+        return tuple(range(len(self.grid) or 2)) if self.axes is None else self.axes
 
     def sizes(self, tokens: int) -> tuple[int, ...]:
         """Sizes of the axes for so many tokens on the grid."""
@@ -88,7 +126,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         if spec.grid and spec.fold:
             raise Refusal("`grid` and `fold` are both given; allowed is one")
         if spec.fold and base.grid:
-            sizes = " x ".join(map(str, base.grid))
+            sizes = _product(base.grid)
             raise Refusal(f"its tokens sit on a grid of {sizes} already: leave `fold` out")
         grid = () if spec.fold else spec.grid or base.grid
         if not grid and not spec.fold:
@@ -97,19 +135,22 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         special = 0 if spec.fold else base.special
         if grid and base.tokens is not None and prod(grid) + special != base.tokens:
             raise Refusal(
-                f"a grid of {' x '.join(map(str, grid))} with {special} special tokens holds "
+                f"a grid of {_product(grid)} with {special} special tokens holds "
                 f"{prod(grid) + special} tokens, the model has {base.tokens}"
             )
         if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
-        facts = {"grid": grid, "fold": spec.fold, "special": special, "pool": spec.pool}
+        facts: dict[str, Any] = {"grid": grid, "fold": spec.fold, "special": special}
+        facts |= {"pool": spec.pool, "scale": spec.scale, **_arranged_axes(spec, grid)}
         if spec.kernel == "softmax":
             return facts
         features = spec.features or 2 * base.head_dim
         return {**facts, "kernel": spec.kernel, "features": features, "seed": spec.seed}
 
     def tensors(self, layout: KroneckerLayout) -> Shapes:
-        shapes: Shapes = {"scale": (len(layout.grid) or 2, layout.heads)}
+        shapes: Shapes = {}
+        if layout.scale == "learnt" and layout.mixed:
+            shapes["scale"] = (len(layout.mixed), layout.heads)
         return {**shapes, "gate": (layout.heads,)} if layout.special else shapes
 
     def ordered(self, layout: KroneckerLayout) -> bool:
@@ -120,8 +161,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     ) -> dict[str, Tensor]:
         import torch
 
-        values = {"scale": torch.zeros(self.tensors(layout)["scale"])}  # of its logarithm
-        if layout.special:
+        values = {name: torch.zeros(shape) for name, shape in self.tensors(layout).items()}
+        if layout.special:  # the scale is stored as a logarithm
             values["gate"] = torch.full((layout.heads,), log(prod(layout.grid) / layout.special))
         return values
 
@@ -157,7 +198,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
-            grid = f"a grid of {' x '.join(map(str, layout.grid))} with {special} special tokens"
+            grid = f"a grid of {_product(layout.grid)} with {special} special tokens"
             hint = "give inputs of the size that the config of the model names"
             raise DataError(f"{grid} met {q.shape[2]} tokens", hint)
         valid = None if tokens is None else tokens[:, special:]
@@ -176,6 +217,38 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             direct = scaled_dot_product_attention(q[:, :, special:], *special_keys, attn_mask=mask)
         gate = tensors["gate"].sigmoid()[:, None, None]
         return torch.cat([first, torch.lerp(direct, mixed, gate)], 2)
+
+
+def _arranged_axes(spec: KroneckerSpec, grid: tuple[int, ...]) -> dict[str, Any]:
+    """Check the axes that are mixed and their masks against a grid, or a fold of two axes."""
+    count = len(grid) or 2
+    axes = tuple(range(count)) if spec.axes is None else spec.axes
+    beyond = [axis for axis in axes if axis >= count]
+    if beyond:
+        has = f"a grid of {_product(grid)} has" if grid else "rows and columns of a fold are"
+        allowed = f"allowed are {_numbers(range(count))}"
+        raise Refusal(
+            f"`axes` names {_numbers(beyond)}, and {has} {count} axes: {allowed}",
+            "name only axes that there are, from 0, or leave `axes` out for all",
+        )
+    masks = spec.masks or ()
+    if masks and len(masks) != len(axes):
+        raise Refusal(
+            f"`masks` has {len(masks)}, and the axes that are mixed are {len(axes)}",
+            "give one mask for each of these axes, `none` where nothing is hidden",
+        )
+    return {
+        "axes": None if axes == tuple(range(count)) else axes,
+        "masks": masks if any(mask != "none" for mask in masks) else (),
+    }
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return ", ".join(f"`{number}`" for number in numbers)
+
+
+def _product(grid: Sequence[int]) -> str:
+    return " x ".join(map(str, grid))
 
 
 def mix_grid(
@@ -201,19 +274,11 @@ def mix_grid(
     # shares of valid tokens do that scores leave next to nothing of.
     dtype, wide = v.dtype, torch.promote_types(v.dtype, torch.float32)
     v = v.to(wide) if layout.kernel != "softmax" or weight is not None else v
-    for axis in range(len(sizes)):
+    for index, axis in enumerate(layout.mixed):
         rows, count = _pooled(q, weight, sizes, axis, layout.pool)
         columns, _ = _pooled(k, weight, sizes, axis, layout.pool)
-        scale = tensors["scale"][axis].exp()[:, None, None] * layout.head_dim**-0.5
-        rows, columns, scale = (x.to(wide) for x in (rows, columns, scale))
         empty = None if count is None else count == 0
-        if layout.kernel == "softmax":
-            scores = rows * scale @ columns.mT
-            if empty is not None:
-                scores = scores.masked_fill(empty.mT, torch.finfo(wide).min)
-            factors: tuple[Tensor, ...] = (scores.softmax(-1),)
-        else:
-            factors = _favor(rows, columns, scale.sqrt(), empty, tensors["directions"].to(wide))
+        factors = _factors(rows.to(wide), columns.to(wide), empty, tensors, layout, index)
         for factor in reversed(factors):
             # One axis of the flat grid, of any size now, by (batch, heads, new, size).
             before, after, width = prod(sizes[:axis]), prod(sizes[axis + 1 :]), v.shape[-1]
@@ -241,6 +306,63 @@ def _pooled(
     return (total / count.clamp(min=1) if pool == "mean" else total), count
 
 
+def _factors(
+    rows: Tensor,
+    columns: Tensor,
+    empty: Tensor | None,
+    tensors: Tensors,
+    layout: KroneckerLayout,
+    index: int,
+) -> tuple[Tensor, ...]:
+    """Compute factors whose product is the matrix of the axis at `index` of those that are mixed.
+
+    From pooled queries and keys (batch, heads, size, width); `empty` columns are all padding.
+    """
+    import torch
+
+    scale = torch.full((), layout.head_dim**-0.5, dtype=rows.dtype, device=rows.device)
+    if "scale" in tensors:
+        scale = scale * tensors["scale"][index].to(rows.dtype).exp()[:, None, None]
+    mask = layout.masks[index] if layout.masks else "none"
+    if layout.kernel == "softmax":
+        scores = rows * scale @ columns.mT
+    else:
+        directions = tensors["directions"].to(rows.dtype)
+        if mask == "none":
+            return _favor(rows, columns, scale.sqrt(), empty, directions)
+        scores = _log_kernel(rows, columns, scale.sqrt(), directions)
+    hidden = _hidden(mask, rows.shape[-2], empty, rows.device)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    return (scores.softmax(-1),)
+
+
+def _hidden(mask: str, size: int, empty: Tensor | None, device: torch.device) -> Tensor | None:
+    """Places of an axis that a row must not see: (size, size), with all padding also by batch."""
+    import torch
+
+    hidden = None if empty is None else empty.mT
+    if mask == "none":
+        return hidden
+    places = torch.arange(size, device=device)
+    behind = places[:, None] - places  # how far each column is behind its row
+    kind, _, width = mask.partition(":")
+    unseen = behind < 0 if kind == "causal" else behind.abs() > int(width)
+    return unseen if hidden is None else hidden | unseen
+
+
+def _exponents(x: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
+    """Compute logarithms of positive random features: (..., size, features)."""
+    x = x * scale
+    return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
+
+
+def _log_kernel(rows: Tensor, columns: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
+    """Compute logarithms of an axis' kernel, all pairs of places: masks need them one by one."""
+    left, right = (_exponents(x, scale, directions) for x in (rows, columns))
+    return (left[..., :, None, :] + right[..., None, :, :]).logsumexp(-1)
+
+
 def _favor(
     rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -249,16 +371,11 @@ def _favor(
 
     # Both are normalised as logarithms, features by columns first, then rows by features: no row is
     # lost whose features hardly any column has.
-
-    def exponents(x: Tensor) -> Tensor:
-        x = x * scale
-        return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
-
-    right = exponents(columns)
+    right = _exponents(columns, scale, directions)
     if empty is not None:
         right = right.masked_fill(empty, torch.finfo(right.dtype).min)
     total = right.logsumexp(-2, keepdim=True)
-    return (exponents(rows) + total).softmax(-1), (right - total).exp().mT
+    return (_exponents(rows, scale, directions) + total).softmax(-1), (right - total).exp().mT
 
 
 register(Kronecker())

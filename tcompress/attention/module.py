@@ -39,7 +39,7 @@ class ReplacementModule(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
-            values |= self.kind.adapted(self.layout, moments)
+            values |= self.kind.adapted(self.layout, moments, values)
         with torch.no_grad():
             for key, value in values.items():
                 getattr(self, key).copy_(value)
@@ -53,8 +53,12 @@ class ReplacementModule(nn.Module):
         *,
         causal: bool = False,
         scaling: float | None = None,
-    ) -> Tensor:
-        """Mix tokens, see `Visible.of`.  # (batch, queries, heads, head_dim)."""
+        weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Mix tokens, see `Visible.of`, and return what values were weighed with if asked to.
+
+        # (batch, queries, heads, head_dim), and (batch, heads, queries, keys) or None
+        """
         usual = self.layout.head_dim**-0.5
         if scaling is not None and scaling != usual:  # some models scale their queries before
             q = q * (scaling / usual)
@@ -71,11 +75,16 @@ class ReplacementModule(nn.Module):
             if order is not None:
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 visible = visible.in_order(order)
-            mixed = self.kind.apply(q, k, v, tensors, self.layout, visible)
+            mixed, weighed = self.kind.attend(q, k, v, tensors, self.layout, visible)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
-        mixed = mixed if order is None else take_tokens(mixed, order.argsort(1))
-        return mixed.transpose(1, 2).contiguous()
+        if order is not None:
+            order = order.argsort(1)
+            mixed = take_tokens(mixed, order)
+            if weights and weighed is not None:
+                weighed = take_tokens(take_tokens(weighed, order).mT, order).mT
+        mixed = mixed.transpose(1, 2).contiguous()
+        return (mixed, weighed) if weights else mixed
 
     def _fixed(self, like: Tensor) -> dict[str, Tensor]:
         key = (like.device, like.dtype)

@@ -120,8 +120,11 @@ class AttentionReplacement(ABC, Generic[S, L]):
         """True where `adapted` wants moments of centred keys; None where it wants no moments."""
         return None
 
-    def adapted(self, layout: L, moments: QueryKeyMoments) -> dict[str, Tensor]:
-        """Make those first values that depend on queries and keys of a trained model."""
+    def adapted(self, layout: L, moments: QueryKeyMoments, first: Tensors) -> dict[str, Tensor]:
+        """Make those first values that depend on a trained model's queries and keys.
+
+        They take the place of those in `first`, which `start` made.
+        """
         return {}
 
     @abstractmethod
@@ -132,6 +135,15 @@ class AttentionReplacement(ABC, Generic[S, L]):
 
         (batch, heads, queries, head_dim), twice (batch, key_heads, keys, head_dim) -> as the first
         """
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, visible: Visible
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix tokens, and return what values were weighed with, where one matrix says it.
+
+        # as `apply`, and (batch, heads, queries, keys)
+        """
+        return self.apply(q, k, v, tensors, layout, visible), None
 
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""

@@ -195,18 +195,43 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
             return None
         return layout.normalize == "softmax"
 
-    def adapted(self, layout: TamLayout, moments: QueryKeyMoments) -> dict[str, Tensor]:
-        """Factors P, R whose q^T P R^T k loses least of q^T k: a truncated SVD in both metrics."""
+    def adapted(
+        self, layout: TamLayout, moments: QueryKeyMoments, first: Tensors
+    ) -> dict[str, Tensor]:
+        """Core and factors whose q^T P S R^T k loses least of q^T k.
+
+        The SVD in both metrics: factors whose features have moments of one and are uncorrelated,
+        and the singular values as the first slice of every core. Without data the moments are
+        W_q W_q^T and W_k W_k^T, and S the largest singular values of W_q^T W_k, but for a factor.
+        """
+        import torch
+
         from tcompress.attention.visibility import repeat_heads
 
         queries = linalg.damped_curvature(moments.queries, RIDGE)
         keys = repeat_heads(linalg.damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
-        factor_q, factor_k = linalg.fit_lowrank(keys, keys, layout.rank, queries)
-        return {"factor_q": factor_q, "factor_k": factor_k.mT}
+        roots = [linalg.safe_cholesky(moment) for moment in (queries, keys)]
+        left, values, right = torch.linalg.svd(roots[0].mT @ roots[1])
+        core = first["core"].double().cpu().clone()
+        core[..., 0] = (values[:, : layout.rank] / layout.head_dim).diag_embed()
+        factors = {}
+        for name, root, vectors in zip("qk", roots, (left, right.mT), strict=True):
+            kept = vectors[..., : layout.rank]
+            factor = torch.linalg.solve_triangular(root.mT, kept, upper=True)
+            # Moments are sums over any number of tokens: columns are of length one on average.
+            length = factor.square().sum((1, 2), keepdim=True).div(layout.rank).sqrt()
+            factors[f"factor_{name}"] = factor / length
+            core[..., 0] *= length
+        return {"core": core, **factors}
 
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
     ) -> Tensor:
+        return self.attend(q, k, v, tensors, layout, visible)[0]
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
+    ) -> tuple[Tensor, Tensor]:
         import torch
 
         from tcompress.attention.visibility import repeat_heads
@@ -226,7 +251,8 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
             hidden = torch.finfo(scores.dtype).min
         if visible.pairs is not None:
             scores = scores.masked_fill(~visible.pairs, hidden)
-        return (scores.softmax(-1) if layout.normalize == "softmax" else scores) @ v
+        weights = scores.softmax(-1) if layout.normalize == "softmax" else scores
+        return weights @ v, weights
 
 
 def pooled_semantics(s: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor | int]:

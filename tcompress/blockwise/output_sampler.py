@@ -127,21 +127,19 @@ class OutputSampler:
     ) -> tuple[bool, list[tuple[Tensor, Tensor, Tensor | None]]]:
         """Pair scores of two outputs (true), or else their vectors, with masks of tokens.
 
-        Scores of a yes or no each are given those of a no.
+        Scores of a yes or no each are given those of a no; of texts the variants are left out.
         """
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
         scored = kind == "scores"
-        if kind == "embeddings":
-            first, second = ([_texts_alone(part) for part in parts] for parts in (first, second))
-        pairs = [
-            (exact, changed, mask)
-            for (exact, mask), (changed, _) in zip(first, second, strict=True)
-        ]
-        if scored and self._independent:
-            pairs = [
-                (_yes_or_no(exact), _yes_or_no(changed), mask) for exact, changed, mask in pairs
-            ]
-        return scored, pairs
+
+        def vectors(item: Tensor) -> Tensor:
+            if kind == "embeddings":
+                return item[: len(item) // VARIANTS]
+            no = torch.zeros_like(item)
+            return torch.stack([no, item], -1) if scored and self._independent else item
+
+        pairs = zip(first, second, strict=True)
+        return scored, [(vectors(one), vectors(two), mask) for (one, mask), (two, _) in pairs]
 
     def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[Part]]:
         """Kind of an output, and its scores or vectors, with masks of tokens."""
@@ -207,16 +205,6 @@ def _without_some(mask: Tensor, share: float) -> Tensor:
     generator = torch.Generator().manual_seed(round(1000 * share))
     drawn = torch.rand(mask.shape, generator=generator).to(mask.device)
     return mask.masked_fill(inner & (drawn < share), 0)
-
-
-def _texts_alone(part: Part) -> Part:
-    """Leave the variants out again."""
-    vectors, mask = part
-    return vectors[: len(vectors) // VARIANTS], mask
-
-
-def _yes_or_no(scores: Tensor) -> Tensor:
-    return torch.stack([torch.zeros_like(scores), scores], -1)
 
 
 def _require_numbers(outputs: Iterable[Part]) -> None:

@@ -48,7 +48,6 @@ class Sensitivity:
     rows: int = 0  # tokens that were summed over; padding is left out
     weight: float = 0.0  # sum of what these tokens are worth
     weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
-    half: Sensitivity | None = None  # of every second batch alone, where that was asked for
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
@@ -85,21 +84,6 @@ class Sensitivity:
         self.weight += float(weights.sum())
         if weighed:
             self.weights[batch] = weights
-
-    def include(self, second: Sensitivity, sign: int = 1) -> Sensitivity:
-        """Return the sums of both; without the second ones where the sign is -1."""
-        gap = second.centre.double() - self.centre.double()
-        cross = torch.outer(second.total, gap)
-        gram = second.gram + cross + cross.mT + second.weight * torch.outer(gap, gap)
-        return Sensitivity(
-            ProductSum(self.gram + sign * gram),
-            ProductSum(self.curvature + sign * second.curvature),
-            self.total + sign * (second.total + second.weight * gap),
-            self.centre,
-            self.rows + sign * second.rows,
-            self.weight + sign * second.weight,
-            self.weights | second.weights,
-        )
 
     @property
     def mean(self) -> Tensor:
@@ -227,16 +211,15 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        sums = _empty_sums(layers, self._device, gradients=True)
         with (
             self._model.loaded(block.name) as module,
-            _Watch(module, block, layers, sums, gradients=True).hooked() as watch,
+            _watched(module, block, layers, self._device, gradients=True) as watch,
         ):
             for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
                 watch.begin(stream.batch, index)
                 watch.weighed = self._sampler.weighs_tokens
                 self._backward_visit(visits.pop())
-        return sums
+        return watch.sums
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_tensors(visit.file, self._device)
@@ -302,76 +285,69 @@ def input_moments(
                 )
             progress(name)
             layers = [layer for layer in block.layers if layer.name in names]
-            sums = _empty_sums(layers, device, gradients=False)
             with (
                 model.loaded(name) as module,
-                _Watch(module, block, layers, sums, gradients=False).hooked() as watch,
+                _watched(module, block, layers, device, gradients=False) as watch,
             ):
                 for stream in streams:
                     watch.begin(stream.batch)
                     answer = model.answer_of(stream)
                     if blocks:  # the output head was never loaded
                         stream.answer(answer)
-            yield name, sums
+            yield name, watch.sums
 
 
-def _empty_sums(
-    layers: Sequence[Layer], device: torch.device, *, gradients: bool
-) -> dict[str, Sensitivity]:
-    sums = {}
+@contextmanager
+def _watched(
+    module: nn.Module,
+    block: Block,
+    layers: Sequence[Layer],
+    device: torch.device,
+    *,
+    gradients: bool,
+) -> Iterator[_Watch]:
+    """Sum over what some layers of a block read while the block of code runs."""
+    watch, handles = _Watch(TokenRows(module, block), gradients), []
     for layer in layers:
         outputs = sum(part.size for part in layer.parts) if gradients else 0
-        sums[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
-    return sums
+        watch.sums[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
+        hooked = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
+        hook = partial(watch.ran, layer.name, layer.role)
+        handles.append(hooked.register_forward_hook(hook, with_kwargs=True))
+    try:
+        yield watch
+    finally:
+        watch.rows.close()
+        for handle in handles:
+            handle.remove()
 
 
+@dataclass
 class _Watch:
     """Sums over what the linear layers of a block read, and the gradients that come back to them.
 
     Without gradients only the first call of a layer counts: it reads tokens.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        block: Block,
-        layers: Sequence[Layer],
-        sums: Mapping[str, Sensitivity],
-        *,
-        gradients: bool,
-    ) -> None:
-        self._rows = TokenRows(module, block)
-        self._sums = sums  # by name of a layer
-        self._gradients = gradients
-        self._called: set[str] = set()  # layers that have run on this batch
-        self._index = 0  # of the batch
-        self.weighed = False
-        """Whether tokens count as much as the gradients that come back to them."""
-        self._handles = []
-        for layer in layers:
-            hooked = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
-            hook = partial(self._ran, layer.name, layer.role)
-            self._handles.append(hooked.register_forward_hook(hook, with_kwargs=True))
-
-    @contextmanager
-    def hooked(self) -> Iterator[_Watch]:
-        try:
-            yield self
-        finally:
-            self._rows.close()
-            for handle in self._handles:
-                handle.remove()
+    rows: TokenRows
+    gradients: bool
+    sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
+    weighed: bool = False
+    """Whether tokens count as much as the gradients that come back to them."""
+    _called: set[str] = field(default_factory=set)  # layers that have run on this batch
+    _index: int = 0  # of the batch
 
     def begin(self, batch: Mapping[str, Tensor], index: int = 0) -> None:
         """Look at another batch."""
-        self._rows.batch, self._index = batch, index
+        self.rows.batch, self._index = batch, index
         self._called.clear()
 
-    def _ran(
+    def ran(
         self, name: str, role: str, layer: nn.Module, args: Any, kwargs: Any, output: Tensor
     ) -> None:
+        """Add what a layer has read, once the gradients of its output are there."""
         x = channels_last(layer, first_tensor(*args, **kwargs).detach())
-        rows, mask = self._rows.of(x, name, role)
+        rows, mask = self.rows.of(x, name, role)
 
         def arrived(gradient: Tensor) -> None:
             back = channels_last(layer, gradient, output=True).reshape(len(rows), -1)
@@ -381,12 +357,12 @@ class _Watch:
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",
                 )
-            self._sums[name].add(*pair, self._index, weighed=self.weighed)
+            self.sums[name].add(*pair, self._index, weighed=self.weighed)
 
-        if not self._gradients and name not in self._called:
+        if not self.gradients and name not in self._called:
             x = rows if mask is None else rows[mask]
-            self._sums[name].add(x, x.new_empty(len(x), 0), weighed=False)
-        elif self._gradients and output.requires_grad:
+            self.sums[name].add(x, x.new_empty(len(x), 0), weighed=False)
+        elif self.gradients and output.requires_grad:
             output.register_hook(arrived)
         self._called.add(name)
 

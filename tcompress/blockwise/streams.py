@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -169,11 +170,10 @@ class Stream:
         self.batch, self.rewritten = batch, rewritten
         self.output: Any = None
         self.call: Call | None = None
-        self._keep, self._gradients = keep, gradients
-        self._forward, self._answer = forward, None
-        self._error: BaseException | None = None
-        self._mine = threading.Semaphore(0)
-        self._main = threading.Semaphore(0)
+        self._forward, self._keep, self._gradients = forward, keep, gradients
+        self._answers: SimpleQueue[Any] = SimpleQueue()
+        self._events: SimpleQueue[Call | BaseException | None] = SimpleQueue()
+        """Calls of blocks, and the end of the pass: an error, or nothing."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -188,8 +188,8 @@ class Stream:
 
     def answer(self, result: Any) -> None:
         """Give the waiting call its result and run up to the next block, or to the end."""
-        self._answer, self.call = result, None
-        self._mine.release()
+        self.call = None
+        self._answers.put(result)
         self._wait()
 
     def close(self) -> None:
@@ -200,20 +200,21 @@ class Stream:
 
     def visit(self, call: Call) -> Any:
         """Called by a block, in the stream's own thread: pauses until there is an answer."""
-        self.call = call
-        self._main.release()
-        self._mine.acquire()
-        if isinstance(self._answer, _Stop):
-            raise self._answer
-        return self._answer
+        self._events.put(call)
+        answer = self._answers.get()
+        if isinstance(answer, _Stop):
+            raise answer
+        return answer
 
     def _wait(self) -> None:
-        self._main.acquire()
-        if self._error is not None:
-            raise self._error
+        event = self._events.get()
+        if isinstance(event, BaseException):
+            raise event
+        self.call = event
 
     def _run(self) -> None:
         _CURRENT.stream = self
+        end: BaseException | None = None
         try:
             with torch.set_grad_enabled(self._gradients):
                 output = self._forward(**self.batch)
@@ -221,9 +222,8 @@ class Stream:
         except _Stop:
             pass
         except BaseException as error:  # handed to the main thread
-            self._error = error
-        finally:
-            self._main.release()
+            end = error
+        self._events.put(end)
 
 
 class Branch(nn.Module):

@@ -16,7 +16,7 @@ from tcompress.files import check_drawings, check_latex, check_page, check_sheet
 from tcompress.models.adapters import Adapter, check_adapter
 from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
 from tcompress.options.commands import Tables
-from tcompress.options.schema import Recipe, converted_beside, data_of
+from tcompress.options.schema import Recipe, converted_beside, data_of, pretrained_beside
 from tcompress.options.steps import Finetune
 
 
@@ -88,6 +88,7 @@ class Look:
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""
         made = {output, output if recipe.finetune is None else converted_beside(output)}
+        made |= set() if recipe.pretrain is None else {pretrained_beside(output)}
         fresh = not any((folder / MANIFEST).is_file() for folder in made)
         self.page(recipe.report)
         if not fresh and not force:  # which stages are still to be done, weights tell
@@ -95,6 +96,7 @@ class Look:
         self.data(data_of(recipe))
         for folder in sorted(made):
             self.check(check_output, folder, force=force)
+        self.teacher(recipe.pretrain)
         self.teacher(recipe.finetune)
 
     def sweep(self, recipe: Recipe, output: Path, *, force: bool) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -14,15 +17,19 @@ from tcompress.cli.convert import Job, default_output, perform, show_plan
 from tcompress.cli.first_look import first_look
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
+from tcompress.options.seeds import SUFFIX, repetitions
 
 if TYPE_CHECKING:
+    from tcompress.models import SourceModel
     from tcompress.options import Recipe
+    from tcompress.reporting.tree import ModelReport
 
 EXAMPLES = (
     "tcompress run encoder/minilm-lprod",
     "tcompress run recipe.yaml --model ./my-model -o small --dry-run",
     "tcompress run encoder/minilm-healed --set finetune.steps=200",
     "tcompress run scratch/ag-news-lprod --variant smoke",
+    "tcompress run scratch/imdb-lprod --seeds 3",
 )
 
 
@@ -46,21 +53,74 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
     job = Job(name, said.convert, output, written.force, access, manner, architecture)
     if not planned.dry_run:
         check_place(output)
+    if call.seeds is not None:
+        repetitions(said, call.seeds)  # refuses what no seed changes
+    if said.sweep is not None and said.sweep.variants:
+        if call.seeds is not None:
+            raise RecipeError(
+                f"`{name}` compares variants, each with its own seed, and `--seeds` was given",
+                "repeat one of them: `tcompress run NAME --variant VARIANT --seeds 3`",
+            )
+        _compare_variants(said, job, origin, planned)
+        return
     if said.sweep is not None:
         with first_look() as look:
             if not planned.dry_run:
                 look.sweep(said, output.expanduser(), force=job.force)
             job.look_at_model(look)
     if said.sweep is not None and planned.dry_run:
-        show_cells(said, job.open(), output, manner)
+        show_cells(said, job.open(), output, manner, call.seeds)
     elif said.sweep is not None:
-        perform_sweep(said, job.open(), output, manner, access, job.force)
+        perform_sweep(said, job.open(), output, manner, access, job.force, seeds=call.seeds)
     elif planned.dry_run:
         show_plan(job)
+    elif call.seeds is not None:
+        _run_seeds(said, job, call.seeds)
     elif said.finetune or said.evaluate or said.bench or said.report:
         _run_all(said, job)
     else:
         perform(job)
+
+
+def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
+    """Train the variants that a recipe compares, and print their table."""
+    from tcompress.variant_sweep import (
+        sizes_of,
+        sizes_table,
+        sweep_variants,
+        variants_of,
+        variants_table,
+    )
+
+    chosen = variants_of(said, origin)
+
+    def opened(variant: Recipe) -> SourceModel:
+        return replace(job, convert=variant.convert, architecture=variant.architecture).open()
+
+    with first_look() as look:
+        for name, variant in {} if planned.dry_run else chosen.items():
+            look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
+        job.look_at_model(look)
+    if planned.dry_run:
+        sizes = sizes_of(chosen, opened)
+        if job.manner.as_json:
+            cells = [{"name": name, "parameters": size} for name, size in sizes.items()]
+            output = str(job.output.absolute())
+            terminal.print_json({"dry_run": True, "output": output, "cells": cells})
+            return
+        terminal.results().print(sizes_table(sizes))
+        terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
+        return
+    what = f"what was finished is kept in `{job.output}`"
+    with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
+        heard |= {"origin": origin, "force": job.force, "token": job.access.token}
+        done = sweep_variants(said, opened, job.output, **heard)
+    if job.manner.as_json:
+        terminal.print_json(done.to_json())
+    else:
+        terminal.results().print(variants_table(done))
+        terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
+        terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
 
 
 def _run_all(said: Recipe, job: Job) -> None:
@@ -69,22 +129,60 @@ def _run_all(said: Recipe, job: Job) -> None:
         job.look_at_model(look)
     source = job.open()
     from tcompress.pipeline import run_recipe
-    from tcompress.reporting.console import render
 
-    quiet = job.manner.quiet
-    what = partial(terminal.unwritten, job.output)
-    with terminal.resumable(what, quiet=quiet, output=job.output) as options:
-        options |= {"force": job.force, "again": job.force, "token": job.access.token}
+    with _resumable(job) as options:
         done = run_recipe(said, source, job.output, **options)
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
-        bare = {"layers": (), "left": ()}
-        terminal.results().print(render([item.model_copy(update=bare) for item in done.reports]))
+        _show(done.reports)
         terminal.tell(f"{'Kept' if done.kept else 'Wrote'} `{terminal.relative(done.folder)}`.")
-        if done.page is not None:
-            terminal.tell(f"Report: `{terminal.relative(done.page.absolute())}`.")
-        for text in done.missed:
+    _end(done.page, done.missed, job)
+
+
+def _run_seeds(said: Recipe, job: Job, count: int) -> None:
+    output = job.output.expanduser().absolute()
+    with first_look() as look:
+        for seed, repeated in repetitions(said, count):
+            folder = output.with_name(f"{output.name}{SUFFIX}{seed}")
+            look.recipe(repeated, folder, force=job.force)
+        job.look_at_model(look)
+    source = job.open()
+    from tcompress.pipeline import run_seeds
+
+    with _resumable(job) as options:
+        done = run_seeds(said, source, job.output, count, **options)
+    if job.manner.as_json:
+        terminal.print_json(done.to_json())
+    else:
+        _show(done.reports)
+        for item in done.outcomes:
+            kept = "Kept" if item.kept else "Wrote"
+            terminal.tell(f"{kept} `{terminal.relative(item.folder)}`.")
+    _end(done.page, done.missed, job)
+
+
+@contextmanager
+def _resumable(job: Job) -> Iterator[dict[str, Any]]:
+    """Give the options of a run that the command says."""
+    what, quiet = partial(terminal.unwritten, job.output), job.manner.quiet
+    with terminal.resumable(what, quiet=quiet, output=job.output) as options:
+        yield options | {"force": job.force, "again": job.force, "token": job.access.token}
+
+
+def _show(reports: Sequence[ModelReport]) -> None:
+    from tcompress.reporting.console import render
+
+    bare = {"layers": (), "left": ()}
+    terminal.results().print(render([item.model_copy(update=bare) for item in reports]))
+
+
+def _end(page: Path | None, missed: Sequence[str], job: Job) -> None:
+    """Say what else was written, and end with the exit code."""
+    if not job.manner.as_json:
+        if page is not None:
+            terminal.tell(f"Report: `{terminal.relative(page.absolute())}`.")
+        for text in missed:
             terminal.tell(f"Missed: {text}.")
-    if done.missed:
+    if missed:
         raise typer.Exit(terminal.THRESHOLD)

@@ -66,9 +66,10 @@ def sweep(
         look.models(one.model, revision=access.revision, adapter=adapter)
     source = terminal.open_source(one.model, access, manner, adapter=adapter)
     if planned.dry_run:
-        show_cells(recipe, source, folder, manner)
+        show_cells(recipe, source, folder, manner, call.seeds)
     else:
-        perform_sweep(recipe, source, folder, manner, access, written.force, tables)
+        shared = written.force, tables, call.seeds
+        perform_sweep(recipe, source, folder, manner, access, *shared)
 
 
 def recipe_of(
@@ -123,13 +124,15 @@ def _evaluate(measured: Given[Evaluate], base: Recipe) -> tuple[Evaluate, ...]:
     return (measured.read(),)
 
 
-def show_cells(recipe: Recipe, source: SourceModel, folder: Path, manner: Manner) -> None:
+def show_cells(
+    recipe: Recipe, source: SourceModel, folder: Path, manner: Manner, seeds: int | None = None
+) -> None:
     """Prints what a sweep would do, and what it would cost."""
     from tcompress.reporting.pareto import plan_table
     from tcompress.sweeps import cells_of, check_recipe
 
     check_recipe(recipe)
-    cells = cells_of(recipe, source)
+    cells = cells_of(recipe, source, seeds)
     if manner.as_json:
         listed = [cell.to_json() for cell in cells]
         terminal.print_json({"dry_run": True, "output": str(folder.absolute()), "cells": listed})
@@ -148,6 +151,7 @@ def perform_sweep(
     access: Access,
     force: bool,
     tables: Tables | None = None,
+    seeds: int | None = None,
 ) -> None:
     """Runs a sweep, prints its table, and ends with its exit code."""
     from tcompress.reporting.pareto import front_table
@@ -156,7 +160,8 @@ def perform_sweep(
 
     what = f"what was finished is kept in `{folder}`"
     with terminal.resumable(lambda: what, quiet=manner.quiet) as heard:
-        done = run(recipe, source, folder, force=force, token=access.token, **heard)
+        options: Any = {"force": force, "token": access.token, "seeds": seeds}
+        done = run(recipe, source, folder, **options, **heard)
     files = write_tables(tables or Tables(), front_sheet(done.front), front_printed(done.front))
     if manner.as_json:
         terminal.print_json({**done.to_json(), **files})

@@ -8,9 +8,8 @@ from dataclasses import replace
 from itertools import chain
 
 from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.conversion.conversion import Chosen, Conversion
-from tcompress.conversion.model_fits import fit_on_data
-from tcompress.data.calibration import CalibrationData
+from tcompress.conversion.model_fits import Conversion, fit_on_data
+from tcompress.conversion.outputs import Outputs
 from tcompress.errors import PlanError
 from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.models.fewer_layers import fixed_blocks
@@ -18,6 +17,9 @@ from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
 from tcompress.search.search import Measurements, answers, within_error
 from tcompress.search.trials import STOP, largest_error, simplest, try_out
+
+Chosen = tuple[Conversion, Outputs]
+"""A conversion of the blocks that stay, and what it writes."""
 
 
 def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
@@ -32,24 +34,22 @@ def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
     plans = _plans(conversion, workdir, several=several)
     if several and len(plans) > 1:
         plans = _best(conversion, plans, workdir)
-        workdir.keep_answers(plans)
     return _taken(conversion, plans, workdir)
 
 
 def _depth(conversion: Conversion, workdir: FitWorkplace) -> DepthPlan | None:
     """Choose the blocks that stay; None where all do."""
-    planned = conversion.plan.depth
+    planned, data = conversion.plan.depth, conversion.data
     if planned is None or planned.chosen != "later":
         return planned
     depth = workdir.depth()
     if depth is None:
-        data = conversion.data
         assert data is not None
         if conversion.recipe.chooses_depth:
-            depth = _try_depths(conversion, planned, workdir, data)
+            depth = _try_depths(conversion, planned, workdir)
         else:
-            where = (conversion.device, conversion.progress)
-            depth = choose_blocks(conversion.dense, planned, data, *where)
+            rest = (conversion.device, conversion.progress)
+            depth = choose_blocks(conversion.dense, planned, data, *rest)
         workdir.keep_depth(depth)
     workdir.adopt(f"{depth.kept}-blocks")
     return depth
@@ -65,11 +65,10 @@ def _plans(conversion: Conversion, workdir: FitWorkplace, *, several: bool) -> M
     return plans
 
 
-def _try_depths(
-    conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace, data: CalibrationData
-) -> DepthPlan:
+def _try_depths(conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace) -> DepthPlan:
     """Try numbers of blocks, each with the budget spent on the blocks that stay."""
-    stack = depth.stacks[0]
+    stack, data = depth.stacks[0], conversion.data
+    assert data is not None
     largest = stack.blocks - max(1, len(fixed_blocks(conversion.dense, stack.path)))
     blocks = dropping(conversion.dense, {stack.path: largest}, data, conversion.device)
     depths: dict[str, DepthPlan] = {}
@@ -86,12 +85,11 @@ def _try_depths(
     def change(name: str) -> float:
         label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
 
-        def prepare(folder: FitWorkplace) -> Prepared:
-            shallower = conversion.trial.cut(depths[name])
-            plans = _plans(shallower, folder, several=False)
-            return _taken(shallower, plans, folder), folder
+        def shallower(trial: FitWorkplace) -> Chosen:
+            cut = conversion.trial.cut(depths[name])
+            return _taken(cut, _plans(cut, trial, several=False), trial)
 
-        return _distance(conversion, name, label, workdir, prepare).change
+        return _distance(conversion, name, label, workdir, shallower).change
 
     best, changes = try_out(names(), change, stop=STOP, prefer_last=True)
     return depths[best].model_copy(update={"weighed": tuple(changes.values())})
@@ -109,7 +107,9 @@ def _best(
     tried = {name: distance for name, distance in changes.items() if distance is not None}
     method = conversion.recipe.method
     simple = simplest(best, method.name if method else "", tried)
-    return {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
+    chosen = {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
+    workdir.keep_answers(chosen)
+    return chosen
 
 
 def _within_loss(
@@ -154,15 +154,11 @@ def _within_loss(
 def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkplace) -> Distance:
     """Fit a plan to some of the data, and compare."""
 
-    def prepare(folder: FitWorkplace) -> Prepared:
+    def on_part(trial: FitWorkplace) -> Chosen:
         part = replace(conversion.trial, data=conversion.trial_data)
-        return _taken(part, {name: plan}, folder), workdir
+        return _taken(part, {name: plan}, trial)
 
-    return _distance(conversion, name, f"trying {name}", workdir, prepare)
-
-
-Prepared = tuple[Chosen, FitWorkplace]
-"""What is fitted to be tried, and the folder where moments are kept."""
+    return _distance(conversion, name, f"trying {name}", workdir, on_part, measures=False)
 
 
 def _distance(
@@ -170,20 +166,21 @@ def _distance(
     name: str,
     label: str,
     workdir: FitWorkplace,
-    prepare: Callable[[FitWorkplace], Prepared],
+    prepare: Callable[[FitWorkplace], Chosen],
+    *,
+    measures: bool = True,
 ) -> Distance:
     """Fit what is prepared in the folder of a trial, and compare its output with the dense one."""
     workdir.note("trial", name=name)
-    with closing(workdir.trial(name)) as folder:
-        distance = folder.distance()
+    with closing(workdir.trial(name, measures=measures)) as trial:
+        distance = trial.distance()
         if distance is None:
             conversion.progress.stage(label, 1, "trial")
             conversion.progress.advance(1, "")
-            chosen, moments = prepare(folder)
-            fits = fit_on_data(chosen, folder, moments, sampler_of(conversion.dense))
+            fits = fit_on_data(*prepare(trial), trial, sampler_of(conversion.dense))
             assert fits.comparison is not None
             distance = Distance(fits.comparison.change, fits.comparison.lost)
-            folder.keep_distance(distance)
+            trial.keep_distance(distance)
     return distance
 
 
@@ -194,4 +191,4 @@ def _taken(conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkpl
         workdir.adopt(name)
     else:  # fits to a part are of no use any more
         workdir.drop_trials()
-    return conversion.chosen(plan)
+    return conversion, conversion.outputs(plan)

@@ -8,31 +8,29 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from torch import Tensor
-
+import tcompress
 from tcompress.artifact.checksums import is_whole
-from tcompress.artifact.format import Stored, needed_version, plan_shards, write_index, write_shard
-from tcompress.artifact.manifest import Manifest, environment, read_manifest
-from tcompress.artifact.workplace import check_output
-from tcompress.conversion.choosing import choose
-from tcompress.conversion.conversion import Chosen, Conversion
-from tcompress.conversion.model_fits import fit
-from tcompress.conversion.outputs import (
-    calibration_facts,
-    check_written,
-    conversion_identity,
-    source_facts,
-    with_links,
-    with_unheld,
-    write_rest,
+from tcompress.artifact.format import needed_version, plan_shards, write_index, write_shard
+from tcompress.artifact.manifest import (
+    CalibrationFacts,
+    Manifest,
+    SourceFacts,
+    environment,
+    read_manifest,
 )
+from tcompress.artifact.workplace import check_apart, check_output, identity_of
+from tcompress.blockwise.comparison import OutputComparison
+from tcompress.conversion.choosing import choose
+from tcompress.conversion.model_fits import Conversion, fit
+from tcompress.conversion.outputs import Outputs, check_written, write_rest
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
-from tcompress.fitting.block_rewrite import BlockResult
+from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
+from tcompress.models.names import stray_links
 from tcompress.options import Bench, Convert
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
@@ -70,7 +68,7 @@ def convert(
     paper: Sequence[PaperRow] = (),
     statistics: Statistics | None = None,
 ) -> Converted:
-    """Converts a model and writes the result.
+    """Convert a model and write the result.
 
     Args:
         source: The dense model, or its name; with `init: random` its weights do not count.
@@ -99,12 +97,7 @@ def convert(
         source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
     elif seed is not None:
         source = source.at_random(seed)
-    folder = (source.origin or source.folder).resolve()
-    if output.resolve() == folder or output.resolve() in folder.parents:
-        raise InputError(
-            f"output `{output}` is the model's own folder, or contains it",
-            "choose another folder with `-o`",
-        )
+    check_apart(output, source.origin or source.folder, "the model's own folder")
     if len(recipe.speedups) > 1:
         raise InputError(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
@@ -113,29 +106,26 @@ def convert(
     source = with_vocabulary(source, recipe, progress)
     plan = plan or make_plan(recipe, source)
     conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
-    identity = conversion_identity(source, recipe, plan, conversion.data, str(conversion.device))
+    identity = _identity(conversion)
     # Bad input leaves nothing behind, a kill or Ctrl-C does.
     with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
         if workdir.published and (done := read_manifest(output)) is not None:
             workdir.discard()
             return Converted(output, done, resumed=True)
-        chosen = choose(conversion, workdir)
-        outputs = chosen.outputs
-        fitted_clusters = outputs.made  # fits of these are kept until they are written
-        workdir.need(
-            sum(item.nbytes * (1 + (item.key in fitted_clusters)) for item in outputs.tensors)
-        )
-        fits = fit(chosen, workdir)
+        conversion, outputs = choose(conversion, workdir)
+        # Fits are kept until what they yield is written.
+        workdir.need(sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors))
+        fits = fit(conversion, outputs, workdir)
 
         @lru_cache(maxsize=1)  # tensors of a block follow each other
-        def result(block: str) -> BlockResult:
-            fitted = workdir.block(block)
-            assert fitted is not None  # all are by now
-            return fitted
+        def fits_of(block: str) -> BlockResult:
+            result = workdir.block(block)
+            assert result is not None  # all are by now
+            return result
 
-        checksums = _write(chosen, result, workdir)
-        final = fits.plan
-        cut = chosen.conversion.source
+        checksums = _write(conversion, outputs, fits_of, workdir)
+        cut, data = conversion.source, conversion.data
+        final = _with_warnings(outputs.plan, conversion, fits.unreached)
         manifest = Manifest(
             format_version=needed_version(
                 final.entries,
@@ -143,10 +133,10 @@ def convert(
                 drawn=source.seed is not None,
                 rounded=final.storage is not None,
             ),
-            source=source_facts(cut, source.whole or source, final),
+            source=_source_facts(cut, source.whole or source, final),
             recipe=recipe.model_dump(mode="json"),
-            plan=with_unheld(with_links(final, cut), recipe, conversion.data),
-            calibration=calibration_facts(conversion.data, fits.comparison),
+            plan=final,
+            calibration=_calibration_facts(data, fits.comparison),
             fit=dict(sorted(fits.errors.items())),
             checksums={**checksums},
             seconds=round(time.perf_counter() - start, 2),
@@ -154,16 +144,118 @@ def convert(
             paper=list(paper),
         )
         write_rest(workdir.model, cut, manifest, recipe.dtype)
-        fitted = lambda cluster: result(chosen.block_of(cluster))  # noqa: E731
-        check_written(workdir.model, outputs, final, fitted, fits.factors)
+        check_written(workdir.model, outputs, fits_of, fits.factors)
         workdir.publish(force=force)
     if recipe.counts_time:
         manifest = _timed(source, output, manifest.plan, recipe) or manifest
     return Converted(output, manifest, workdir.resumed)
 
 
+def _identity(conversion: Conversion) -> str:
+    """Render everything that decides what a conversion writes."""
+    source, data = conversion.source, conversion.data
+    return identity_of(
+        {
+            "recipe": conversion.recipe.model_dump(mode="json"),
+            "plan": conversion.plan.model_dump(mode="json"),
+            "weights": source.store.fingerprint(),
+            "tool": tcompress.__version__,
+            "config": source.settings,
+            "files": source.store.times(),
+            "data": data.fingerprint if data else None,
+            "device": str(conversion.device),
+        }
+    )
+
+
+def _write(
+    conversion: Conversion,
+    outputs: Outputs,
+    fits_of: Callable[[str], BlockResult],
+    workdir: FitWorkplace,
+) -> dict[str, str]:
+    """Write all weight files that are not yet written; return their SHA-256 by name."""
+    progress = conversion.progress
+    outputs.take(workdir.block)
+    shards = plan_shards(outputs.tensors, conversion.recipe.max_shard_size)
+    done = {note["file"]: note["sha256"] for note in workdir.notes("shard")}
+    total = sum(item.nbytes for shard in shards for item in shard.tensors)
+    progress.stage("writing", total, "bytes")
+    for shard in shards:
+        if is_whole(workdir.model / shard.file, done.get(shard.file)):
+            progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
+            continue
+        done[shard.file] = write_shard(
+            workdir.model,
+            shard,
+            lambda item: outputs.value(item, fits_of),
+            lambda size: progress.advance(size, ""),
+        )
+        workdir.note("shard", file=shard.file, sha256=done[shard.file])
+    write_index(workdir.model, shards)
+    return done
+
+
+def _source_facts(source: SourceModel, dense: SourceModel, plan: Plan) -> SourceFacts:
+    """Say what was converted: the dense model without dropped blocks, and with all of them."""
+    same = source is dense and plan.plain is None
+    return SourceFacts(
+        id=source.id,
+        revision=source.revision,
+        fingerprint=source.store.fingerprint(),
+        bytes=dense.store.total_bytes,
+        config=None if same else dense.settings,
+        init="pretrained" if source.seed is None else "random",
+        seed=source.seed,
+    )
+
+
+def _calibration_facts(
+    data: CalibrationData | None, comparison: OutputComparison | None
+) -> CalibrationFacts:
+    """Say what a fit looked at, and what came of outputs by source."""
+    if data is None:
+        return CalibrationFacts(name="none")
+    held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
+    return CalibrationFacts(
+        name=data.name,
+        samples=data.samples,
+        held_out_samples=sum(held),
+        tokens=data.tokens,
+        fingerprint=data.fingerprint,
+        changes=comparison.changes if comparison else {},
+        agreement=comparison.agreement if comparison else {},
+    )
+
+
+def _with_warnings(plan: Plan, conversion: Conversion, unreached: Sequence[str]) -> Plan:
+    """Warn of layers without data, of links that lead away, and of answers that were not judged."""
+    source, data, recipe = conversion.source, conversion.data, conversion.recipe
+    if unreached:  # as in towers that read pictures
+        plan = plan.warned(
+            f"the calibration data does not reach {len(unreached)} of {len(plan.layers)} layers "
+            f"(such as `{unreached[0]}`): they are fitted without data; `--keep` leaves them dense"
+        )
+    if names := stray_links(source.folder, source.trust_remote_code):
+        rest = ", ..." if len(names) > 3 else ""
+        plan = plan.warned(
+            "links out of the model's folder are not carried along: "
+            f"{', '.join(f'`{name}`' for name in names[:3])}{rest}; copy the files there"
+        )
+    if data is not None and not data.holdout and (recipe.tries_methods or recipe.chooses_depth):
+        plan = plan.warned(
+            f"the calibration data has no sample to hold out ({data.samples} in all): candidates "
+            "were compared on what they were fitted to, which favours those that adapt most; give "
+            "more data"
+        )
+    return plan
+
+
+LONG, FEWER = 0.5, 5  # seconds of a pass of the dense model, and repeats of such ones
+
+
 def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Manifest | None:
-    """Measures the pass that was asked for, and records it beside what was predicted."""
+    """Measure the pass that was asked for, and record it beside what was predicted."""
     is_long = plan.budget is not None and (plan.budget.seconds or 0.0) > LONG
     work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
     new = STEPS if work.decodes else None
@@ -173,44 +265,3 @@ def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Ma
     limits = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
     bench([str(output)], settings=Bench.model_validate({**options, **limits}))
     return read_manifest(output)
-
-
-def _write(
-    chosen: Chosen, result: Callable[[str], BlockResult], workdir: FitWorkplace
-) -> dict[str, str]:
-    """Write all weight files that are not yet written.
-
-    Args:
-        chosen: What is written.
-        result: Reads the fits of a block.
-        workdir: Where it is written.
-
-    Returns:
-        SHA-256 of the files by name.
-    """
-    outputs, progress = chosen.outputs, chosen.conversion.progress
-    outputs.take(workdir.block)
-
-    def value(item: Stored) -> Tensor:
-        carried = outputs.given(item)
-        if carried is not None:
-            return carried
-        return outputs.fitted_value(item, result(chosen.block_of(outputs.made[item.key])))
-
-    shards = plan_shards(outputs.tensors, chosen.conversion.recipe.max_shard_size)
-    done = {note["file"]: note["sha256"] for note in workdir.notes("shard")}
-    total = sum(item.nbytes for shard in shards for item in shard.tensors)
-    progress.stage("writing", total, "bytes")
-    for shard in shards:
-        if is_whole(workdir.model / shard.file, done.get(shard.file)):
-            progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
-            continue
-        done[shard.file] = write_shard(
-            workdir.model, shard, value, lambda size: progress.advance(size, "")
-        )
-        workdir.note("shard", file=shard.file, sha256=done[shard.file])
-    write_index(workdir.model, shards)
-    return done
-
-
-LONG, FEWER = 0.5, 5  # seconds of a pass of the dense model, and repeats of such ones

@@ -17,9 +17,10 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
-from tcompress.conversion.conversion import TRIAL_SAMPLES
-from tcompress.conversion.outputs import Cluster, clusters_of
+from tcompress.conversion.model_fits import TRIAL_SAMPLES
+from tcompress.conversion.outputs import groups_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
+from tcompress.fitting.block_rewrite import Group
 from tcompress.hf.opening import pick_device
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -68,7 +69,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     source = cut_to(source, plan.depth) if plan.depth else source
     widest = max((entry.in_features for entry in plan.layers), default=0)
     tokens = _tokens(source, recipe.calibration, widest)
-    groups = clusters_of(plan.layers)
+    groups = groups_of(plan.layers)
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
     shared = _shared_costs(plan, calibrated=tokens > 0)
@@ -139,7 +140,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     return found
 
 
-def _fit_memory(group: Cluster, source: SourceModel, *, calibrated: bool) -> int:
+def _fit_memory(group: Group, source: SourceModel, *, calibrated: bool) -> int:
     layouts = [layout for entry in group for part in entry.parts for layout in part.terms]
     terms = max(len(part.terms) for entry in group for part in entry.parts)
     total = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
@@ -152,7 +153,7 @@ def _fit_memory(group: Cluster, source: SourceModel, *, calibrated: bool) -> int
     return total
 
 
-def _fit_flops(group: Cluster, *, calibrated: bool) -> float:
+def _fit_flops(group: Group, *, calibrated: bool) -> float:
     flops = 0.0
     for entry in group:
         for part in entry.parts:
@@ -177,7 +178,7 @@ def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
 
 
 def _walk(
-    plan: Plan, source: SourceModel, groups: Sequence[Cluster], tokens: int
+    plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int
 ) -> tuple[int, float]:
     """Memory and operations of both streams through all blocks, as often as there are groups."""
     keymap = source.keymap

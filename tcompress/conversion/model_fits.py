@@ -1,54 +1,133 @@
-"""Fits of a whole model whose forms are chosen: tables, shared factors, blocks, and the rest."""
+"""A conversion as a value, and all its fits: tables, shared factors, blocks, and the rest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.sensitivity import damped_inputs, input_moments
-from tcompress.conversion.conversion import Chosen
-from tcompress.conversion.outputs import Cluster, Outputs, with_unreached
-from tcompress.data.calibration import CalibrationData
-from tcompress.errors import FitError, message_of
-from tcompress.fitting.block_fitter import BlockFitter
-from tcompress.fitting.block_rewrite import BlockResult, FitInputs
-from tcompress.fitting.channel_orders import (
-    Reductions,
-    completed,
-    lift_of,
-    narrowed_rows,
-    read_reductions,
+from tcompress.blockwise.streams import Branch, PartialModel, Readings, common_block, handed_on
+from tcompress.conversion.outputs import Outputs
+from tcompress.data.calibration import CalibrationData, load_batches
+from tcompress.errors import DataError, FitError, message_of
+from tcompress.fitting.block_rewrite import (
+    BlockRewriter,
+    FitInputs,
+    Group,
+    Routing,
+    StreamPairs,
+    dense_matrix,
+    dense_readings,
+    fit_group,
 )
-from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings, read_table
-from tcompress.fitting.first_values import start_layer, start_shared_factors
-from tcompress.fitting.layer_fits import (
-    CURVATURE_DAMPING,
-    WIDER,
-    LayerMoments,
-    SharedFactors,
-    fit_layers,
-)
+from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
+from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
+from tcompress.fitting.first_values import start_shared_factors
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, WIDER, BlockResult, SharedFactors
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.hf.build import fill
+from tcompress.hf.build import fill, set_module
+from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
-from tcompress.models import SourceModel, read_finite
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.costs import path_of
-from tcompress.planning.entries import FactorsKey, LayerPlan, Plan
-from tcompress.planning.sites import roles_of
+from tcompress.planning.depth import cut_to, with_depth, within
+from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan, Plan
+from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import roles_of, tied_to
 from tcompress.progress import Progress
 from tcompress.roles import Layer
+from tcompress.search.candidates import SearchInputs
+from tcompress.search.search import Statistics
 from tcompress.structures import Layout, Target, structure
 from tcompress.structures.base import SharesFactors, shared_of
-from tcompress.structures.modules.embedding import StructuredEmbedding
+from tcompress.structures.modules.embedding import StructuredEmbedding, TiedTable
 from tcompress.structures.modules.linear import factor_layouts
+
+TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion:
+    """A model, and what is asked of it. Use `Conversion.of`.
+
+    Attributes:
+        dense: The model that outputs are compared with, with all its blocks.
+        source: The model with the blocks that stay, as far as they are chosen.
+        recipe: What was asked for.
+        inner: The same for the blocks that stay.
+        plan: A plan of equal sizes.
+        data: To fit to, and to measure on.
+        statistics: What other conversions of the model have measured.
+    """
+
+    dense: SourceModel
+    source: SourceModel
+    recipe: Convert
+    inner: Convert
+    plan: Plan
+    data: CalibrationData | None
+    device: torch.device
+    progress: Progress
+    statistics: Statistics | None = None
+
+    @classmethod
+    def of(
+        cls,
+        source: SourceModel,
+        recipe: Convert,
+        plan: Plan,
+        progress: Progress,
+        data: CalibrationData | None = None,
+        statistics: Statistics | None = None,
+    ) -> Conversion:
+        """Load the calibration data that a plan reads, unless it is given."""
+        if not plan.reads_data:
+            data = None
+        elif data is None and not recipe.calibration.is_none:
+            options = recipe.calibration.within(plan.longest)
+            widest = max((entry.in_features for entry in plan.layers), default=0)
+            data = load_batches(source, options, widest)
+        parts = (source, source, recipe, recipe.within_blocks, plan, data)
+        return cls(*parts, pick_device(recipe.device), progress, statistics)
+
+    def cut(self, depth: DepthPlan) -> Conversion:
+        """Return the same of a model with these blocks alone."""
+        source = cut_to(self.dense, depth)
+        if depth is self.plan.depth:
+            return replace(self, source=source)
+        inner = within(self.recipe, depth, self.dense)
+        plan = with_depth(make_plan(inner, source, self.plan.method), depth, self.dense)
+        return replace(self, source=source, inner=inner, plan=plan)
+
+    @property
+    def trial(self) -> Conversion:
+        """The same to try something out: compared with the blocks that stay by now."""
+        return replace(self, dense=self.source, inner=self.recipe.within_blocks)
+
+    @property
+    def trial_data(self) -> CalibrationData | None:
+        """Data that answers are tried on."""
+        return self.data and self.data.part(TRIAL_SAMPLES)
+
+    def inputs(self, workdir: FitWorkplace, *, several: bool = False) -> SearchInputs:
+        """Ask for the budget of the blocks that stay."""
+        parts = (self.source, self.inner, self.plan, self.data, workdir, self.device)
+        return SearchInputs(*parts, self.progress, several)
+
+    def outputs(self, plan: Plan) -> Outputs:
+        """Lay out what a plan with final sizes writes."""
+        if self.plan.depth is not None:
+            plan = with_depth(plan, self.plan.depth, self.dense)
+        return Outputs.of(self.source, plan, pick_dtype(self.recipe.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,178 +135,136 @@ class Fits:
     """What fits found beside the tensors that the working folder keeps.
 
     Attributes:
-        plan: The plan, with notes of layers that no data reached.
         factors: Those that layers share.
         comparison: With what the dense model puts out on data held out, where it was asked for.
+        unreached: Names of layers that no data reached.
         errors: Relative errors of all layers by weight name, as far as they are fitted.
     """
 
-    plan: Plan
     factors: SharedFactors = field(default_factory=dict)
     comparison: OutputComparison | None = None
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    errors: Mapping[str, dict[str, float]] = field(default_factory=dict)
 
 
-def fit(chosen: Chosen, workdir: FitWorkplace) -> Fits:
+def fit(conversion: Conversion, outputs: Outputs, workdir: FitWorkplace) -> Fits:
     """Fit everything that is rewritten; what no data reaches is fitted to its weights."""
-    conversion, outputs = chosen.conversion, chosen.outputs
     data = conversion.data
     several = data is not None and len({*data.origins.values()}) > 1
     several = several or conversion.statistics is not None  # models of a family are compared
-    measures = conversion.recipe.measures_sensitivity or chosen.plan.depth is not None
+    measures = conversion.recipe.measures_sensitivity or outputs.plan.depth is not None
     sampler = sampler_of(conversion.dense) if several and measures else None
-    fits = fit_on_data(chosen, workdir, workdir, sampler)
-    clusters: dict[str, list[Cluster]] = {}
-    for cluster in {id(item): item for item in outputs.made.values()}.values():
-        clusters.setdefault(chosen.block_of(cluster), []).append(cluster)
-    unfitted = {name: item for name, item in clusters.items() if workdir.errors(name) is None}
+    fits = fit_on_data(conversion, outputs, workdir, sampler)
+    blocks: dict[str, list[Group]] = {}
+    for group in outputs.groups:
+        blocks.setdefault(outputs.block_of(group), []).append(group)
+    unfitted = [name for name in blocks if workdir.errors(name) is None]
     if unfitted:
         conversion.progress.stage("fitting to weights", len(unfitted), "blocks")
-    for name, members in unfitted.items():
+    inputs = _inputs(conversion, outputs, workdir, fits.factors)
+    for name in unfitted:
         result = BlockResult(name, {}, {})
-        narrow = any(entry.is_narrow for cluster in members for entry in cluster)
-        reductions = _reductions(chosen, workdir, name) if narrow else {}
-        for cluster in members:
-            parts = (outputs, cluster, fits.factors, reductions, conversion.device)
-            fitted = fit_without_data(*parts)
-            result.layers.update(fitted.layers)
-            result.biases.update(fitted.biases)
+        narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
+        reductions = inputs.reductions(name) if narrow else {}
+        for group in blocks[name]:
+            fit_group(inputs, group, result, reductions)
         workdir.keep_block(result)
         conversion.progress.advance(1, name)
-    errors = {k: e for name in clusters for k, e in (workdir.errors(name) or {}).items()}
-    return Fits(fits.plan, fits.factors, fits.comparison, errors)
+    errors = {k: e for name in blocks for k, e in (workdir.errors(name) or {}).items()}
+    return replace(fits, errors=errors)
 
 
 def fit_on_data(
-    chosen: Chosen,
+    conversion: Conversion,
+    outputs: Outputs,
     workdir: FitWorkplace,
-    moments: FitWorkplace,
     sampler: OutputSampler | None = None,
 ) -> Fits:
     """Fit embeddings, what layers share and all blocks, as far as there is data for them.
 
     Args:
-        chosen: The forms.
-        workdir: Where fits are kept.
-        moments: Where moments are kept.
+        conversion: The model, and what is asked of it.
+        outputs: The forms.
+        workdir: Where fits are kept, and moments.
         sampler: With one, outputs are compared on data held out.
     """
-    conversion, plan = chosen.conversion, chosen.plan
-    source, device = conversion.source, conversion.device
-    tables = _fit_embeddings(chosen, workdir)
+    source, plan, data = conversion.source, outputs.plan, conversion.data
+    tables = _fit_embeddings(conversion, outputs, workdir)
     factors: SharedFactors = {}
     if source.seed is not None:
-        factors = start_shared_factors(plan.layers, chosen.outputs.dtype_of, source.seed)
+        factors = start_shared_factors(plan.layers, outputs.dtype_of, source.seed)
     elif any(entry.own_factors for entry in plan.layers):
-        parts = (chosen.outputs, plan.layers, conversion.data, workdir, moments, device)
-        fitter = SharedFactorsFitter(source, conversion.recipe, *parts)
-        factors = fitter.run(conversion.progress)
-    if conversion.data is None or not (plan.layers or plan.reads_queries or sampler):
-        return Fits(plan, factors)
+        factors = _fit_shared_factors(conversion, outputs, workdir)
+    if data is None or not (plan.layers or plan.reads_queries or sampler):
+        return Fits(factors)
     groups = sum(len(block.groups) for block in roles_of(source).blocks)
     conversion.progress.stage("fitting blocks", groups, "groups")
     deeper = plan.depth is not None and plan.depth.deeper
-    inputs = FitInputs(
-        source,
-        conversion.recipe.calibration.damping,
-        moments.moments,
-        reductions=partial(_reductions, chosen, moments),
-        dtype_of=chosen.outputs.dtype_of,
-        device=device,
-        factors=factors,
-        roundings=chosen.outputs.roundings,
-    )
     blocks = BlockFitter(
-        inputs,
+        _inputs(conversion, outputs, workdir, factors),
         plan,
-        conversion.data,
+        data,
         dense_source=source if deeper else conversion.dense,
         tables=tables,
         sampler=sampler,
     )
-    for result in blocks.run(
-        workdir.block, lambda block, group: conversion.progress.advance(1, f"{block} {group}")
-    ):
+    for result in blocks.run(workdir.block, partial(conversion.progress.advance, 1)):
         workdir.keep_block(result)
     unreached = {None, *blocks.unreached}  # none: a layer outside of all blocks
-    names = chosen.blocks
-    blind = [
-        entry.name
-        for entry in plan.layers
-        if names.get(chosen.outputs.runtime_name(entry)) in unreached
-    ]
-    return Fits(with_unreached(plan, blind), factors, blocks.comparison)
+    names = (e.name for e in plan.layers if outputs.blocks.get(outputs.path(e)) in unreached)
+    return Fits(factors, blocks.comparison, tuple(names))
 
 
-def _fit_embeddings(chosen: Chosen, workdir: FitWorkplace) -> dict[str, StructuredEmbedding]:
+def _inputs(
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, factors: SharedFactors
+) -> FitInputs:
+    return FitInputs(
+        conversion.source,
+        conversion.recipe.calibration.damping,
+        workdir.moments,
+        reductions=partial(_reductions, conversion, outputs.plan, workdir),
+        dtype_of=outputs.dtype_of,
+        device=conversion.device,
+        factors=factors,
+        roundings=outputs.roundings,
+    )
+
+
+def _fit_embeddings(
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace
+) -> dict[str, StructuredEmbedding]:
     """Fit all tables, and give them to run the model on, by name in the model."""
-    conversion, entries = chosen.conversion, chosen.plan.embeddings
+    entries, device = outputs.plan.embeddings, conversion.device
     if conversion.data is None or not entries:
         return {}
     result = workdir.block(EMBEDDINGS)
     if result is None:
         conversion.progress.stage("fitting embeddings", len(entries), "tables")
-        parts = (conversion.data, chosen.outputs.dtype_of, conversion.device)
+        parts = (conversion.data, outputs.dtype_of, device)
         result = fit_embeddings(conversion.source, entries, *parts)
         workdir.keep_block(result)
         conversion.progress.advance(len(entries), "")
     tables = {}
     for entry in entries:
-        table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=conversion.device)
+        table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        tables[chosen.outputs.runtime_name(entry)] = table.requires_grad_(False).eval()
+        tables[outputs.path(entry)] = table.requires_grad_(False).eval()
     return tables
 
 
-def _reductions(chosen: Chosen, moments: FitWorkplace, block: str) -> Reductions:
+def _reductions(
+    conversion: Conversion, plan: Plan, workdir: FitWorkplace, block: str
+) -> Reductions:
     """Tell which channels of a block stay; by the weights alone where no data has told."""
-    source, device = chosen.conversion.source, chosen.conversion.device
-    measured = read_reductions(moments.moments("channels", block))
-    entries = {path_of(source, entry): entry for entry in chosen.plan.layers}
+    source, device = conversion.source, conversion.device
+    measured = read_reductions(workdir.moments("channels", block))
+    entries = {path_of(source, entry): entry for entry in plan.layers}
     around = next((item for item in roles_of(source).blocks if item.name == block), None)
 
     def weight_of(layer: Layer) -> Tensor:
-        weight = read_finite(source.store, source.keymap, layer.weight_name, device)
-        return entries[layer.weight_name].matrix(weight)
+        return dense_matrix(source, entries[layer.weight_name], device)
 
     return measured if around is None else completed(measured, around, entries, weight_of)
-
-
-def fit_without_data(
-    outputs: Outputs,
-    cluster: Cluster,
-    factors: SharedFactors,
-    channels: Reductions,
-    device: torch.device,
-) -> BlockResult:
-    """Fits layers to their weights, or draws them where the model begins at random."""
-    source = outputs.source
-    weights, biases, lifts = [], {}, {}
-    for entry in cluster:
-        path = outputs.runtime_name(entry)
-        if entry.kind == "embedding":
-            weight = read_table(source, entry, device)
-        else:
-            name = f"{path}.{entry.parameter}"
-            weight = read_finite(source.store, source.keymap, name, device)
-        weights.append(narrowed_rows(entry, entry.matrix(weight), channels))
-        if entry.reads:
-            lifts[entry.name] = lift_of(entry, channels, device)
-        if entry.bias and entry.kind != "experts":
-            bias = read_finite(source.store, source.keymap, f"{path}.bias", device)
-            biases[entry.name] = narrowed_rows(entry, bias, channels)
-    dtype = outputs.dtype_of(cluster[0])
-    if source.seed is not None:
-        seed, pairs = source.seed, zip(cluster, weights, strict=True)
-        with torch.no_grad():
-            fitted = [start_layer(e, w, dtype=dtype, factors=factors, seed=seed) for e, w in pairs]
-    else:
-        moments = [[LayerMoments()] for _ in cluster]
-        fitted = fit_layers(
-            cluster, weights, moments, dtype=dtype, damping=0.0, factors=factors, lifts=lifts
-        )
-    keys = [entry.key for entry in cluster]
-    return BlockResult("", dict(zip(keys, fitted, strict=True)), biases)
 
 
 # Factors that many layers share are fitted once, before any of them, to all of them.
@@ -236,93 +273,194 @@ def fit_without_data(
 # walk of their own. Without data the weights alone decide.
 
 
-Uses = list[tuple[LayerPlan, Layout, slice]]
-"""Weights that use the same factors: layers, and layouts and rows of their output splits."""
+def _fit_shared_factors(
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace
+) -> SharedFactors:
+    """Fit all shared factors, as they are stored; what an interrupted run has fitted is read."""
+    stored, progress = workdir.factors(), conversion.progress
+    if stored is not None:
+        return stored
+    entries = {entry.name: entry for entry in outputs.plan.layers}
+    uses: dict[FactorsKey, list[tuple[LayerPlan, Layout, slice]]] = {}  # owners first
+    for entry in outputs.plan.layers:
+        start = 0
+        for part in entry.parts:
+            rows = slice(start, start + part.out_features)
+            start = rows.stop
+            for layout in part.terms:
+                if (shared := shared_of(layout)) is not None:
+                    key = (entry.bank_of.get(shared.name, entry.name), shared.name)
+                    uses.setdefault(key, []).append((entry, layout, rows))
+    if conversion.data is not None and not conversion.recipe.measures_sensitivity:
+        _measure_inputs(conversion, outputs, workdir, conversion.data)
+    progress.stage("fitting what layers share", len(uses), "sets")
+    fitted: dict[FactorsKey, dict[str, Tensor]] = {}
+    for (owner, name), members in uses.items():
+        targets = [_factors_target(conversion, workdir, e, rows) for e, _, rows in members]
+        layouts = [layout for _, layout, _ in members]
+        names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
+        where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
+        dtype = outputs.dtype_of(entries[owner])
+        fitted[owner, name] = _shared_factors(targets, layouts, where, dtype)
+        progress.advance(1, f"{owner} {name}")
+    workdir.keep_factors(fitted)
+    return fitted
+
+
+def _measure_inputs(
+    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, data: CalibrationData
+) -> None:
+    """Keep the input moments of all layers that use shared factors."""
+    layers = (entry for entry in outputs.plan.layers if factor_layouts(entry.parts))
+    entries = {outputs.path(entry): entry for entry in layers}
+    roles, progress = roles_of(conversion.source), conversion.progress
+    progress.stage("measuring what layers read", len(roles.blocks), "blocks")
+    batches = [data.batches[index] for index in data.fitted]  # what is held out is not looked at
+    parts = (conversion.source, roles, entries, batches, conversion.device)
+    for block, measured in input_moments(*parts, partial(progress.advance, 1)):
+        damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
+        workdir.keep_moments("inputs", block, damped)
+
+
+def _factors_target(
+    conversion: Conversion, workdir: FitWorkplace, entry: LayerPlan, rows: slice
+) -> Target:
+    """Target of the factors in one output split of a layer."""
+    source = conversion.source
+    weight = dense_matrix(source, entry, conversion.device)[rows].double()
+    block = source.keymap.runtime_name(entry.block) or entry.block
+    gram = workdir.moments("inputs", block).get(entry.name)
+    curvature = workdir.moments("curvature", block).get(entry.name)
+    if gram is not None:
+        gram = gram.double()
+    if curvature is not None:
+        curvature = damped_curvature(curvature[rows, rows].double(), CURVATURE_DAMPING)
+    product = weight if gram is None else weight @ gram
+    scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
+    return Target(product, gram, scale, curvature, weight)
+
+
+def _shared_factors(
+    targets: list[Target], layouts: list[Layout], where: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    kind = structure(layouts[0].structure)
+    assert isinstance(kind, SharesFactors)
+    try:
+        with torch.no_grad():
+            factors = kind.fit_shared(targets, layouts)
+    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        hint = "use more calibration data or a larger `damping`, or share less"
+        raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
+    stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
+    if not all(map(is_finite, stored.values())):
+        raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
+    return stored
+
+
+# Blocks are fitted with two streams of activations: the dense one, and that of what is rewritten.
 
 
 @dataclass
-class SharedFactorsFitter:
-    """Fits the factors that layers of a plan share."""
+class BlockFitter:
+    """A walk of two streams through the model, on which every block is fitted."""
 
-    source: SourceModel
-    recipe: Convert
-    outputs: Outputs  # knows in which dtype layers are stored
-    layers: Sequence[LayerPlan]
-    data: CalibrationData | None  # what is held out is not looked at
-    place: FitWorkplace  # where results are kept
-    moments: FitWorkplace  # where moments are kept
-    device: torch.device
+    inputs: FitInputs
+    plan: Plan
+    data: CalibrationData  # batches held out are only measured on
+    _: KW_ONLY
+    dense_source: SourceModel
+    """The dense model with all its blocks, where `inputs.source` lacks some. Its states are the
+    targets, so that the blocks that stay make up for those that are gone."""
+    tables: Mapping[str, StructuredEmbedding]
+    """Rewritten word embeddings by module path, fitted before."""
+    sampler: OutputSampler | None = None
+    """Compares what the model puts out before and after, on the batches held out."""
 
-    def run(self, progress: Progress) -> SharedFactors:
-        """Returns all shared factors as they are stored, or those of an interrupted run."""
-        uses: dict[FactorsKey, Uses] = {}  # owners first
-        for entry in self.layers:
-            start = 0
-            for part in entry.parts:
-                rows = slice(start, start + part.out_features)
-                start = rows.stop
-                for layout in part.terms:
-                    shared = shared_of(layout)
-                    if shared is not None:
-                        key = (entry.bank_of.get(shared.name, entry.name), shared.name)
-                        uses.setdefault(key, []).append((entry, layout, rows))
-        stored = self.place.factors()
-        if stored is not None:
-            return stored
-        if self.data is not None and not self.recipe.measures_sensitivity:
-            self._measure(self.data, progress)
-        progress.stage("fitting what layers share", len(uses), "sets")
-        owners = {entry.name: entry for entry in self.layers}
-        fitted: dict[FactorsKey, dict[str, Tensor]] = {}
-        for (owner, name), members in uses.items():
-            fitted[owner, name] = self._fit(members, self.outputs.dtype_of(owners[owner]))
-            progress.advance(1, f"{owner} {name}")
-        self.place.keep_factors(fitted)
-        return fitted
+    def __post_init__(self) -> None:
+        self.comparison = OutputComparison(self.sampler) if self.sampler else None
+        """Outputs of the model before and after, where a sampler tells what counts."""
+        source, head = self.inputs.source, self.sampler is not None
+        self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
+        self.unreached = set(self._blocks)  # blocks that the data has not come to
+        names = [block.name for block in roles_of(self.dense_source).blocks]
+        self._model = PartialModel(self.dense_source, names, self.inputs.device, head=head)
+        for path, table in self.tables.items():
+            for name in (path, *tied_to(self.dense_source, path)):
+                module = self._model.model.get_submodule(name)
+                if isinstance(module, nn.Embedding):  # the output head is never reached
+                    branch = Branch(module, TiedTable(table, module))
+                    set_module(self._model.model, name, branch)
+        judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
+        batches = [
+            (self.sampler.with_variants(batch), True)
+            if self.sampler is not None and index in judged
+            else (batch, False)
+            for index, batch in enumerate(self.data.batches)
+        ]
+        dense = [self._model.stream(batch, keep=keep) for batch, keep in batches]
+        new = [self._model.stream(batch, rewritten=True, keep=keep) for batch, keep in batches]
+        self._streams = StreamPairs(self.data, dense, new)
 
-    def _measure(self, data: CalibrationData, progress: Progress) -> None:
-        """Keeps the input moments of all layers that use shared factors."""
-        roles = roles_of(self.source)
-        batches = [batch for i, batch in enumerate(data.batches) if i not in data.holdout]
-        entries_with_factors = (entry for entry in self.layers if factor_layouts(entry.parts))
-        entries = {self.outputs.runtime_name(entry): entry for entry in entries_with_factors}
-        progress.stage("measuring what layers read", len(roles.blocks), "blocks")
-        walk = input_moments(
-            self.source, roles, entries, batches, self.device, lambda b: progress.advance(1, b)
-        )
-        for block, measured in walk:
-            moments = damped_inputs(measured, entries, self.recipe.calibration.damping)
-            self.moments.keep_moments("inputs", block, moments)
+    def run(
+        self, done: Callable[[str], BlockResult | None], progress: Callable[[str], None]
+    ) -> Iterator[BlockResult]:
+        """Fit all blocks in the order in which the model runs them.
 
-    def _fit(self, members: Uses, dtype: torch.dtype) -> dict[str, Tensor]:
-        targets = [self._target(entry, rows) for entry, _, rows in members]
-        kind = structure(members[0][1].structure)
-        assert isinstance(kind, SharesFactors)
-        names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
-        where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
+        Of a block that an interrupted run finished, `done` returns the stored result.
+        """
+        rewriter = BlockRewriter(self.inputs, self._streams, self.plan.layers, self.plan.attention)
+        streams, unreached = [*self._streams.dense, *self._streams.new], self.unreached
+        with self._model.paused(streams):
+            while (unreached or self.sampler) and (name := common_block(streams)):
+                block = self._blocks.get(name)
+                if block is not None and name not in unreached:
+                    raise _runs_twice(name)
+                unreached.discard(name)
+                with self._model.loaded(name) as dense:
+                    readings = dense_readings(block, dense, self._model.forwards[name])
+                    if block is None:  # only the dense model has it
+                        self._advance(readings, self._model.forwards[name], None)
+                        continue
+                    stored = done(block.name)
+                    rewritten = rewriter.rewrite(block, dense, readings, stored, progress)
+                    if not unreached and self.sampler is None:  # the output head was never loaded
+                        self._check_end(readings)
+                    else:
+                        self._advance(readings, rewritten.new.forward, rewritten.routing)
+                if stored is None:
+                    yield rewritten.result
+
+    def _check_end(self, readings: Readings) -> None:
+        """Make sure that no block follows the last one, such as one that runs again."""
+        stream = self._streams.dense[0]
+        answer = readings.answer(stream)
         try:
-            with torch.no_grad():
-                factors = kind.fit_shared(targets, [layout for _, layout, _ in members])
-        except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-            hint = "use more calibration data or a larger `damping`, or share less"
-            raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
-        stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
-        if not all(map(is_finite, stored.values())):
-            raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
-        return stored
+            stream.answer(answer)
+        except Exception:  # the output head, which holds no weights: the end was reached
+            return
+        if stream.call is not None and stream.call.block in self._blocks:
+            raise _runs_twice(stream.call.block)
 
-    def _target(self, entry: LayerPlan, rows: slice) -> Target:
-        name = f"{self.outputs.runtime_name(entry)}.{entry.parameter}"
-        weight = read_finite(self.source.store, self.source.keymap, name, self.device)
-        weight = entry.matrix(weight)[rows].double()
-        block = self.source.keymap.runtime_name(entry.block) or entry.block
-        gram = self.moments.moments("inputs", block).get(entry.name)
-        curvature = self.moments.moments("curvature", block).get(entry.name)
-        if gram is not None:
-            gram = gram.double()
-        if curvature is not None:
-            block_curvature = curvature[rows, rows].double()
-            curvature = damped_curvature(block_curvature, CURVATURE_DAMPING)
-        product = weight if gram is None else weight @ gram
-        scale = max(float(product.mul(weight).sum()), torch.finfo(torch.float64).tiny)
-        return Target(product, gram, scale, curvature, weight)
+    def _advance(
+        self, readings: Readings, new: Callable[..., Any], routing: Routing | None
+    ) -> None:
+        """Answer all streams; without routing it is a block that only the dense ones run."""
+        for index, dense_stream, new_stream in self._streams:
+            if routing is not None:
+                routing.current = index
+            dense_stream.answer(readings.answer(dense_stream))
+            call, answer = new_stream.waiting, self._model.answer_of(new_stream, new)
+            new_stream.answer(handed_on(call, answer) if routing is None else answer)
+            if self.comparison is not None and dense_stream.output is not None:
+                origin = self.data.origins.get(index, self.data.name)
+                self.comparison.add(
+                    origin, dense_stream.output, new_stream.output, dense_stream.batch
+                )
+                dense_stream.output = new_stream.output = None  # at once: logits are large
+
+
+def _runs_twice(block: str) -> DataError:
+    return DataError(
+        f"block `{block}` runs more than once in a forward pass",
+        "convert this model without data: `--calib none`",
+    )

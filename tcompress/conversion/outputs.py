@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import inf, isnan
@@ -13,26 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import tcompress
 from tcompress.artifact.checksums import seal
-from tcompress.artifact.format import Stored, quantization_section
-from tcompress.artifact.manifest import (
-    CalibrationFacts,
-    Manifest,
-    SourceFacts,
-    model_card,
-    write_manifest,
-)
+from tcompress.artifact.format import Stored, quantization_section, stored_tensors
+from tcompress.artifact.manifest import Manifest, model_card, write_manifest
 from tcompress.artifact.reader import Artifact
-from tcompress.artifact.workplace import identity_of
-from tcompress.blockwise.comparison import OutputComparison
-from tcompress.conversion.plain_tensors import PlainTensors, fitted_parameters, fused_layers
-from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, listed
 from tcompress.files import write_text
-from tcompress.fitting.block_rewrite import BlockResult
+from tcompress.fitting.block_rewrite import Group
+from tcompress.fitting.embeddings import EMBEDDINGS
 from tcompress.fitting.first_values import started_values
-from tcompress.fitting.layer_fits import WIDER, SharedFactors
+from tcompress.fitting.layer_fits import WIDER, BlockResult, SharedFactors
 from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.linalg.moments import is_finite
@@ -46,40 +36,38 @@ from tcompress.models.names import (
     carry_files,
     forget_code,
     shorten_texts,
-    stray_links,
 )
 from tcompress.models.narrower import with_keys
-from tcompress.options import Convert
-from tcompress.planning.costs import rewritten_names
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan, Storage
+from tcompress.planning.costs import Widths, path_of, rewritten_names, weight_keys
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import roles_of, tied_to
-from tcompress.planning.costs import Widths
-from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
+from tcompress.structures.modules.linear import StructuredLinear, factor_layouts, tensor_prefix
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 
-Cluster = tuple[LayerPlan, ...]
-"""Layers that are fitted together: an owner of an input transform and those that share it."""
+
+def groups_of(layers: Sequence[LayerPlan]) -> list[Group]:
+    """Group planned layers by the input transforms they share, each after its owner."""
+    return _grouped(layers, lambda e: f"{e.input_of}.weight" if e.input_of else e.key)
 
 
-def clusters_of(layers: Sequence[LayerPlan]) -> list[Cluster]:
-    """Groups planned layers by the input transforms they share."""
-    members: dict[str, list[LayerPlan]] = {}
+def _grouped(layers: Sequence[LayerPlan], key: Callable[[LayerPlan], object]) -> list[Group]:
+    members: dict[object, list[LayerPlan]] = {}
     for entry in layers:
-        name = f"{entry.input_of}.weight" if entry.input_of else entry.key
-        members.setdefault(name, []).append(entry)
-    return [tuple(group) for group in members.values()]
+        members.setdefault(key(entry), []).append(entry)
+    return [*map(tuple, members.values())]
 
 
 @dataclass
 class Outputs:
-    """All tensors of the output, in the order of the source's weight files."""
+    """All tensors of the output, in the order of the source's weight files. Use `Outputs.of`."""
 
     source: SourceModel
+    plan: Plan  # with final sizes
     dtype: torch.dtype | None  # asked for, or None to keep that of the source
     tensors: list[Stored] = field(default_factory=list)  # everything that will be written
-    made: dict[str, Cluster] = field(default_factory=dict)  # layers that yield a tensor, by name
-    positions: dict[str, FormPlan] = field(default_factory=dict)  # tables made anew, by name
-    attention: Sequence[AttentionPlan] = ()
+    groups: list[Group] = field(default_factory=list)  # layers that are fitted together
+    group_of: dict[str, Group] = field(default_factory=dict)  # that yields a tensor, by its name
     plain: PlainTensors | None = None  # where layers are stored as those of the source
     adapted: dict[str, Tensor] = field(default_factory=dict)
     """First values of attention replacements that calibration data told, by name."""
@@ -88,66 +76,53 @@ class Outputs:
     _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
 
     @classmethod
-    def of(
-        cls,
-        source: SourceModel,
-        layers: Sequence[LayerPlan],
-        dtype: torch.dtype | None,
-        attention: Sequence[AttentionPlan] = (),
-        forms: Sequence[FormPlan] = (),
-        *,
-        plain: bool = False,
-        storage: Storage | None = None,
-    ) -> Outputs:
-        """Lists the outputs of a plan: tables of embeddings among the layers."""
-        self = cls(source, dtype, attention=attention)
-        self.plain = PlainTensors(source) if plain else None
-        self.positions = {f"{e.name}.weight": e for e in forms if e.kind == "positions"}
-        replaced: dict[str, list[Cluster]] = {}  # several where the checkpoint fuses layers
-        for cluster in fused_layers(source, layers) if plain else clusters_of(layers):
-            for entry in cluster:
-                for key in self._sources(entry):
-                    replaced.setdefault(key, []).append(cluster)
-        guarded = {self._key(e.guard.name, "weight"): e.guard for e in attention if e.guard}
-        unused = {
+    def of(cls, source: SourceModel, plan: Plan, dtype: torch.dtype | None) -> Outputs:
+        """List the outputs of a plan."""
+        self = cls(source, plan, dtype)
+        entries, store, keymap = plan.entries, source.store, source.keymap
+        if plan.plain is not None:
+            self.plain = PlainTensors(source)
+            groups = _grouped(entries, lambda entry: weight_keys(source, entry))
+        else:
+            groups = groups_of(entries)
+        replaced: dict[str, list[Group]] = {}  # several where the checkpoint fuses layers
+        for group in groups:
+            for key in (key for entry in group for key in self._sources(entry)):
+                replaced.setdefault(key, []).append(group)
+        tables = {f"{form.name}.weight": form for form in self.positions}
+        guards = {self._key(e.guard.name, "weight"): e.guard for e in plan.attention if e.guard}
+        useless = set(source.unread)
+        useless |= {
             self._key(layer.name, leaf)
-            for entry in attention
+            for entry in plan.attention
             for layer in entry.unused
             for leaf in (("weight", "bias") if layer.bias else ("weight",))
         }
-        store, keymap = source.store, source.keymap
-        useless = {*source.unread, *unused}
-        done: set[int] = set()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
             copied = partial(copied_value, source, key)
             if key in useless:
                 continue
-            if key in guarded:
-                name = f"{guarded[key].name}.{FACTOR_PREFIX}weight"
-                self._add(name, guarded[key].shape, key, copied)
-            elif key in self.positions:
-                self._add(key, store.shape(key), key, self._position_table)
+            if key in guards:
+                name = f"{guards[key].name}.{FACTOR_PREFIX}weight"
+                self._add(name, guards[key].shape, key, copied)
+            elif key in tables:
+                self._add(key, store.shape(key), key, partial(self._table, tables[key]))
             elif key not in replaced:
                 self._add(key, store.shape(key), key, copied)
-            for cluster in replaced.get(key, ()):
-                if id(cluster) not in done:
-                    done.add(id(cluster))
-                    self._add_cluster(cluster)
+            for group in replaced.get(key, ()):
+                if not any(group is earlier for earlier in self.groups):
+                    self._add_group(group)
         # Dense parameters that the checkpoint has fused with what is rewritten.
-        fused = {} if plain else keymap.apart(rewritten_names(source, layers))
+        fused = {} if self.plain else keymap.apart(rewritten_names(source, entries))
         for name, path in fused.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
-        for replacement in attention:
-            shapes = dict(replacement.tensor_shapes) | dict.fromkeys(replacement.guards, (0,))
-            for name, shape in shapes.items():
-                self._add(
-                    name,
-                    shape,
-                    self._key(replacement.like, "weight"),
-                    partial(self._start, replacement),
-                )
-        widths = Widths.of(source, storage, layers)
+        for replacement in plan.attention:
+            like = self._key(replacement.like, "weight")
+            for name, shape in stored_tensors(replacement).items():
+                if name not in self._values:  # else it is the guarded weight
+                    self._add(name, shape, like, partial(self._start, replacement))
+        widths = Widths.of(source, plan.storage, entries)
         self.tensors = [
             replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
             for item in self.tensors
@@ -160,19 +135,58 @@ class Outputs:
         self._values[name] = value
         self.tensors.append(Stored(name, tuple(shape), self._cast(like)))
 
+    def _add_group(self, group: Group) -> None:
+        self.groups.append(group)
+        if self.plain is not None:
+            stored = [Stored(*item, self._cast(item[0])) for item in self.plain.add(group).items()]
+        else:
+            stored = [
+                Stored(key, shape, self.dtype_of(entry))
+                for entry in group
+                for key, shape in (stored_tensors(entry) | _bias_shape(entry)).items()
+            ]
+        self.tensors += stored
+        self.group_of |= {item.key: group for item in stored}
+
     def take(self, block: Callable[[str], BlockResult | None]) -> None:
-        """Takes over what calibration data told of the first values of attention replacements."""
-        for name in dict.fromkeys(entry.block for entry in self.attention):
+        """Take over what calibration data told of the first values of attention replacements."""
+        for name in dict.fromkeys(entry.block for entry in self.plan.attention):
             result = block(self.source.keymap.runtime_name(name) or name)
             self.adapted |= result.attention if result is not None else {}
 
-    def given(self, item: Stored) -> Tensor | None:
-        """Makes the value of a tensor that is not fitted; None for one that is."""
+    def value(self, item: Stored, fits: Callable[[str], BlockResult]) -> Tensor:
+        """Make the value of a tensor; fits are read by the name under which they are kept."""
+        unfitted = self.unfitted(item)
+        if unfitted is not None:
+            return unfitted
+        group = self.group_of[item.key]
+        result = fits(self.block_of(group))
+        if self.plain is not None:
+            value = self.plain.value(item.key, group, result).to(item.dtype)
+            if not is_finite(value):
+                raise FitError(f"`{item.key}` does not fit into {item.dtype}", WIDER)
+            return value
+        entry = next(e for e in group if item.key.startswith(f"{e.name}."))
+        leaf = item.key.removeprefix(f"{entry.name}.")
+        if leaf == entry.parameter:
+            return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
+        if leaf == "bias" and entry.name in result.biases:
+            bias = result.biases[entry.name].to(item.dtype)
+            if not is_finite(bias):
+                raise FitError(
+                    f"the bias of layer `{entry.name}` does not fit into {item.dtype}", WIDER
+                )
+            return bias
+        tensors = result.layers[entry.key].tensors
+        return next(value for name, value in tensors.items() if entry.stored_name(name) == leaf)
+
+    def unfitted(self, item: Stored) -> Tensor | None:
+        """Make the value of a tensor that is not fitted; None for one that is."""
         make = self._values.get(item.key)
         return None if make is None else make(item).to(item.dtype)
 
-    def _position_table(self, item: Stored) -> Tensor:
-        return first_table(self.positions[item.key], self.source.store.tensor(item.key))
+    def _table(self, form: FormPlan, item: Stored) -> Tensor:
+        return first_table(form, self.source.store.tensor(item.key))
 
     def _read(self, path: str, _: Stored) -> Tensor:
         return read_finite(self.source.store, self.source.keymap, path, CPU)
@@ -182,46 +196,47 @@ class Outputs:
             self._started = entry.name, started_values(self.source, entry)
         return self.adapted.get(item.key, self._started[1][item.key])
 
-    def fitted_value(self, item: Stored, result: BlockResult) -> Tensor:
-        """Gives a tensor of a rewritten layer as it is stored."""
-        if self.plain is not None:
-            value = self.plain.value(item.key, self.made[item.key], result).to(item.dtype)
-            if not is_finite(value):
-                raise FitError(f"`{item.key}` does not fit into {item.dtype}", WIDER)
-            return value
-        entry = next(e for e in self.made[item.key] if item.key.startswith(f"{e.name}."))
-        leaf = item.key.removeprefix(f"{entry.name}.")
-        if leaf == entry.parameter:
-            return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
-        if leaf == "bias" and entry.name in result.biases:
-            bias = result.biases[entry.name].to(item.dtype)
-            if not bool(torch.isfinite(bias).all()):
-                raise FitError(
-                    f"the bias of layer `{entry.name}` does not fit into {item.dtype}", WIDER
-                )
-            return bias
-        tensors = result.layers[entry.key].tensors
-        return next(value for name, value in tensors.items() if entry.stored_name(name) == leaf)
-
     @property
-    def roundings(self) -> dict[str, Rounding]:
-        """Of tensors of structures that are stored in few bits, by name."""
-        pairs = ((key, item.rounding) for key, item in self._in_few_bits.items())
-        fitted = self.plain is None  # else what is stored is made of several fits
-        return {
-            key: rounding
-            for key, rounding in pairs
-            if rounding is not None and fitted and key in self.made
-        }
+    def positions(self) -> list[FormPlan]:
+        """Tables of positions that are made anew."""
+        return [form for form in self.plan.forms if form.kind == "positions"]
 
     @cached_property
-    def _in_few_bits(self) -> dict[str, Stored]:
-        return {item.key: item for item in self.tensors if item.rounding is not None}
+    def roundings(self) -> dict[str, Rounding]:
+        """Of tensors of structures that are stored in few bits, by name."""
+        if self.plain is not None:  # what is stored is made of several fits
+            return {}
+        fitted = (item for item in self.tensors if item.key in self.group_of)
+        return {item.key: item.rounding for item in fitted if item.rounding is not None}
 
-    def as_read(self, key: str, value: Tensor) -> Tensor:
-        """Gives a tensor as it is read again: rounded, where that is how it is stored."""
-        item = self._in_few_bits.get(key)
-        return value if item is None else item.read_back(value)
+    @cached_property
+    def stored(self) -> dict[str, Stored]:
+        """All tensors by name."""
+        return {item.key: item for item in self.tensors}
+
+    @cached_property
+    def blocks(self) -> Mapping[str, str]:
+        """Names under which fits are kept, by the layer's path in the model."""
+        blocks = roles_of(self.source).blocks
+        by_layer = {layer.name: block.name for block in blocks for layer in block.layers}
+        return by_layer | {self.path(entry): EMBEDDINGS for entry in self.plan.embeddings}
+
+    def block_of(self, group: Group) -> str:
+        """Name under which the fits of a group are kept; outside of all blocks its own."""
+        path = self.path(group[0])
+        return self.blocks.get(path, path)
+
+    def path(self, entry: LayerPlan) -> str:
+        """Path of a planned layer in the model."""
+        return self.source.keymap.runtime_name(entry.name) or entry.name
+
+    def dtype_of(self, entry: LayerPlan) -> torch.dtype:
+        """Dtype in which a layer is stored."""
+        return self._cast(weight_keys(self.source, entry)[0])
+
+    def _cast(self, key: str) -> torch.dtype:
+        dtype = self.source.store.dtype(key)
+        return dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
 
     def _key(self, name: str, leaf: str) -> str:
         """Name in the checkpoint of a tensor of a planned module."""
@@ -229,40 +244,20 @@ class Outputs:
         return self.source.keymap.sources(f"{path}.{leaf}").keys[0]
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
-        keymap, path = self.source.keymap, self.runtime_name(entry)
-        yield from keymap.sources(f"{path}.{entry.parameter}").keys
+        """Names in the checkpoint of what a layer takes the place of."""
+        keymap, path = self.source.keymap, self.path(entry)
+        yield from weight_keys(self.source, entry)
         if entry.kind == "embedding":  # a tied head may have been stored a second time
-            tied = (keymap.sources(f"{name}.weight").keys for name in tied_to(self.source, path))
-            yield from (key for keys in tied for key in keys)
-        if entry.bias and entry.kind != "experts":
-            yield from keymap.sources(f"{self.runtime_name(entry)}.bias").keys
+            for name in tied_to(self.source, path):
+                yield from keymap.sources(f"{name}.weight").keys
+        if _bias_shape(entry):
+            yield from keymap.sources(f"{path}.bias").keys
 
-    def runtime_name(self, entry: LayerPlan) -> str:
-        return self.source.keymap.runtime_name(entry.name) or entry.name
 
-    def dtype_of(self, entry: LayerPlan) -> torch.dtype:
-        return self._cast(next(iter(self._sources(entry))))
-
-    def _cast(self, key: str) -> torch.dtype:
-        dtype = self.source.store.dtype(key)
-        return dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
-
-    def _add_cluster(self, cluster: Cluster) -> None:
-        if self.plain is not None:
-            for key, shape in self.plain.add(cluster).items():
-                self.made[key] = cluster
-                self.tensors.append(Stored(key, shape, self._cast(key)))
-            return
-        for entry in cluster:
-            dtype = self.dtype_of(entry)
-            shapes = {entry.stored_name(name): s for name, s in entry.tensor_shapes.items()}
-            shapes[entry.parameter] = (0,)
-            if entry.bias and entry.kind != "experts":
-                shapes["bias"] = (entry.outputs_left,)
-            for name, shape in shapes.items():
-                key = f"{entry.name}.{name}"
-                self.made[key] = cluster
-                self.tensors.append(Stored(key, shape, dtype))
+def _bias_shape(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the bias that is stored beside a layer, if there is one."""
+    stored = entry.bias and entry.kind != "experts"
+    return {f"{entry.name}.bias": (entry.outputs_left,)} if stored else {}
 
 
 def copied_value(source: SourceModel, key: str, item: Stored) -> Tensor:
@@ -287,57 +282,61 @@ def copied_value(source: SourceModel, key: str, item: Stored) -> Tensor:
     return tensor
 
 
-# What a conversion writes beside the weights, and what it depends on.
+# Plain models: rewritten layers as the family stores its own.
 
 
-def conversion_identity(
-    source: SourceModel, recipe: Convert, plan: Plan, data: CalibrationData | None, device: str
-) -> str:
-    """Renders everything that decides what a conversion writes."""
-    return identity_of(
-        {
-            "recipe": recipe.model_dump(mode="json"),
-            "plan": plan.model_dump(mode="json"),
-            "weights": source.store.fingerprint(),
-            "tool": tcompress.__version__,
-            "config": source.settings,
-            "files": source.store.times(),
-            "data": data.fingerprint if data else None,
-            "device": device,
+def fitted_parameters(
+    source: SourceModel, entry: LayerPlan, result: BlockResult
+) -> Iterator[tuple[str, Tensor]]:
+    """Pair the weight of a layer, and its bias, as the model has them, by name."""
+    path, tensors = path_of(source, entry), result.layers[entry.key].tensors
+    names = (f"{tensor_prefix(entry.parts, index, 0)}w" for index in range(len(entry.parts)))
+    yield path, entry.as_stored(torch.cat([tensors[name] for name in names], -2))
+    if entry.name in result.biases:
+        yield f"{path.rpartition('.')[0]}.bias", result.biases[entry.name]
+
+
+@dataclass
+class PlainTensors:
+    """Tensors of rewritten layers by the keys that the source has for them."""
+
+    source: SourceModel
+    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Parameters that are stored together, by every key that stores them."""
+    _last: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})  # names, and what stores them
+
+    def add(self, group: Group) -> dict[str, tuple[int, ...]]:
+        """Note layers, and return the shapes of all tensors that store them."""
+        shapes_here = {
+            name: shape for entry in group for name, shape in shapes_of(entry, self.source).items()
         }
-    )
+        keymap = self.source.keymap
+        stored_shapes: dict[str, tuple[int, ...]] = {}
+        for names in dict.fromkeys(map(keymap.stored_together, shapes_here)):
+            dense = keymap.model.get_parameter_or_buffer
+            shapes = {name: shapes_here.get(name) or tuple(dense(name).shape) for name in names}
+            empty = {name: torch.empty(size, device="meta") for name, size in shapes.items()}
+            stored = keymap.as_stored(empty)
+            self._names |= dict.fromkeys(stored, names)
+            stored_shapes |= {key: tuple(tensor.shape) for key, tensor in stored.items()}
+        return stored_shapes
+
+    def value(self, key: str, group: Group, result: BlockResult) -> Tensor:
+        """Make one of these tensors as it was fitted."""
+        names = self._names[key]
+        if self._last[0] != names:  # experts are made of one stack
+            fitted: Mapping[str, Tensor] = {
+                name: tensor
+                for entry in group
+                for name, tensor in fitted_parameters(self.source, entry, result)
+            }
+            read = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
+            values = {n: fitted[n] if n in fitted else read(n) for n in names}
+            self._last = names, self.source.keymap.as_stored(values)
+        return self._last[1][key]
 
 
-def source_facts(source: SourceModel, dense: SourceModel, plan: Plan) -> SourceFacts:
-    """Says what was converted: the dense model without dropped blocks, and with all of them."""
-    same = source is dense and plan.plain is None
-    return SourceFacts(
-        id=source.id,
-        revision=source.revision,
-        fingerprint=source.store.fingerprint(),
-        bytes=dense.store.total_bytes,
-        config=None if same else dense.settings,
-        init="pretrained" if source.seed is None else "random",
-        seed=source.seed,
-    )
-
-
-def calibration_facts(
-    data: CalibrationData | None, comparison: OutputComparison | None
-) -> CalibrationFacts:
-    """Says what a fit looked at, and what came of outputs by source."""
-    if data is None:
-        return CalibrationFacts(name="none")
-    held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
-    return CalibrationFacts(
-        name=data.name,
-        samples=data.samples,
-        held_out_samples=sum(held),
-        tokens=data.tokens,
-        fingerprint=data.fingerprint,
-        changes=comparison.changes if comparison else {},
-        agreement=comparison.agreement if comparison else {},
-    )
+# What a conversion writes beside the weights.
 
 
 def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
@@ -373,38 +372,6 @@ def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:
     return json.dumps(raw, indent=2) + "\n"
 
 
-def with_links(plan: Plan, source: SourceModel) -> Plan:
-    """Warns of links out of the model's folder, which are not carried along."""
-    names = stray_links(source.folder, source.trust_remote_code)
-    if not names:
-        return plan
-    listed = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-    return plan.warned(
-        f"links out of the model's folder are not carried along: {listed}; copy the files there"
-    )
-
-
-def with_unheld(plan: Plan, recipe: Convert, data: CalibrationData | None) -> Plan:
-    """Warns where candidates were compared on nothing but what they were fitted to."""
-    compares = recipe.tries_methods or recipe.chooses_depth
-    if data is None or data.holdout or not compares:
-        return plan
-    return plan.warned(
-        f"the calibration data has no sample to hold out ({data.samples} in all): candidates were "
-        "compared on what they were fitted to, which favours those that adapt most; give more data"
-    )
-
-
-def with_unreached(plan: Plan, names: Sequence[str]) -> Plan:
-    """Warns of layers that were fitted without data, as in towers that read pictures."""
-    if not names:
-        return plan
-    return plan.warned(
-        f"the calibration data does not reach {len(names)} of {len(plan.layers)} layers (such as "
-        f"`{names[0]}`): they are fitted without data; `--keep` leaves them dense"
-    )
-
-
 # What was written is opened and compared with what was fitted, before it is published.
 
 
@@ -413,42 +380,49 @@ EXACT = 1e-9  # largest difference where the very same numbers are compared, in 
 
 
 def check_written(
-    folder: Path,
-    outputs: Outputs,
-    plan: Plan,
-    fit: Callable[[Cluster], BlockResult],
-    factors: SharedFactors,
+    folder: Path, outputs: Outputs, fits: Callable[[str], BlockResult], factors: SharedFactors
 ) -> None:
-    """Compares the files with the fits of one block, and of one place of every other kind."""
-    source = outputs.source
+    """Compare the files with the fits of one block, and of one place of every other kind.
+
+    Args:
+        folder: What was written.
+        outputs: What it should hold.
+        fits: Reads fits by the name under which they are kept.
+        factors: Those that layers share.
+    """
+    source, plan = outputs.source, outputs.plan
     if plan.changes_model:
         with unloadable():
             Artifact.open(folder)
     written = Reopened(folder, source.model_class, source.keymap.missing)
-    store = written.store
-    expected = {
-        item.key: (tuple(item.shape), item.dtype, item.rounding) for item in outputs.tensors
-    }
-    found = {
-        key: (tuple(store.shape(key)), store.dtype(key), store.rounding(key))
+    store, expected = written.store, outputs.stored
+    read = {
+        key: Stored(key, tuple(store.shape(key)), store.dtype(key), store.rounding(key))
         for key in store.keys()  # noqa: SIM118
     }
-    wrong = {key for key in expected.keys() | found if expected.get(key) != found.get(key)}
+    wrong = {key for key in expected.keys() | read if expected.get(key) != read.get(key)}
     if wrong:
         raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
     blocks = _compared_blocks(plan, source)
     prefixes = tuple(f"{block}." for block in blocks)
+    tables = {f"{form.name}.weight" for form in outputs.positions}
     for item in outputs.tensors:
-        if item.key.startswith(prefixes) or item.key in outputs.positions:
-            value = outputs.given(item)
+        if item.key.startswith(prefixes) or item.key in tables:
+            value = outputs.unfitted(item)
             if value is not None and not _same(store.tensor(item.key), item.read_back(value)):
                 raise differs(item.key, "its values are others")
     entries = (*plan.embeddings[:1], *(entry for entry in plan.layers if entry.block in blocks))
-    for cluster in {id(c): c for c in outputs.made.values()}.values():
-        if cluster[0] in entries and outputs.plain is not None:
-            _check_plain(written, outputs, cluster, fit(cluster))
-        elif cluster[0] in entries:
-            _check_cluster(written, outputs, cluster, fit(cluster), factors)
+    for group in outputs.groups:
+        if group[0] not in entries:
+            continue
+        result = fits(outputs.block_of(group))
+        if outputs.plain is None:
+            _check_group(written, outputs, group, result, factors)
+            continue
+        for entry in group:
+            for name, fitted in fitted_parameters(source, entry, result):
+                if not _same(written.tensor(name), fitted.to(outputs.dtype_of(entry))):
+                    raise differs(name, "its values are others")
 
 
 def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
@@ -466,30 +440,24 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
     return blocks
 
 
-def _check_plain(
-    written: Reopened, outputs: Outputs, cluster: Cluster, result: BlockResult
-) -> None:
-    for entry in cluster:
-        for name, fitted in fitted_parameters(outputs.source, entry, result):
-            if not _same(written.tensor(name), fitted.to(outputs.dtype_of(entry))):
-                raise differs(name, "its values are others")
-
-
-def _check_cluster(
+def _check_group(
     written: Reopened,
     outputs: Outputs,
-    cluster: Cluster,
+    group: Group,
     result: BlockResult,
     factors: SharedFactors,
 ) -> None:
+    """Compare layers with those built from their fits in float64; owners of inputs come first."""
     generator = torch.Generator().manual_seed(0)
-    for entry, expected in zip(cluster, _fitted(outputs, cluster, result, factors), strict=True):
+    built: dict[str, StructuredLinear] = {}
+    for entry in group:
+        built[entry.name] = expected = _built(outputs, entry, result, factors, built)
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
         rows = torch.randn(ROWS, entry.inputs_left, generator=generator, dtype=torch.float64)
-        own, tensor = applied(expected, rows), applied(layer, rows)
-        change, size = (own - tensor).abs().max(), own.abs().max()
+        exact, tensor = applied(expected, rows), applied(layer, rows)
+        change, size = (exact - tensor).abs().max(), exact.abs().max()
         if not change <= EXACT * size:
             raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
         bias = result.biases.get(entry.name)
@@ -497,41 +465,42 @@ def _check_cluster(
             raise differs(entry.name, "its bias is another")
 
 
-def _fitted(
-    outputs: Outputs, cluster: Cluster, result: BlockResult, factors: SharedFactors
-) -> Iterator[StructuredLinear]:
-    """Builds the layers of a cluster from their fits, in float64; owners of inputs come first."""
-    module: dict[str, StructuredLinear] = {}
-    for entry in cluster:
-        tensors = result.layers[entry.key].tensors
-        borrowed: dict[str, FactorsModule] = {}
-        for name, owner in entry.bank_of.items():
-            borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
-            prefix = f"{owner}.{factors_module(name)}"
-            exact = {
-                key: outputs.as_read(f"{prefix}.{key}", item).double()
-                for key, item in factors[owner, name].items()
-            }
-            borrowed[name].load_state_dict(exact, assign=True)
-        layer = StructuredLinear(
-            entry.parts,
-            input_of=None if entry.input_of is None else module[entry.input_of],
-            readers=entry.readers,
-            factors=borrowed,
-            experts=entry.experts,
-            reads=entry.reads,
-            dtype=torch.float64,
-        )
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                key = f"{entry.name}.{entry.stored_name(name)}"
-                parameter.copy_(outputs.as_read(key, tensors[name]))
-        module[entry.name] = layer
-        yield layer
+def _built(
+    outputs: Outputs,
+    entry: LayerPlan,
+    result: BlockResult,
+    factors: SharedFactors,
+    owners: Mapping[str, StructuredLinear],
+) -> StructuredLinear:
+    """Build a layer from its fits, rounded as they are stored, in float64."""
+
+    def read_back(key: str, value: Tensor) -> Tensor:
+        return outputs.stored[key].read_back(value).double()
+
+    borrowed: dict[str, FactorsModule] = {}
+    for name, owner in entry.bank_of.items():
+        borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
+        prefix = f"{owner}.{factors_module(name)}"
+        stored = {key: read_back(f"{prefix}.{key}", t) for key, t in factors[owner, name].items()}
+        borrowed[name].load_state_dict(stored, assign=True)
+    layer = StructuredLinear(
+        entry.parts,
+        input_of=None if entry.input_of is None else owners[entry.input_of],
+        readers=entry.readers,
+        factors=borrowed,
+        experts=entry.experts,
+        reads=entry.reads,
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            key = f"{entry.name}.{entry.stored_name(name)}"
+            parameter.copy_(read_back(key, result.layers[entry.key].tensors[name]))
+    return layer
 
 
-def _same(found: Tensor | None, wanted: Tensor) -> bool:
-    """Whether values are equal, NaN to NaN."""
-    if found is None or found.shape != wanted.shape:
+def _same(read: Tensor | None, fitted: Tensor) -> bool:
+    """Tell whether values are equal, NaN to NaN."""
+    if read is None or read.shape != fitted.shape:
         return False
-    return torch.equal(found.double().nan_to_num(), wanted.double().cpu().nan_to_num())
+    return torch.equal(read.double().nan_to_num(), fitted.double().cpu().nan_to_num())

@@ -13,6 +13,11 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "pair": ("sentence2", "sentenceb", "sent2", "sentb", "hypothesis", "question2", "textb",
              "text2", "string2", "2string", "s2", "document", "passage", "positive", "response",
              "answer"),
+    "source": ("source", "src", "sourcetext", "input", "inputs", "inputtext", "article", "document",
+               "dialogue", "context", "question", "text"),
+    "target": ("target", "tgt", "targettext", "output", "outputs", "outputtext", "summary",
+               "highlights", "abstract", "translation", "response", "answer", "labels", "label"),
+    "semantics": (),  # a third text is named, never guessed
     "image": ("image", "img", "picture", "pixelvalues", "imagebytes", "imgbytes", "imagepath",
               "imgpath", "filename", "file", "path", "bytes", "jpg", "jpeg", "png", "webp"),
     "volume": ("volume", "voxels"),
@@ -23,7 +28,9 @@ COLUMN_NAMES: dict[str, tuple[str, ...]] = {
     "score": ("score", "similarityscore", "similarity", "relatednessscore", "relatedness", "sim",
               "stsscore", "label", "labels", "target"),
 }  # fmt: skip
-ROLES = tuple(COLUMN_NAMES)  # what a column can be for; `pair` is a second text
+ROLES = tuple(COLUMN_NAMES)
+"""What a column can be for; `pair` and `semantics` are further texts, `target` is a text that
+`source` becomes."""
 
 # Further names that show a first line to be a header: no row begins with them.
 _OTHERS = {"id", "idx", "index", "guid", "date", "genre", "split", "source"}

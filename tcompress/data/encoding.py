@@ -71,27 +71,64 @@ class TextEncoder:
         )
 
     def encode(
-        self, texts: Sequence[str], pairs: Sequence[str] | None = None
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        semantics: Sequence[str] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Write each text, or pair, as the model's inputs: 1-D tensors of one length, not padded.
 
-        Texts without tokens give an empty dictionary.
+        A third text follows behind a pair as tokens of type 2, in a quarter of the length. Texts
+        without tokens give an empty dictionary.
         """
         rows: list[dict[str, Tensor]] = []
+        room = self.limit if semantics is None else self.limit - self.third
         for first in range(0, len(texts), _CHUNK):
-            chunk = list(texts[first : first + _CHUNK])
-            second = None if pairs is None else list(pairs[first : first + _CHUNK])
-            columns = self.tokenizer(chunk, second, truncation=True, max_length=self.limit)
+            part = slice(first, first + _CHUNK)
+            chunk = list(texts[part])
+            second = None if pairs is None else list(pairs[part])
+            columns = self.tokenizer(chunk, second, truncation=True, max_length=room)
             types = columns.get("token_type_ids", [None] * len(chunk))
-            for text, tokens, kinds in zip(chunk, columns["input_ids"], types, strict=True):
-                self._check(tokens, text)
-                rows.append(self._row(tokens, kinds) if tokens else {})
+            thirds = [list[int]()] * len(chunk)
+            if semantics is not None:
+                thirds = self._thirds(list(semantics[part]))
+            parts = zip(chunk, columns["input_ids"], types, thirds, strict=True)
+            for text, tokens, kinds, third in parts:
+                self._check([*tokens, *third], text)
+                if third and kinds is None:
+                    what = f"the tokenizer in `{self.place}` does not tell texts apart"
+                    raise DataError(what, "give one that makes `token_type_ids`")
+                kinds = kinds and [*kinds, *(2 for _ in third)]
+                rows.append(self._row([*tokens, *third], kinds) if tokens else {})
         return rows
+
+    @property
+    def third(self) -> int:
+        """Most tokens of a third text, its end included."""
+        return max(2, self.limit // 4)
+
+    def _thirds(self, texts: list[str]) -> list[list[int]]:
+        """Tokens of third texts, each with the token that ends a text."""
+        end = self.tokenizer.sep_token_id
+        last = [] if end is None else [end]
+        options = {"add_special_tokens": False, "truncation": True}
+        columns = self.tokenizer(texts, max_length=self.third - len(last), **options)
+        return [[*tokens, *last] for tokens in columns["input_ids"]]
 
     def encode_whole(self, texts: Sequence[str]) -> Iterator[list[int]]:
         for first in range(0, len(texts), _CHUNK):
             chunk = list(texts[first : first + _CHUNK])
             for text, tokens in zip(chunk, self.tokenizer(chunk)["input_ids"], strict=True):
+                self._check(tokens, text)
+                yield tokens
+
+    def encode_targets(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Yield the tokens of each text, at most `limit`, as a decoder is to write them."""
+        for first in range(0, len(texts), _CHUNK):
+            chunk = list(texts[first : first + _CHUNK])
+            # Tokenizers of translation models write another language than they read.
+            columns = self.tokenizer(text_target=chunk, truncation=True, max_length=self.limit)
+            for text, tokens in zip(chunk, columns["input_ids"], strict=True):
                 self._check(tokens, text)
                 yield tokens
 

@@ -43,6 +43,9 @@ Target = Literal["class", "score"]
 _MOST_COLUMNS = 12  # that a message names
 
 
+_TEXTS = ("text", "pair", "semantics", "source", "target")
+
+
 @dataclass(frozen=True)
 class Needs:
     """Kinds of data that a task reads."""
@@ -54,9 +57,15 @@ class Needs:
     unlabelled: bool = False  # whether data without targets will do
     several: bool = False  # whether an example may have several classes
     chats: bool = False  # whether a text may be a chat, which each model writes by its template
+    generates: bool = False  # whether the second text is made of the first: `source`, `target`
     instead: str = "give other data"  # what else may be done where targets are missing
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
+
+    @property
+    def text_roles(self) -> tuple[str, str]:
+        """Roles of the columns of texts."""
+        return ("source", "target") if self.generates else ("text", "pair")
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Examples:
     name: str  # name of the data, such as `train.parquet:sentence,label`
     split: str  # split that was read
     fingerprint: str  # SHA-256 of all contents
-    # One or two texts for each example, in columns; empty for pictures alone.
+    # One to three texts for each example, in columns; empty for pictures alone.
     texts: tuple[list[str], ...] = ()
     images: tuple[bytes, ...] = ()  # contents of picture files
     chats: tuple[Any, ...] = ()  # cells of the texts, where these are chats
@@ -118,7 +127,8 @@ def load_examples(
         named = dict(columns or {})
         combined = named.pop("label", "") if _is_joined(table, named.get("label", "")) else ""
         table = with_derived(table, named.values())
-        if needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2:
+        lacks_pair = needs.texts[0] == 2 and [*kinds_of(table).values()].count("text") < 2
+        if lacks_pair and not needs.generates:
             table = with_pairs(table)
         table = with_numbers(table, needs.target, named)
         chosen = _chosen(table, needs, named, combined)
@@ -367,10 +377,13 @@ def _roles(needs: Needs) -> dict[str, bool]:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = not needs.unlabelled
+    first, second = needs.text_roles
     if limit:
-        roles["text"] = fewest > 0
+        roles[first] = fewest > 0
     if limit > 1:
-        roles["pair"] = fewest > 1
+        roles[second] = fewest > 1
+    if limit > 2:
+        roles["semantics"] = fewest > 2
     return roles
 
 
@@ -400,8 +413,7 @@ def _is_of_lists(table: Table, column: str, kind: str, needs: Needs) -> bool:
 def _fits(role: str, kind: str) -> bool:
     number = "int" in kind
     return {
-        "text": kind == "text",
-        "pair": kind == "text",
+        **dict.fromkeys(_TEXTS, kind == "text"),
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
         "shape": kind in LISTS,
@@ -412,7 +424,7 @@ def _fits(role: str, kind: str) -> bool:
 
 def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) -> dict[str, Any]:
     """Leaves out pairs of which a text is empty: there is nothing to compare."""
-    columns = [data[chosen[role]] for role in ("text", "pair")]
+    columns = [data[chosen[role]] for role in _TEXTS if role in chosen]
     rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
     count, total = len(rows), len(columns[0])
     if not count:
@@ -435,7 +447,7 @@ def _read(
     """Reads cells of so numbered rows."""
     texts = [
         [str(content(as_plain_text(cell)) or "") for cell in data[chosen[role]]]
-        for role in ("text", "pair")
+        for role in _TEXTS
         if role in chosen
     ]
     is_chat = kinds_of(table).get(chosen.get("text", "")) == "chat"

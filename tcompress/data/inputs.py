@@ -23,7 +23,9 @@ def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        filler = pad if name.endswith("input_ids") else IGNORED if name == "labels" else 0
+        filler = (
+            pad if name.endswith("input_ids") else IGNORED if name in ("labels", "words") else 0
+        )
         if values[0].ndim == 1:
             batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
         else:
@@ -75,6 +77,25 @@ def inputs_of(source: SourceModel) -> Inputs:
             hint=_NO_DATA,
         )
     return Inputs(frozenset(names), text, image, audio, "decoder_input_ids" in names, grid)
+
+
+def check_texts(source: SourceModel, count: int, name: str) -> None:
+    """Compare the number of texts in an example of the data called `name` with what a model reads.
+
+    Raises:
+        DataError: A third text is missing, or is one too many.
+    """
+    reads, model = getattr(source.config, "reads_semantics", False), source.model_class.__name__
+    if reads and count != 3:
+        given = "one" if count == 1 else "two"
+        text = (
+            f"`{model}` reads three texts (query, response, semantics), and `{name}` gives {given}"
+        )
+        hint = "name all three: `--columns text=COLUMN,pair=COLUMN,semantics=COLUMN`"
+        raise DataError(text, hint)
+    if count == 3 and not reads:
+        text = f"`{name}` gives three texts, and `{model}` reads two at most"
+        raise DataError(text, "leave `semantics` out of the columns, or take `tcompress_tam`")
 
 
 def longest_text(source: SourceModel, inputs: Inputs) -> int | None:

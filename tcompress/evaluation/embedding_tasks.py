@@ -68,7 +68,7 @@ class _PairTask(EvaluationTask):
         return self.reader.vocabulary is not None
 
     def prepare(self) -> TextPairs:
-        columns = zip(self.prompts, self.examples.texts, strict=True)
+        columns = zip(self.prompts, self.examples.texts[:2], strict=True)
         first, second = (prompt.before(list(texts)) for prompt, texts in columns)
         texts, documents = ([*dict.fromkeys(column)] for column in ([*first, *second], second))
         rows = self.reader.encode(texts)
@@ -77,9 +77,14 @@ class _PairTask(EvaluationTask):
         if self.has_head:
             one = [text for text in first for _ in range(candidates.shape[1])]
             two = [documents[index] for index in candidates.flatten().tolist()]
-            rows = self.reader.encode(one, two)
-            truncated = self.reader.truncated(rows, one, two)
-            facts = {"truncated": truncated, "scoring": "both texts read together"}
+            count = candidates.shape[1]
+            thirds = [
+                [t for t in column for _ in range(count)] for column in self.examples.texts[2:]
+            ]
+            rows = self.reader.encode(one, two, *thirds)
+            truncated = self.reader.truncated(rows, one, two, *thirds)
+            together = "all three texts" if thirds else "both texts"
+            facts = {"truncated": truncated, "scoring": f"{together} read together"}
             return replace(pairs, rows=rows, facts=facts)
         skipped = torch.zeros(len(texts), dtype=torch.long)
         firsts, seconds = (torch.from_numpy(places_of(x, texts)) for x in (first, documents))
@@ -201,6 +206,7 @@ class ResponseSelection(_PairTask):
     """Each row's second text among some `candidates`, itself counted, for its first text."""
 
     name = "response-selection"
+    needs = Needs(texts=(2, 3))
     most_labels = 2  # wrong and right
 
     def prepare(self) -> TextPairs:

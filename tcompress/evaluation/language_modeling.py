@@ -33,7 +33,7 @@ _LIKELIEST = 32  # tokens of the baseline that are kept at each position; the ot
 _TINY = 1e-12
 
 
-class _Compared:
+class Compared:
     """Predictions of a model at every position beside those of its baseline there.
 
     Kept are the likeliest tokens. The divergence is that of distributions over these of the
@@ -223,7 +223,7 @@ class Perplexity(EvaluationTask):
     def run(self, runner: Runner, reference: Any) -> Measured:
         prepared = self.prepared
         losses, counts, first = np.empty(prepared.units), prepared.counts, prepared.context
-        compared = _Compared(prepared.units, reference, self.reader.vocabulary)
+        compared = Compared(prepared.units, reference, self.reader.vocabulary)
         config = runner.model.config
         options: Any = {"use_cache": False} if hasattr(config, "use_cache") else {}
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
@@ -326,7 +326,7 @@ class MaskedLM(EvaluationTask):
     def run(self, runner: Runner, reference: Any) -> Measured:
         prepared, counts = self.prepared, self.prepared.counts
         hits, losses = np.zeros(prepared.units), np.zeros(prepared.units)
-        compared = _Compared(prepared.units, reference, self.reader.vocabulary)
+        compared = Compared(prepared.units, reference, self.reader.vocabulary)
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             logits = runner.model(**batch).logits
             for index, scores in zip(chosen, logits, strict=True):

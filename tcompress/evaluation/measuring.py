@@ -14,11 +14,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import tcompress
-from tcompress.artifact.manifest import environment, record, record_of_file
+from tcompress.artifact.manifest import environment, record, record_map, record_of_file
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
 from tcompress.errors import DataError, InputError, Problems
+from tcompress.evaluation.attention_maps import attention_map
 from tcompress.evaluation.embedding_tasks import ResponseSelection, Retrieval, Similarity
 from tcompress.evaluation.labelled_tasks import (
     Classification,
@@ -34,6 +35,7 @@ from tcompress.evaluation.scores import (
     metrics_of,
     same_measurement,
 )
+from tcompress.evaluation.sequence_to_sequence import Seq2Seq
 from tcompress.evaluation.task_base import EvaluationTask
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.fields import RuntimeName
@@ -55,6 +57,7 @@ TASKS: dict[str, type[EvaluationTask]] = {
         Forecasting,
         Retrieval,
         ResponseSelection,
+        Seq2Seq,
     )
 }
 
@@ -138,6 +141,12 @@ class _Measurement:
         notes = task.notes
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
+        if options.attention_map and runtime == "torch":
+            shown = attention_map(model, task)
+            if shown is None:
+                notes.append("no attention of it returns its weights: there is no map of them")
+            elif self.save and local_folder(name) is not None:
+                record_map(task.source.folder, shown)
         folder = task.source.folder
         # A folder in the hub's cache is not the user's to change.
         stored = self.save and local_folder(name.removesuffix(f" ({runtime})")) is not None

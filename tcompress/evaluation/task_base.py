@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import read_manifest
 from tcompress.data.examples import Examples, Needs
-from tcompress.data.inputs import collate, inputs_of
+from tcompress.data.inputs import check_texts, collate, inputs_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
@@ -95,10 +95,15 @@ class TextReader:
         self.vocabulary = None if manifest is None else manifest.plan.vocabulary
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Row]:
-        """Write texts, or pairs of texts, as inputs of the model."""
+    def encode(
+        self,
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        semantics: Sequence[str] | None = None,
+    ) -> list[Row]:
+        """Write texts, or pairs of texts, or these with a third one, as inputs of the model."""
         with _hinting("put the model's own tokenizer into its folder"):
-            rows = self.encoder.encode(texts, pairs)
+            rows = self.encoder.encode(texts, pairs, semantics)
         # An empty text still needs a place to be read at.
         empty = {"input_ids": torch.tensor([self.pad]), "attention_mask": torch.ones(1).long()}
         if any("token_type_ids" in row for row in rows):
@@ -120,9 +125,19 @@ class TextReader:
         return digest.hexdigest()
 
     def truncated(
-        self, rows: Sequence[Row], texts: Sequence[str], pairs: Sequence[str] | None = None
+        self,
+        rows: Sequence[Row],
+        texts: Sequence[str],
+        pairs: Sequence[str] | None = None,
+        semantics: Sequence[str] | None = None,
     ) -> int:
-        """Count the texts that were longer than what was read of them."""
+        """Count the texts, or pairs, that were longer than what was read of them."""
+        if semantics is not None:
+            room = self.limit - self.encoder.third
+            uncut = self.tokenizer(
+                list(texts), None if pairs is None else list(pairs), verbose=False
+            )
+            return sum(len(ids) > room for ids in uncut["input_ids"])
         full = [index for index, row in enumerate(rows) if len(row["input_ids"]) >= self.limit]
         if not full:
             return 0
@@ -218,6 +233,8 @@ class EvaluationTask(ABC):
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         """Check, from its configuration, that a model can do the task."""
+        if examples.texts:
+            check_texts(source, len(examples.texts), examples.name)
         if cls.head is not None and not has_head(source, cls.head):
             raise DataError(
                 f"`{source.id}` is a `{source.model_class.__name__}`, which has no "
@@ -272,5 +289,6 @@ _HEADS: dict[Head, str] = {
     "image-classification": "head for classifying images",
     "masked-lm": "head for masked language modelling",
     "causal-lm": "head for causal language modelling",
+    "seq2seq": "head for making texts of others",
     "forecasting": "head for forecasting series",
 }

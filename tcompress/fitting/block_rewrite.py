@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from tcompress.attention.module import CHILD
 from tcompress.blockwise.streams import (
@@ -24,22 +25,29 @@ from tcompress.blockwise.streams import (
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import DataError, FitError
 from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
-from tcompress.fitting.first_values import adapt
+from tcompress.fitting.embeddings import read_table
+from tcompress.fitting.first_values import adapt, start_layer
 from tcompress.fitting.layer_fits import (
     NO_FACTORS,
-    NO_ROUNDINGS,
-    FittedLayer,
+    BlockResult,
     LayerMoments,
     SharedFactors,
     fit_layers,
 )
-from tcompress.fitting.stream_moments import ExpertSums, Routing, SplitSums, routed_arguments
 from tcompress.hf.build import SEED, fill, install_attention, install_layers
+from tcompress.linalg.moments import MomentSums
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
+from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.roles import Block
-from tcompress.structures.modules.experts import is_routed
+from tcompress.structures.modules.experts import (
+    StructuredExperts,
+    activated,
+    bias_of,
+    is_routed,
+    up_name,
+)
 from tcompress.structures.modules.linear import channels_last
 from tcompress.structures.modules.shared import FactorsModule
 
@@ -70,19 +78,132 @@ class FitInputs:
     dtype_of: Callable[[LayerPlan], torch.dtype]
     device: torch.device
     factors: SharedFactors = field(default_factory=lambda: NO_FACTORS)
-    roundings: Mapping[str, Rounding] = field(default_factory=lambda: NO_ROUNDINGS)
+    roundings: Mapping[str, Rounding] = field(default_factory=dict)
     is_unfitted: Callable[[LayerPlan], bool] = lambda _: False
 
 
-@dataclass(frozen=True)
-class BlockResult:
-    """Fits of one block."""
+def dense_matrix(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
+    """Read the dense weight of a planned layer, or table.  # ([experts,] out, in)."""
+    if entry.kind == "embedding":
+        return read_table(source, entry, device)
+    name = path_of(source, entry)
+    return entry.matrix(read_finite(source.store, source.keymap, name, device))
 
-    block: str  # its name
-    layers: dict[str, FittedLayer]  # by weight name
-    biases: dict[str, Tensor]  # new ones, by layer name
-    attention: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of attentions that begin with what queries and keys are like, by stored name."""
+
+def fit_group(
+    inputs: FitInputs,
+    group: Group,
+    result: BlockResult,
+    reductions: Reductions,
+    moments: Sequence[Sequence[LayerMoments]] = (),
+) -> None:
+    """Fit layers that read one input, and add the fits to the result of their block.
+
+    Without moments they are fitted to their weights, or drawn where the model begins at random.
+    """
+    source, device, first = inputs.source, inputs.device, group[0]
+    dtype, seed = inputs.dtype_of(first), source.seed
+    weights = [dense_matrix(source, entry, device) for entry in group]
+    weights = [narrowed_rows(*pair, reductions) for pair in zip(group, weights, strict=True)]
+    if seed is not None:
+        factors, pairs = inputs.factors, zip(group, weights, strict=True)
+        with torch.no_grad():
+            fitted = [start_layer(e, w, dtype=dtype, factors=factors, seed=seed) for e, w in pairs]
+    else:
+        curvatures = inputs.moments("curvature", result.block) if moments else {}
+        fitted = fit_layers(
+            group,
+            weights,
+            moments or [[LayerMoments()] for _ in group],
+            dtype=dtype,
+            damping=inputs.damping,
+            curvatures={
+                entry.name: narrowed_curvature(entry, curvatures[entry.name], reductions)
+                for entry in group
+                if entry.name in curvatures
+            },
+            factors=inputs.factors,
+            lifts={e.name: lift_of(e, reductions, device) for e in group if e.reads},
+            roundings=inputs.roundings if moments else {},
+        )
+    for entry, layer in zip(group, fitted, strict=True):
+        result.layers[entry.key] = layer
+        if entry.bias and entry.kind != "experts":
+            name = f"{path_of(source, entry).removesuffix(entry.parameter)}bias"
+            bias = read_finite(source.store, source.keymap, name, device)
+            bias = bias.to(torch.promote_types(bias.dtype, torch.float32))
+            shift = 0.0 if layer.shift is None else layer.shift
+            exact = narrowed_rows(entry, bias, reductions).double() + shift
+            result.biases[entry.name] = exact.to(inputs.dtype_of(entry))
+
+
+class SplitSums:
+    """Moments of one layer input, of rows to fit on and of rows held out."""
+
+    def __init__(self) -> None:
+        self._sums: dict[bool, MomentSums] = {}
+
+    def add(
+        self, dense: Tensor, new: Tensor, *, holdout: bool, weights: Tensor | None = None
+    ) -> None:
+        """Add paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
+        if holdout not in self._sums:
+            self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
+        self._sums[holdout].add(dense, new, weights)
+
+    def moments(self, *, centred: bool) -> LayerMoments:
+        """Return both moments; without rows to fit on there are none (a data-free fit)."""
+        train, held = self._sums.get(False), self._sums.get(True)
+        if train is None or not train.rows:
+            return LayerMoments()
+        return LayerMoments(
+            train.moments(centred=centred),
+            held.moments(centred=centred) if held is not None and held.rows else None,
+        )
+
+
+# Routed experts during calibration: both streams follow the dense stream's routing.
+
+
+Arguments = tuple[Any, ...]
+Routed = tuple[Tensor, Tensor, Tensor]  # hidden states, experts of each token, their weights
+
+
+def routed_arguments(*args: Tensor, **kwargs: Tensor) -> Routed:
+    """Return the arguments of routed experts, whatever the family calls them."""
+    hidden, index, weights = (*args, *kwargs.values())
+    return hidden, index, weights
+
+
+class Routing:
+    """The dense stream's routing in a block, recorded and replayed in the compressed one.
+
+    Without it the two streams would send a token to different experts, and rows would not pair.
+    """
+
+    def __init__(self, dense: nn.Module, paths: Collection[str]) -> None:
+        self.paths = tuple(paths)
+        self._routes: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+        self.current = 0
+        for path in self.paths:
+            hook = partial(self._record, path)
+            dense.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def replay_in(self, new: nn.Module) -> None:
+        """Make the experts of the compressed block follow the recorded routing."""
+        for path in self.paths:
+            hook = partial(self._replay, path)
+            new.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _record(self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]) -> None:
+        _, index, weights = routed_arguments(*args, **kwargs)
+        self._routes[path, self.current] = (index, weights)
+
+    def _replay(
+        self, path: str, host: nn.Module, args: Arguments, kwargs: dict[str, Any]
+    ) -> tuple[Arguments, dict[str, Any]]:
+        hidden, _, _ = routed_arguments(*args, **kwargs)
+        return (hidden, *self._routes[path, self.current]), {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +237,6 @@ class RewrittenBlock:
     rows: TokenRows  # of the dense block
     reductions: Reductions  # channels that stay
     routing: Routing  # of the dense block's experts
-
-    def relative(self, path: str) -> str:
-        """Path below the block."""
-        return path.removeprefix(f"{self.block.name}.")
 
     def inputs(
         self, path: str, dense: Stream, new: Stream, arguments: Callable[..., Any] = first_tensor
@@ -173,7 +290,7 @@ class BlockRewriter:
         dense: nn.Module,
         readings: Readings,
         stored: BlockResult | None = None,
-        progress: Callable[[str, str], None] = lambda *_: None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> RewrittenBlock:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
         new = copy.deepcopy(dense)
@@ -191,44 +308,42 @@ class BlockRewriter:
         )
         self._replace_attention(rewritten)
         for layers in block.groups:
-            keys = [(layer.name, layer.parameter) for layer in layers]
-            group = tuple(self._entries[key] for key in keys if key in self._entries)
+            names = (layer.weight_name for layer in layers)
+            group = tuple(self._entries[name] for name in names if name in self._entries)
             if not group:
                 continue
-            progress(block.name, ", ".join(entry.role for entry in group))
+            progress(f"{block.name} {', '.join(entry.role for entry in group)}")
             if stored is None:
-                self._fit_group(rewritten, group)
+                moments = self._moments(rewritten, group)
+                fit_group(self.inputs, group, rewritten.result, rewritten.reductions, moments)
             self._install(rewritten, group)
         rewritten.rows.close()
         rewritten.routing.replay_in(new)
         return rewritten
 
     @cached_property
-    def _paths(self) -> dict[str, str]:
-        """Paths of layers in the model, by name in the checkpoint."""
-        runtime = self.inputs.source.keymap.runtime_name
-        return {entry.name: runtime(entry.name) or "" for entry in self.layers}
+    def _entries(self) -> dict[str, LayerPlan]:
+        """Plans by name of the weight in the model."""
+        return {path_of(self.inputs.source, entry): entry for entry in self.layers}
 
-    @cached_property
-    def _entries(self) -> dict[tuple[str, str], LayerPlan]:
-        """Plans by path and parameter."""
-        return {(self._paths[entry.name], entry.parameter): entry for entry in self.layers}
+    def _path(self, name: str) -> str:
+        """Path in the model of a planned module."""
+        return self.inputs.source.keymap.runtime_name(name) or name
+
+    def _relative(self, rewritten: RewrittenBlock, name: str) -> str:
+        """Path of a planned module below its block."""
+        return self._path(name).removeprefix(f"{rewritten.block.name}.")
 
     def _replace_attention(self, rewritten: RewrittenBlock) -> None:
         """Replace the block's attention, before anything is fitted.
 
         What an interrupted run stored of it is used; what is missing is added.
         """
-        name, new, source = rewritten.block.name, rewritten.new, self.inputs.source
-        runtime = source.keymap.runtime_name
-
-        def relative(stored: str) -> str:
-            return rewritten.relative(runtime(stored) or "")
-
-        entries = [e for e in self.attention if (runtime(e.name) or "").startswith(f"{name}.")]
+        name, new, device = rewritten.block.name, rewritten.new, self.inputs.device
+        entries = [e for e in self.attention if self._path(e.name).startswith(f"{name}.")]
         # The guard is a matter of storage.
         plain = [entry.model_copy(update={"guard": None}) for entry in entries]
-        device = self.inputs.device
+        relative = partial(self._relative, rewritten)
         modules = install_attention(new, plain, relative, dtype=torch.float32, device=device)
         readings = Readings(new, new.forward)
         fitted = [new for index, _, new in self.streams if not self.streams.holds_out(index)]
@@ -239,66 +354,29 @@ class BlockRewriter:
             calls = (readings.of(stream, path, queries_and_keys) for stream in fitted)
             adapt(module, f"{stored}.{CHILD}", rewritten.result.attention, calls)
 
-    def _fit_group(self, rewritten: RewrittenBlock, group: Group) -> None:
-        """Fit layers that read one input, and add the fits to the block's result."""
-        inputs, first, result = self.inputs, group[0], rewritten.result
-        moments = self._group_moments(rewritten, group)
-        reductions, store, keymap = rewritten.reductions, inputs.source.store, inputs.source.keymap
-        weights, lifts = [], {}
-        for entry in group:
-            name = f"{self._paths[entry.name]}.{entry.parameter}"
-            weight = read_finite(store, keymap, name, inputs.device)
-            weights.append(narrowed_rows(entry, entry.matrix(weight), reductions))
-            if entry.reads:
-                lifts[entry.name] = lift_of(entry, reductions, inputs.device)
-        curvatures = inputs.moments("curvature", rewritten.block.name)
-        dtype = inputs.dtype_of(first)
-        fitted = fit_layers(
-            group,
-            weights,
-            [[item[entry.bias] for item in moments] for entry in group],
-            dtype=dtype,
-            damping=inputs.damping,
-            curvatures={
-                entry.name: narrowed_curvature(entry, curvatures[entry.name], reductions)
-                for entry in group
-                if entry.name in curvatures
-            },
-            factors=inputs.factors,
-            lifts=lifts,
-            roundings=inputs.roundings,
-        )
-        for entry, layer in zip(group, fitted, strict=True):
-            result.layers[entry.key] = layer
-            if entry.bias and entry.kind != "experts":
-                path = f"{rewritten.relative(self._paths[entry.name])}.bias"
-                bias = narrowed_rows(entry, rewritten.dense.get_parameter(path), reductions)
-                shift = 0.0 if layer.shift is None else layer.shift
-                result.biases[entry.name] = (bias.double() + shift).to(dtype)
-
-    def _group_moments(
-        self, rewritten: RewrittenBlock, group: Group
-    ) -> list[dict[bool, LayerMoments]]:
-        """Moments of a group's input, or of every expert's, by whether they are centred."""
+    def _moments(self, rewritten: RewrittenBlock, group: Group) -> list[Sequence[LayerMoments]]:
+        """Moments of the input, or of every expert's, for every layer of a group."""
         first = group[0]
-        path = rewritten.relative(self._paths[first.name])
+        path = self._relative(rewritten, first.name)
         try:
             if first.kind != "experts":
-                return [self._moments(rewritten, group, path)]
-            if is_routed(rewritten.dense.get_submodule(path)):
-                return self._expert_moments(rewritten, first, path)
-            return [{first.bias: LayerMoments()}]  # nothing is known of their routing
+                sums = self._sums(rewritten, group, path)
+                flags = {entry.bias for entry in group}
+                moments = {flag: [sums.moments(centred=flag)] for flag in flags}
+                return [moments[entry.bias] for entry in group]
+            if not is_routed(rewritten.dense.get_submodule(path)):
+                return [[LayerMoments()]] * len(group)  # nothing is known of their routing
+            experts = self._expert_sums(rewritten, first, path)
+            return [[sums.moments(centred=False) for sums in experts]] * len(group)
         except FitError as error:
             raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
 
-    def _moments(
-        self, rewritten: RewrittenBlock, group: Group, relative: str
-    ) -> dict[bool, LayerMoments]:
-        """Moments of a group's input, by whether they are centred (layers with a bias)."""
-        if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
-            return {entry.bias: LayerMoments() for entry in group}
+    def _sums(self, rewritten: RewrittenBlock, group: Group, relative: str) -> SplitSums:
+        """Moments of a group's input in both streams; none of what stays as it was."""
         sums = SplitSums()
-        name, path = group[0].name, self._paths[group[0].name]
+        if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
+            return sums
+        name, path = group[0].name, self._path(group[0].name)
         listed = rewritten.rows.is_listed(path)
         weights = self._token_weights(rewritten.block.name, group)
         for index, dense, new in self.streams:
@@ -330,7 +408,7 @@ class BlockRewriter:
             if row_weights is not None and len(row_weights) != len(rows):
                 row_weights = None
             sums.add(rows, new_rows, holdout=self.streams.holds_out(index), weights=row_weights)
-        return {flag: sums.moments(centred=flag) for flag in {entry.bias for entry in group}}
+        return sums
 
     def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:
         """Worth of the rows of a batch to all layers of a group, by batch."""
@@ -346,26 +424,48 @@ class BlockRewriter:
                 summed[index] = item / mean + (0.0 if before is None else before)
         return summed
 
-    def _expert_moments(
+    def _expert_sums(
         self, rewritten: RewrittenBlock, entry: LayerPlan, relative: str
-    ) -> list[dict[bool, LayerMoments]]:
+    ) -> Sequence[SplitSums]:
         """Moments of one input per expert; those that no token chose are fitted without data."""
-        modules = rewritten.dense.get_submodule(relative), rewritten.new.get_submodule(relative)
-        gathered = ExpertSums(*modules, down=entry.parameter == "down_proj")
-        for index, dense, new in self.streams:
-            routed, rerouted = rewritten.inputs(relative, dense, new, routed_arguments)
+        experts: Any = rewritten.dense.get_submodule(relative)
+        new: Any = rewritten.new.get_submodule(relative)
+        down, name = entry.parameter == "down_proj", up_name(experts)
+        bias, up = bias_of(experts, name), getattr(experts, name)
+        up = up.mT if experts.is_transposed else up
+        stack = new.stacks.get(name) if down and isinstance(new, StructuredExperts) else None
+        new_up = up if stack is None else stack.dense_weight(torch.float32)
+
+        def read(tokens: Tensor, weight: Tensor, expert: int) -> Tensor:
+            if not down:
+                return tokens
+            shift = None if bias is None else bias[expert]
+            return activated(experts, linear(tokens, weight[expert], shift))
+
+        sums = [SplitSums() for _ in up]
+        for index, dense, other in self.streams:
+            routed, rerouted = rewritten.inputs(relative, dense, other, routed_arguments)
             if routed is None or rerouted is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
-            _, mask = token_rows(routed[0], dense.batch, rewritten.block.name, entry.role)
-            gathered.add(routed, rerouted[0], mask, holdout=self.streams.holds_out(index))
-        return [{entry.bias: sums.moments(centred=False)} for sums in gathered.sums]
+            hidden, chosen, weights = routed
+            _, mask = token_rows(hidden, dense.batch, rewritten.block.name, entry.role)
+            # A weight of zero means that a token skips its expert, as in some families.
+            alike = weights.shape == chosen.shape
+            counts = weights != 0 if alike else torch.ones_like(chosen).bool()
+            for expert, total in enumerate(sums):
+                rows = ((chosen == expert) & counts).any(-1)
+                rows = rows if mask is None else rows & mask
+                if bool(rows.any()):
+                    pair = read(hidden[rows], up, expert), read(rerouted[0][rows], new_up, expert)
+                    total.add(*pair, holdout=self.streams.holds_out(index))
+        return sums
 
     def _install(self, rewritten: RewrittenBlock, group: Group) -> None:
         """Put fitted layers into the block's copy."""
         modules = install_layers(
             rewritten.new,
             group,
-            lambda name: rewritten.relative(self._paths[name]),
+            partial(self._relative, rewritten),
             factors=self._installed,
             dtype=torch.float32,
             device=self.inputs.device,

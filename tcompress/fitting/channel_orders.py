@@ -15,7 +15,7 @@ from tcompress.linalg.moments import safe_cholesky
 from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer
-from tcompress.structures.modules.linear import Channels, PartLayout
+from tcompress.structures.modules.linear import Channels
 
 # An order of channels holds for all sizes: with n of them the first n stay. For neurons, and whole
 # heads, it is an order of rows; within heads a basis of each, the most useful directions first.
@@ -68,21 +68,28 @@ def _reduction(
     return reductions[entry.key, part, channels.size]
 
 
-def narrowed_rows(entry: LayerPlan, tensor: Tensor, reductions: Reductions) -> Tensor:
-    """Return a dense weight ([experts,] out, in), or a bias, without outputs that are gone."""
+def _by_part(
+    entry: LayerPlan,
+    tensor: Tensor,
+    dim: int,
+    reductions: Reductions,
+    take: Callable[[Reduction, Tensor, Channels], Tensor],
+) -> Tensor:
+    """Take what is left of the outputs of a layer, which run along a dimension, part by part."""
     if not any(part.channels for part in entry.parts):
         return tensor
-    dim = 1 if entry.experts else 0
-    rows = tensor.split([part.dense_features for part in entry.parts], dim)
-    pairs = zip(entry.parts, rows, strict=True)
-    return torch.cat([_of_part(entry, part, cut, reductions) for part, cut in pairs], dim)
+    sizes, runs = [part.dense_features for part in entry.parts], []
+    for part, run in zip(entry.parts, tensor.split(sizes, dim), strict=True):
+        if part.channels is not None:
+            reduction = _reduction(reductions, entry, part.name, part.channels, run.device)
+            run = take(reduction, run, part.channels)
+        runs.append(run)
+    return torch.cat(runs, dim)
 
 
-def _of_part(entry: LayerPlan, part: PartLayout, rows: Tensor, reductions: Reductions) -> Tensor:
-    channels = part.channels
-    if not channels:
-        return rows
-    return _reduction(reductions, entry, part.name, channels, rows.device).narrow(rows, channels)
+def narrowed_rows(entry: LayerPlan, tensor: Tensor, reductions: Reductions) -> Tensor:
+    """Return a dense weight ([experts,] out, in), or a bias, without outputs that are gone."""
+    return _by_part(entry, tensor, 1 if entry.experts else 0, reductions, Reduction.narrow)
 
 
 def lift_of(entry: LayerPlan, reductions: Reductions, device: torch.device) -> Tensor:
@@ -95,24 +102,9 @@ def lift_of(entry: LayerPlan, reductions: Reductions, device: torch.device) -> T
 
 def narrowed_curvature(entry: LayerPlan, curvature: Tensor, reductions: Reductions) -> Tensor:
     """Return moments of gradients at the outputs that are left.  # (out, out)."""
-    if not any(part.channels for part in entry.parts):
-        return curvature
-
-    def lifted(matrix: Tensor) -> Tensor:  # (any, out)
-        blocks = matrix.split([part.dense_features for part in entry.parts], 1)
-        return torch.cat(
-            [
-                _reduction(reductions, entry, part.name, channels, columns.device).lifted(
-                    columns, channels
-                )
-                if (channels := part.channels)
-                else columns
-                for part, columns in zip(entry.parts, blocks, strict=True)
-            ],
-            1,
-        )
-
-    return lifted(lifted(curvature).mT).mT
+    for _ in range(2):
+        curvature = _by_part(entry, curvature, 1, reductions, Reduction.lifted).mT
+    return curvature
 
 
 def stored_reductions(reductions: Reductions) -> dict[str, Tensor]:
@@ -183,11 +175,8 @@ def order_channels(
     coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float
 ) -> ChannelOrder:
     """Order the channels of a coupling by facts of its layers, by weight name."""
-    if coupling.kind == "neurons":
-        return _neurons(coupling, facts, damping)
-    if coupling.kind == "heads":
-        return _heads(coupling, facts, damping)
-    return (_values if coupling.kind == "values" else _scores)(coupling, facts, damping)
+    order = {"values": _values, "scores": _scores}.get(coupling.kind, _whole)
+    return order(coupling, facts, damping)
 
 
 def order_by_weights(
@@ -246,42 +235,33 @@ def _metrics(layer: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:
     return gram, damped_curvature(moments.curvature, CURVATURE_DAMPING)
 
 
-def _neurons(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
-    reader, gram, target, constant = _pursued(coupling, facts, damping)
-    neurons = order_neurons(gram, target, constant)
-    reduction, size = Reduction(neurons.order), coupling.size
-    names = [(facts[it.weight_name].entry.key, part.name, size) for it, part in coupling.writers]
-    losses = neurons.losses * reader.statistics.whole.rows
-    return ChannelOrder(
-        coupling, losses, dict.fromkeys([*names, (reader.entry.key, READ, size)], reduction)
-    )
-
-
-def _heads(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
-    reader, gram, target, constant = _pursued(coupling, facts, damping)
-    heads = order_groups(gram, target, constant, len(gram) // coupling.size)
-    widths = {
-        (facts[layer.weight_name].entry.key, part.name): part.size
-        for layer, part in coupling.writers
-    }
-    widths[reader.entry.key, READ] = len(gram)
-    reductions = {}
-    for (key, part), width in widths.items():
-        rows = torch.arange(width, device=heads.order.device).unflatten(0, (coupling.size, -1))
-        reductions[key, part, width] = Reduction(rows[heads.order].flatten())
-    return ChannelOrder(coupling, heads.losses * reader.statistics.whole.rows, reductions)
-
-
-def _pursued(
-    coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float
-) -> tuple[LayerFacts, Tensor, Tensor, float]:
-    """The reader, and the arguments of `order_neurons`."""
+def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
+    """Order neurons, or whole heads, by what their reader computes without them."""
     assert coupling.reader is not None
     reader = facts[coupling.reader.weight_name]
     weight = reader.statistics.weight.double()
     gram, curvature = _metrics(reader, damping)
     constant = float(curved_constant(weight, gram, curvature))
-    return reader, gram, safe_cholesky(curvature).mT @ weight @ gram, constant
+    target = safe_cholesky(curvature).mT @ weight @ gram
+    if coupling.kind == "neurons":
+        ordered = order_neurons(gram, target, constant)
+    else:
+        ordered = order_groups(gram, target, constant, len(gram) // coupling.size)
+    widths = {
+        (facts[it.weight_name].entry.key, part.name): part.size for it, part in coupling.writers
+    }
+    widths[reader.entry.key, READ] = len(gram)
+    reductions = {}
+    for (key, part), width in widths.items():
+        rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
+        reductions[key, part, width] = Reduction(rows[ordered.order].flatten())
+    return ChannelOrder(coupling, ordered.losses * reader.statistics.whole.rows, reductions)
+
+
+def _by_head(matrix: Tensor, size: int) -> Tensor:
+    """Blocks of heads on the diagonal.  # (heads size, heads size) -> (heads, size, size)."""
+    cut = matrix.unflatten(0, (-1, size)).unflatten(2, (-1, size))
+    return cut.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
@@ -291,10 +271,8 @@ def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
     gram, curvature = _metrics(reader, damping)
     heads, owned = len(gram) // size, part.size // size
     weight = reader.statistics.weight.double().unflatten(1, (heads, size))  # (out, heads, size)
-    moments = gram.unflatten(0, (heads, size)).unflatten(2, (heads, size))
-    moments = moments.diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (heads, size, size)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
-    bases = _shared_bases(moments, curvatures, owned)
+    bases = _shared_bases(_by_head(gram, size), curvatures, owned)
     losses = bases.losses * reader.statistics.whole.rows
     many = heads // owned  # query heads that see the same values
     lift = bases.lift.repeat_interleave(many, 0)
@@ -322,18 +300,14 @@ def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
     if querying.entry.bias:  # else the moments hold the mean already
         computed = computed + torch.outer(mean, mean)
 
-    def by_head(matrix: Tensor) -> Tensor:
-        cut = matrix.unflatten(0, (heads, size)).unflatten(2, (heads, size))
-        return cut.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
     many = heads // owned
-    curvatures = by_head(curvature[rows, rows])
+    curvatures = _by_head(curvature[rows, rows], size)
     if querying.statistics.whole.curvature is None:  # scores of independent inputs
         start = _offset(second.parts, keys)
         key_rows = facts[second.weight_name].statistics.weight[start : start + keys.size].double()
         cut = key_rows.unflatten(0, (owned, size))
         curvatures = (cut @ cut.mT).repeat_interleave(many, 0) / key_rows.square().sum()
-    bases = _shared_bases(by_head(computed), curvatures, owned)
+    bases = _shared_bases(_by_head(computed, size), curvatures, owned)
     of_queries = Reduction(
         bases.reduce.repeat_interleave(many, 0), bases.lift.repeat_interleave(many, 0)
     )

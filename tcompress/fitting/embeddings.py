@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, SourceError
-from tcompress.fitting.block_rewrite import BlockResult
-from tcompress.fitting.layer_fits import WIDER, FittedLayer
+from tcompress.fitting.layer_fits import WIDER, BlockResult, FittedLayer
 from tcompress.linalg.moments import is_finite, relative_error
 from tcompress.models import SourceModel, read_finite
+from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.sites import tied_to
 from tcompress.structures import Target, structure
@@ -56,14 +56,13 @@ def fit_embeddings(
 
 def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
     """Read a table, and make sure that heads which are stored apart are the same."""
-    path = source.keymap.runtime_name(entry.name) or entry.name
-    name = f"{path}.{entry.parameter}"
-    weight = read_finite(source.store, source.keymap, name, device)
-    table_keys = source.keymap.sources(name).keys
+    name = path_of(source, entry)
+    path, keymap = name.removesuffix(f".{entry.parameter}"), source.keymap
+    weight = read_finite(source.store, keymap, name, device)
     for tied in tied_to(source, path):
-        keys = source.keymap.sources(f"{tied}.weight").keys
-        if keys != table_keys and not torch.equal(
-            read_finite(source.store, source.keymap, f"{tied}.weight", device), weight
+        head = f"{tied}.weight"
+        if keymap.sources(head).keys != keymap.sources(name).keys and not torch.equal(
+            read_finite(source.store, keymap, head, device), weight
         ):
             raise SourceError(
                 f"the config ties `{tied}` to `{path}`, but the checkpoint stores both, and they "
@@ -76,9 +75,8 @@ def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> T
 
 def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
     """Count how often each word occurs in calibration data, padding left out.  # (words,)."""
-    chosen = frozenset(data.holdout)
     counts = torch.zeros(words, dtype=torch.float64)
-    for batch in (item for i, item in enumerate(data.batches) if (i in chosen) == held_out):
+    for batch in (data.batches[i] for i in (sorted(data.holdout) if held_out else data.fitted)):
         for name, mask_name in _INPUTS.items():
             ids, mask = batch.get(name), batch.get(mask_name)
             if ids is None:

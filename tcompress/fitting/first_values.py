@@ -22,7 +22,7 @@ from tcompress.planning.sites import roles_of
 from tcompress.roles.find import attentions_of
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors, dense_of, first_operators
-from tcompress.structures.modules.linear import factor_layouts, own_transforms, tensor_prefix
+from tcompress.structures.modules.linear import own_transforms, tensor_prefix
 
 # Layers trained from scratch.
 #
@@ -56,11 +56,10 @@ def start_shared_factors(
     """Draw the factors that layers share."""
     factors: dict[FactorsKey, dict[str, Tensor]] = {}
     for entry in layers:
-        layouts = factor_layouts(entry.parts)
-        for name in entry.own_factors:
-            kind = structure(layouts[name].structure)
+        for name, layout in entry.own_factors.items():
+            kind = structure(layout.structure)
             assert isinstance(kind, SharesFactors)
-            drawn = kind.start_shared(layouts[name], generator_of(seed, f"{entry.name}/{name}"))
+            drawn = kind.start_shared(layout, generator_of(seed, f"{entry.name}/{name}"))
             factors[entry.name, name] = {k: t.to(dtype_of(entry)) for k, t in drawn.items()}
     return factors
 
@@ -116,7 +115,8 @@ def adapt(
     parameters = {f"{name}.{key}": value for key, value in module.named_parameters()}
     if not parameters.keys() & stored.keys():
         try:
-            adapted = kind.adapted(layout, _query_key_moments(calls, centred=centred))
+            moments = _query_key_moments(calls, centred=centred)
+            adapted = kind.adapted(layout, moments, dict(module.named_parameters()))
         except FitError as error:
             raise FitError(f"attention `{name}`: {error.message}", error.hint) from error
         stored |= {f"{name}.{key}": value for key, value in adapted.items()}

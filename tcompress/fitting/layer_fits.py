@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from math import isnan
 from typing import Any
 
@@ -17,7 +18,7 @@ from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import Moments, is_finite, relative_error
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.planning.entries import FactorsKey, LayerPlan
-from tcompress.structures import Layout, Target, structure
+from tcompress.structures import Layout, Structure, Target, structure
 from tcompress.structures.base import (
     SIDES,
     RoundsInNorm,
@@ -91,21 +92,36 @@ class LayerStatistics:
 
 
 @dataclass
+class _Term:
+    """One summand of a weight, as far as it is fitted."""
+
+    layout: Layout
+    shared: dict[str, Tensor]  # factors that layers share, float64
+    roundings: Mapping[str, Rounding]  # by name, with the side in front for a transform's
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # as they are stored, named alike
+    transforms: dict[Side, Any] = field(default_factory=dict)  # built
+    dense: Tensor | None = None
+
+    @property
+    def kind(self) -> Structure[Any, Any]:
+        return structure(self.layout.structure)
+
+    @property
+    def exact(self) -> dict[str, Tensor]:
+        """Its own tensors in float64, without those of transforms."""
+        return {key: t.double() for key, t in self.tensors.items() if "." not in key}
+
+
+@dataclass
 class _Split:
     """One weight being fitted: an output split of a layer, of one expert."""
 
-    entry: LayerPlan
-    index: int
+    key: tuple[str, int]  # name of the layer, and index of the split
     expert: int
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: Moments | None  # damped
     curvature: Tensor | None  # damped
-    # Of every summand:
-    shared: list[dict[str, Tensor]]
-    roundings: Sequence[Mapping[str, Rounding]]  # by name, with the side in front for a transform's
-    tensors: list[dict[str, Tensor]] = field(default_factory=list)
-    transforms: list[dict[Side, Any]] = field(default_factory=list)
-    dense: list[Tensor | None] = field(default_factory=list)
+    terms: Sequence[_Term]
 
     @property
     def weight(self) -> Tensor:
@@ -115,11 +131,7 @@ class _Split:
     @property
     def total(self) -> Tensor:
         """Sum of the fitted summands."""
-        return torch.stack([dense for dense in self.dense if dense is not None]).sum(0)
-
-    @property
-    def terms(self) -> tuple[Layout, ...]:
-        return self.entry.parts[self.index].terms
+        return torch.stack([term.dense for term in self.terms if term.dense is not None]).sum(0)
 
     @cached_property
     def scale(self) -> float:
@@ -134,43 +146,23 @@ class _Split:
         assert self.moments is not None
         return self.weight @ self.moments.cross
 
-    def target(self, term: int) -> Target:
+    def target(self, term: _Term) -> Target:
         """Target of one summand: what the others leave over."""
         m = self.moments
         weight: Tensor | None = self.weight
         product = self.weight if m is None else self._product
         if m is not None and m.lift is not None:  # of other channels than what is fitted
             weight = None
-        for index, dense in enumerate(self.dense):
-            if index != term and dense is not None:
-                weight = None if weight is None else weight - dense
-                product = product - (dense if m is None else dense @ m.gram)
+        for other in self.terms:
+            if other is not term and other.dense is not None:
+                weight = None if weight is None else weight - other.dense
+                product = product - (other.dense if m is None else other.dense @ m.gram)
         gram = None if m is None else m.gram
-        last = {k: t.double() for k, t in self.tensors[term].items() if "." not in k}
-        shared, transforms = self.shared[term], self.transforms[term]
-        return Target(product, gram, 1.0, self.curvature, weight, last, shared, transforms)
+        shared, transforms = term.shared, term.transforms
+        return Target(product, gram, 1.0, self.curvature, weight, term.exact, shared, transforms)
 
 
 PROBES = 64  # random inputs that measure a data-free fit
-
-
-def _errors(
-    splits: Sequence[_Split], moments: LayerMoments, shift: Tensor | None
-) -> dict[str, float]:
-    """Relative squared errors of one layer, or of one of its experts, by kind."""
-    if moments.train is None:
-        return {"weight": _sampled_error(splits)}
-    weight = torch.cat([split.weight for split in splits])
-    dense = torch.cat([split.total for split in splits])
-    errors = {"calibration": moments.train.error(weight, dense)}
-    held = moments.holdout
-    if held is not None:
-        errors["held_out"] = held.error(weight, dense)
-        if shift is not None:  # the bias was chosen on other rows
-            gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = float((weight @ held.dense).mul(weight).sum())
-            errors["held_out"] += relative_error(float(gap.square().sum()), norm)
-    return errors
 
 
 def _sampled_error(splits: Sequence[_Split]) -> float:
@@ -182,12 +174,10 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     for split in splits:
         exact = inputs @ split.weight.mT
         outputs: Tensor | int = 0
-        for term, layout in enumerate(split.terms):
-            tensors = {k: t.double() for k, t in split.tensors[term].items() if "." not in k}
-            transforms = split.transforms[term]
-            z = encoded(layout, inputs, transforms.get("in"))
-            z = structure(layout.structure).apply(z, tensors | split.shared[term], layout)
-            outputs = outputs + decoded(layout, z, transforms.get("out"))
+        for term in split.terms:
+            z = encoded(term.layout, inputs, term.transforms.get("in"))
+            z = term.kind.apply(z, term.exact | term.shared, term.layout)
+            outputs = outputs + decoded(term.layout, z, term.transforms.get("out"))
         norm += float(exact.square().sum())
         error += float((exact - outputs).square().sum())
     return relative_error(error, norm)
@@ -219,9 +209,6 @@ ROUNDS = 6  # passes over the summands; the error changes in the fourth digit af
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
-NO_CURVATURES: Mapping[str, Tensor] = {}
-NO_EVALUATION: Mapping[str, EvaluationMoments] = {}
-NO_ROUNDINGS: Mapping[str, Rounding] = {}
 
 
 @dataclass(frozen=True)
@@ -234,6 +221,17 @@ class FittedLayer:
     loss: float | None = None  # predicted, relative to leaving it out, where it was asked for
 
 
+@dataclass(frozen=True)
+class BlockResult:
+    """Fits of one block."""
+
+    block: str  # its name
+    layers: dict[str, FittedLayer]  # by weight name
+    biases: dict[str, Tensor]  # new ones, by layer name
+    attention: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors of attentions that begin with what queries and keys are like, by stored name."""
+
+
 def fit_layers(
     entries: Sequence[LayerPlan],
     weights: Sequence[Tensor],
@@ -241,11 +239,11 @@ def fit_layers(
     *,
     dtype: torch.dtype,
     damping: float,
-    curvatures: Mapping[str, Tensor] = NO_CURVATURES,
+    curvatures: Mapping[str, Tensor] = {},
     factors: SharedFactors = NO_FACTORS,
-    lifts: Mapping[str, Tensor] = NO_CURVATURES,
-    evaluation_moments: Mapping[str, EvaluationMoments] = NO_EVALUATION,
-    roundings: Mapping[str, Rounding] = NO_ROUNDINGS,
+    lifts: Mapping[str, Tensor] = {},
+    evaluation_moments: Mapping[str, EvaluationMoments] = {},
+    roundings: Mapping[str, Rounding] = {},
 ) -> list[FittedLayer]:
     """Fit layers that read the same input; transforms are shared within this list only.
 
@@ -270,8 +268,11 @@ def fit_layers(
             continue
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
-            settings = (damping, curvatures, factors, lifts, roundings)
-            splits_of = {i: _splits(entries[i], weights[i], moments[i], *settings) for i in members}
+            splits_of: dict[int, list[_Split]] = {}
+            for i in members:
+                measured = (curvatures.get(entries[i].name), lifts.get(entries[i].name))
+                settings = (damping, *measured, factors, roundings)
+                splits_of[i] = _splits(entries[i], weights[i], moments[i], *settings)
             try:
                 _fit_sum([split for splits in splits_of.values() for split in splits], dtype)
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
@@ -295,9 +296,9 @@ def _splits(
     weight: Tensor,
     moments: Sequence[LayerMoments],
     damping: float,
-    curvatures: Mapping[str, Tensor],
+    curvature: Tensor | None,
+    lift: Tensor | None,
     factors: SharedFactors,
-    lifts: Mapping[str, Tensor],
     roundings: Mapping[str, Rounding],
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
@@ -306,33 +307,35 @@ def _splits(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
-    regressors = entry.parts[0].terms[0].regressors
-    lift = lifts.get(entry.name)
-    rising: list[Tensor | None] = [None] * len(moments)
+    damping *= entry.parts[0].terms[0].regressors
+    lifts: list[Tensor | None] = [None] * len(stack)
     if lift is not None:
-        rising = [*(lift if entry.experts else lift[None])][: len(moments)]
+        lifts = [*(lift if entry.experts else lift[None])]
     damped = [
-        None if m.train is None else _damped(replace(m.train, lift=lifted), damping * regressors)
-        for m, lifted in zip(moments, rising, strict=True)
+        None if m.train is None else replace(m.train, lift=up).damped(damping / m.train.rows)
+        for m, up in zip(moments, lifts, strict=False)
     ]
     sizes = [part.out_features for part in entry.parts]
     curves: list[Tensor | None] = [None] * len(sizes)
-    curvature = curvatures.get(entry.name)
     if curvature is not None:  # splits are fitted one by one
         rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         blocks = [curvature[part, part].double() for part in rows]
         curves = [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
     splits = []
-    for expert, matrix in enumerate(stack):
+    for expert, (matrix, up) in enumerate(zip(stack, lifts, strict=True)):
         read = damped[min(expert, len(damped) - 1)]
-        if read is None and lift is not None:
-            matrix = matrix @ (lift[expert] if entry.experts else lift).to(matrix)
-        for index, part_rows in enumerate(matrix.split(sizes)):
-            terms = entry.parts[index].terms
-            shared = [shared_factors(entry, item, factors, part_rows.device) for item in terms]
-            widths = [_term_roundings(entry, index, term, roundings) for term in range(len(terms))]
-            curve = curves[index]
-            splits.append(_Split(entry, index, expert, part_rows, read, curve, shared, widths))
+        if read is None and up is not None:
+            matrix = matrix @ up.to(matrix)
+        for index, (part, dense) in enumerate(zip(entry.parts, matrix.split(sizes), strict=True)):
+            terms = [
+                _Term(
+                    layout,
+                    shared_factors(entry, layout, factors, dense.device),
+                    _term_roundings(entry, index, term, roundings),
+                )
+                for term, layout in enumerate(part.terms)
+            ]
+            splits.append(_Split((entry.name, index), expert, dense, read, curves[index], terms))
     return splits
 
 
@@ -352,56 +355,55 @@ def _term_roundings(
     return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 
-def _damped(moments: Moments, damping: float) -> Moments:
-    return moments.damped(damping / moments.rows)
+_Summands = Sequence[tuple[_Split, _Term]]
+"""Summands at the same place of several weights."""
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
     count = max(len(split.terms) for split in splits)
-    having = [[split for split in splits if term < len(split.terms)] for term in range(count)]
-    for split in splits:
-        split.tensors = [{} for _ in split.terms]
-        split.transforms = [{} for _ in split.terms]
-        split.dense = [None for _ in split.terms]
-    for term in reversed(range(count)):  # the residual first: it takes what everybody needs
-        members = having[term]
-        _fit_transform(members, term, "in", dtype)  # one for all
-        for key in dict.fromkeys((split.entry.name, split.index) for split in members):
-            experts = [split for split in members if (split.entry.name, split.index) == key]
-            _fit_transform(experts, term, "out", dtype)
-        _fit_term(members, term, dtype)
+    summands: list[_Summands] = [
+        [(split, split.terms[n]) for split in splits if n < len(split.terms)] for n in range(count)
+    ]
+    for members in reversed(summands):  # the residual first: it takes what everybody needs
+        _fit_transform(members, "in", dtype)  # one for all
+        for key in dict.fromkeys(split.key for split, _ in members):
+            _fit_transform([item for item in members if item[0].key == key], "out", dtype)
+        _fit_terms(members, dtype)
     for _ in range(ROUNDS if count > 1 else 0):
-        for term in range(count):
-            _fit_term([split for split in having[term] if len(split.terms) > 1], term, dtype)
-    for term in range(count):
-        _round_term([split for split in having[term] if split.moments is not None], term, dtype)
+        for members in summands:
+            _fit_terms([item for item in members if len(item[0].terms) > 1], dtype)
+    for split, term in chain(*summands):  # where a structure knows how to lose little by it
+        widths = {name: item for name, item in term.roundings.items() if "." not in name}
+        kind = term.kind
+        if widths and split.moments is not None and isinstance(kind, RoundsInNorm):
+            target = split.target(term)
+            _keep(split, term, kind.rounded(target, term.layout, target.start, widths), dtype)
 
 
-def _fit_transform(splits: Sequence[_Split], term: int, side: Side, dtype: torch.dtype) -> None:
+def _fit_transform(members: _Summands, side: Side, dtype: torch.dtype) -> None:
     """Fit a transform that these share, if there is one, and build it as it is stored."""
-    layout = splits[0].terms[term]
-    transform = transform_of(layout, side)
+    split, first = members[0]
+    transform = transform_of(first.layout, side)
     if transform is None:
         return
     tensors: Mapping[str, Tensor] = {}
-    kind = structure(layout.structure)
-    if isinstance(kind, Transformed) and transform_shapes(layout, side):  # else it is a fixed one
-        targets = [replace(split.target(term), scale=split.scale) for split in splits]
+    kind = first.kind
+    if isinstance(kind, Transformed) and transform_shapes(first.layout, side):  # not a fixed one
+        targets = [replace(split.target(term), scale=split.scale) for split, term in members]
         if side == "in":
             targets = _with_mean_moments(targets)
-        tensors = kind.fit_transform(targets, layout, side)
+        tensors = kind.fit_transform(targets, first.layout, side)
     stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the fitted transform is not finite in {dtype}")
-    widths = splits[0].roundings[term]  # the layer's that stores it
-    for name in stored.keys() & {key.removeprefix(f"{side}.") for key in widths}:
-        stored[name] = rounded(stored[name], widths[f"{side}.{name}"])
+    for name in stored:
+        if (width := first.roundings.get(f"{side}.{name}")) is not None:  # of who stores it
+            stored[name] = rounded(stored[name], width)
     exact = {name: tensor.double() for name, tensor in stored.items()}
-    like = torch.empty(0, dtype=torch.float64, device=splits[0].stored.device)
-    built = transform.build(exact, like)
-    for split in splits:
-        split.transforms[term][side] = built
-        split.tensors[term] |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
+    built = transform.build(exact, torch.empty(0, dtype=torch.float64, device=split.stored.device))
+    for _, term in members:
+        term.transforms[side] = built
+        term.tensors |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
 
 
 def _with_mean_moments(targets: list[Target]) -> list[Target]:
@@ -420,33 +422,20 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
     return averaged
 
 
-def _fit_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
-    for split in splits:
-        layout = split.terms[term]
-        _keep_term(split, term, structure(layout.structure).fit(split.target(term), layout), dtype)
+def _fit_terms(members: _Summands, dtype: torch.dtype) -> None:
+    for split, term in members:
+        _keep(split, term, term.kind.fit(split.target(term), term.layout), dtype)
 
 
-def _round_term(splits: Sequence[_Split], term: int, dtype: torch.dtype) -> None:
-    """Round what is stored in few bits, where a structure knows how to lose little by it."""
-    for split in splits:
-        widths = {name: item for name, item in split.roundings[term].items() if "." not in name}
-        layout = split.terms[term]
-        kind = structure(layout.structure)
-        if widths and isinstance(kind, RoundsInNorm):
-            target = split.target(term)
-            _keep_term(split, term, kind.rounded(target, layout, target.start, widths), dtype)
-
-
-def _keep_term(split: _Split, term: int, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+def _keep(split: _Split, term: _Term, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
     if not all(map(is_finite, tensors.values())):
         raise FitError("the result holds NaN or infinity")
     stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the result does not fit into {dtype}", WIDER)
-    split.tensors[term] |= stored
+    term.tensors |= stored
     if len(split.terms) > 1 or split.moments is not None:
-        exact = {name: tensor.double() for name, tensor in stored.items()} | split.shared[term]
-        split.dense[term] = dense_of(split.terms[term], exact, split.transforms[term])
+        term.dense = dense_of(term.layout, term.exact | term.shared, term.transforms)
 
 
 def _collect(
@@ -457,27 +446,37 @@ def _collect(
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):
-        for term in range(len(part.terms)):
-            experts = [split.tensors[term] for split in splits if split.index == index]
-            prefix = tensor_prefix(entry.parts, index, term)
-            for name in experts[0]:
+        for number in range(len(part.terms)):
+            fits = [it.terms[number].tensors for it in splits if it.key == (entry.name, index)]
+            prefix = tensor_prefix(entry.parts, index, number)
+            for name, first in fits[0].items():
                 side, _, leaf = name.rpartition(".")
                 if not side:
-                    values = [expert[name] for expert in experts]
-                    tensors[prefix + name] = torch.stack(values) if entry.experts else values[0]
+                    stack = [fit[name] for fit in fits]
+                    tensors[prefix + name] = torch.stack(stack) if entry.experts else first
                 elif side == "out" or (index == 0 and entry.input_of is None):
-                    owner = transform_name(entry.parts, side, index, term)  # type: ignore[arg-type]
-                    tensors[f"{owner}.{leaf}"] = experts[0][name]
+                    owner = transform_name(entry.parts, side, index, number)  # type: ignore[arg-type]
+                    tensors[f"{owner}.{leaf}"] = first
     errors: list[dict[str, float]] = []
     shift: Tensor | None = None
     for expert in range(entry.copies):
         parts = [split for split in splits if split.expert == expert]
         read = moments[min(expert, len(moments) - 1)]
-        if read.train is not None and entry.bias and not entry.experts:
-            weight = torch.cat([split.weight for split in parts])
-            dense = torch.cat([split.total for split in parts])
-            shift = weight @ read.train.dense_mean - dense @ read.train.mean
-        errors.append(_errors(parts, read, shift))
+        train, held = read.train, read.holdout
+        if train is None:
+            errors.append({"weight": _sampled_error(parts)})
+            continue
+        weight = torch.cat([split.weight for split in parts])
+        dense = torch.cat([split.total for split in parts])
+        errors.append({"calibration": train.error(weight, dense)})
+        if entry.bias and not entry.experts:
+            shift = weight @ train.dense_mean - dense @ train.mean
+        if held is not None:
+            errors[-1]["held_out"] = held.error(weight, dense)
+        if held is not None and shift is not None:  # the bias was chosen on other rows
+            gap = weight @ held.dense_mean - dense @ held.mean - shift
+            norm = float((weight @ held.dense).mul(weight).sum())
+            errors[-1]["held_out"] += relative_error(float(gap.square().sum()), norm)
     if any(isnan(value) for of_expert in errors for value in of_expert.values()):
         raise FitError(
             f"the error of layer `{entry.name}` is not a number: its weight or its inputs are too "

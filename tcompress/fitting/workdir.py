@@ -17,8 +17,7 @@ from torch import Tensor
 from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
-from tcompress.fitting.block_rewrite import BlockResult
-from tcompress.fitting.layer_fits import FittedLayer
+from tcompress.fitting.layer_fits import BlockResult, FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
@@ -47,10 +46,17 @@ class FitWorkplace(Workplace):
     """
 
     def __init__(
-        self, output: Path, identity: str, device: torch.device, *, force: bool = False
+        self,
+        output: Path,
+        identity: str,
+        device: torch.device,
+        *,
+        force: bool = False,
+        measured: Path | None = None,
     ) -> None:
         super().__init__(output, identity, force=force)
         self._device = device
+        self._measured = measured or self.folder  # where moments are
         self._blocks = self.folder / "blocks"
         self._blocks.mkdir(exist_ok=True)
 
@@ -65,20 +71,20 @@ class FitWorkplace(Workplace):
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
-        tensors: dict[str, dict[str, Tensor]] = {"layer": {}, "bias": {}, "attention": {}}
-        try:
-            with safe_open(self._path_of(name), "pt") as file:
-                errors: Mapping[str, dict[str, float]] = json.loads(file.metadata()["errors"])
-                for key in file.keys():  # noqa: SIM118 - not a mapping
-                    kind, _, rest = key.partition("/")
-                    tensors[kind][rest] = file.get_tensor(key)
-        except DAMAGED:
-            return None  # not there, or cut off by a kill: fitted again
-        layers = {name: FittedLayer({}, relative) for name, relative in errors.items()}
-        for key, tensor in tensors["layer"].items():
-            layer, _, leaf = key.partition("/")
-            layers[layer].tensors[leaf] = tensor
-        return BlockResult(name, layers, tensors["bias"], tensors["attention"])
+        """Read the fits of a block; None where there are none, or a kill has cut them off."""
+        errors, tensors = self.errors(name), read_tensors(self._path_of(name), CPU)
+        if errors is None or tensors is None:
+            return None
+        layers = {key: FittedLayer({}, relative) for key, relative in errors.items()}
+        result = BlockResult(name, layers, {})
+        for key, tensor in tensors.items():
+            kind, _, rest = key.partition("/")
+            if kind == "layer":
+                layer, _, leaf = rest.partition("/")
+                layers[layer].tensors[leaf] = tensor
+            else:
+                (result.biases if kind == "bias" else result.attention)[rest] = tensor
+        return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
         """Read the errors of a finished block's layers, by weight name."""
@@ -94,13 +100,13 @@ class FitWorkplace(Workplace):
         Moments of `inputs`, or of output gradients (`curvature`); what `tokens` are worth, by
         name and batch; the order of `channels`.
         """
-        (self.folder / kind).mkdir(exist_ok=True)
+        (self._measured / kind).mkdir(exist_ok=True)
         tensors = {name: _narrowed(item) for name, item in moments.items()}
-        save_tensors(tensors, self.folder / kind / f"{block}.safetensors")
+        save_tensors(tensors, self._measured / kind / f"{block}.safetensors")
 
     def moments(self, kind: str, block: str) -> dict[str, Tensor]:
         """Read them back, onto the device; none where they were not measured."""
-        return read_tensors(self.folder / kind / f"{block}.safetensors", self._device) or {}
+        return read_tensors(self._measured / kind / f"{block}.safetensors", self._device) or {}
 
     def copy_moments(self, folder: Path) -> None:
         """Copy all that was measured, and nothing that was fitted."""
@@ -162,9 +168,13 @@ class FitWorkplace(Workplace):
         """Read it back, if the trial was finished."""
         return read_record(self.folder / "change", lambda text: Distance(*json.loads(text)))
 
-    def trial(self, name: str) -> FitWorkplace:
-        """Open the folder of another conversion that is tried out."""
-        return FitWorkplace(self.folder / TRIALS / name, "", self._device)
+    def trial(self, name: str, *, measures: bool = True) -> FitWorkplace:
+        """Open the folder of another conversion that is tried out.
+
+        It has moments of its own where it `measures`, else those of this one.
+        """
+        measured = None if measures else self._measured
+        return FitWorkplace(self.folder / TRIALS / name, "", self._device, measured=measured)
 
     def adopt(self, name: str) -> None:
         """Adopt what a trial has measured and fitted; the choice must be on disk by then."""

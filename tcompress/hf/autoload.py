@@ -71,6 +71,7 @@ def _register_attention() -> None:
 def _register_models() -> None:
     if _MODELS in sys.modules and not _loading & {_MODELS, *_PARTS}:
         import tcompress.own_models.grid
+        import tcompress.own_models.tam
         import tcompress.own_models.text  # noqa: F401
 
 

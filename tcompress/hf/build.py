@@ -329,9 +329,10 @@ def mix_tokens(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Mix tokens by the replacement that an attention owns; there are no weights to return.
+) -> tuple[Tensor, Tensor | None]:
+    """Mix tokens by the replacement that an attention owns.
 
+    On `output_attentions` it returns what values were weighed with, where one matrix says it.
     Without one nothing is left of its heads: what they would put out is zero.
     """
     replacement: ReplacementModule | None = getattr(module, CHILD, None)
@@ -349,7 +350,13 @@ def mix_tokens(
         # A static cache that is still empty: Transformers leaves the mask out, and means that
         # the first keys belong to the queries.
         key, value = key[:, :, :queries], value[:, :, :queries]
-    return replacement(query, key, value, attention_mask, causal=causal, scaling=scaling), None
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = getattr(replacement.host_config, "output_attentions", False)
+    said: dict[str, Any] = {"causal": causal, "scaling": scaling}
+    if asked:
+        return replacement(query, key, value, attention_mask, **said, weights=True)  # type: ignore[no-any-return]
+    return replacement(query, key, value, attention_mask, **said), None
 
 
 def _take_over(attention: Any) -> Any:

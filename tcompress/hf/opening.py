@@ -69,15 +69,18 @@ def pick_dtype(name: str | None) -> torch.dtype | None:
 
 
 Head = Literal[
-    "classification", "regression", "image-classification", "masked-lm", "causal-lm", "forecasting"
-]
+    "classification", "regression", "image-classification", "masked-lm", "causal-lm", "seq2seq",
+    "forecasting", "pretraining",
+]  # fmt: skip
 _AUTO: dict[str, Any] = {
     "classification": transformers.AutoModelForSequenceClassification,
     "regression": transformers.AutoModelForSequenceClassification,
     "image-classification": transformers.AutoModelForImageClassification,
     "masked-lm": transformers.AutoModelForMaskedLM,
     "causal-lm": transformers.AutoModelForCausalLM,
+    "seq2seq": transformers.AutoModelForSeq2SeqLM,
     "forecasting": transformers.AutoModelForTimeSeriesPrediction,
+    "pretraining": transformers.AutoModelForPreTraining,
 }
 
 

@@ -1,7 +1,7 @@
 """What a user may ask for, from YAML to models with readable errors, and the recipes that ship.
 
-Nothing here imports torch. `schema` is what a recipe may say, `load` reads one. Open `schema.py`
-first.
+Nothing here imports torch. `schema` is what a recipe may say, `load` reads one, `seeds` repeats it.
+Open `schema.py` first.
 """
 
 from tcompress.options.convert_options import Calibration as Calibration

@@ -269,7 +269,21 @@ class Planned(Section):
     )
 
 
-class Run(Changes):
+class Repeated(Section):
+    """Number of runs with other seeds."""
+
+    seeds: int | None = option(
+        None,
+        "repeat with so many seeds, the recipe's own and those that follow; tables show mean ± "
+        "standard deviation",
+        panel=METHOD,
+        metavar="N",
+        gt=0,
+        le=1000,
+    )
+
+
+class Run(Changes, Repeated):
     """Arguments of `run`: the recipe, and the model."""
 
     recipe: str = option(
@@ -302,7 +316,7 @@ class Converted(FromRecipe):
     )
 
 
-class Swept(FromRecipe, Changes):
+class Swept(FromRecipe, Changes, Repeated):
     """Arguments of `sweep` beside what recipes say of cells."""
 
     finetune_steps: int | None = option(

@@ -77,6 +77,11 @@ class Compress(Section):
     def _check_pairs(self) -> Compress:
         if (self.task is None) != (not self.test_data):
             raise ValueError("`task` and `test_data` go together: give both, or none")
+        if self.task == "seq2seq":
+            raise ValueError(
+                "`compress` measures ONNX files too, and the task `seq2seq` is measured in PyTorch "
+                "alone: convert, heal and evaluate one after another"
+            )
         if self.vocab == "data" and not self.data:
             raise ValueError("`vocab: data` keeps what your data needs: give `data`")
         if self.max_loss is not None and (self.speedup or self.size):

@@ -77,6 +77,12 @@ class Sweep(Section):
         "blocks stand beside them",
         metavar="N,N,...",
     )
+    variants: tuple[str, ...] = option(
+        (),
+        "of a recipe with `init: random`: its variants that are trained and compared, in place of "
+        "`methods` and `targets`; several in one model are joined by `+`",
+        off=True,
+    )
     keep_models: bool = option(
         True, "whether models are kept once they are measured; numbers always are", panel="Output"
     )
@@ -101,6 +107,9 @@ class Recipe(Section):
     revision: str | None = Field(None, description="branch, tag or commit on the hub")
     output: str | None = Field(None, description="folder to write")
     convert: Convert = Field(description="how to convert")
+    pretrain: Finetune | None = Field(
+        None, description="how to train what was converted before `finetune`, on another task"
+    )
     finetune: Finetune | None = Field(None, description="how to train what was converted")
     evaluate: tuple[Evaluate, ...] = Field((), description="what to measure in the end")
     bench: Bench | None = Field(None, description="how to time in the end")
@@ -113,12 +122,24 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_architecture(self) -> Recipe:
-        if self.sweep is not None and self.convert.init == "random":
+        compared = () if self.sweep is None else self.sweep.variants
+        if self.sweep is not None and (self.convert.init == "random") != bool(compared):
             raise ValueError(
-                "`sweep` compares conversions of one trained model: with `init: random` run one "
-                "recipe for each method"
+                "`sweep` compares conversions of one trained model, and with `init: random` "
+                "variants of the recipe: name those in `sweep.variants`"
             )
-        if self.sweep is not None and not self.sweep.methods:
+        names = {name.strip() for text in compared for name in text.split("+")}
+        if unknown := sorted(names - {*self.variants}):
+            has = quoted(self.variants) if self.variants else "none"
+            raise ValueError(
+                f"`sweep.variants` names {quoted(unknown)}, which the recipe has not; it has {has}"
+            )
+        if self.pretrain is not None and (self.finetune is None or (self.sweep and not compared)):
+            raise ValueError(
+                "`pretrain` comes before `finetune`, in recipes that sweep no methods: for one "
+                "training alone give `finetune`"
+            )
+        if self.sweep is not None and not self.sweep.methods and not compared:
             refuse_two_sizes(self.convert.method, "sweep.targets")
         if self.architecture is None:
             return self
@@ -139,15 +160,21 @@ def default_methods() -> tuple[str, ...]:
 def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:
     """Lists the names of all data that a recipe reads in the stages that are still to be done."""
     names = [*recipe.convert.calibration.source] if converts else []
-    if recipe.finetune is not None and trains:
-        data = recipe.finetune.data
-        names += [*data.source, *([] if data.validation is None else [data.validation])]
+    for training in (recipe.pretrain, recipe.finetune) if trains else ():
+        if training is not None:
+            data = training.data
+            names += [*data.source, *([] if data.validation is None else [data.validation])]
     return [*names, *(name for item in recipe.evaluate for name in item.data)]
 
 
 def converted_beside(output: Path) -> Path:
     """Names the folder of the converted model that is kept beside a trained one."""
     return output.with_name(f"{output.name}-converted")
+
+
+def pretrained_beside(output: Path) -> Path:
+    """Names the folder of the pretrained model that is kept beside a trained one."""
+    return output.with_name(f"{output.name}-pretrained")
 
 
 def json_schema() -> dict[str, Any]:
@@ -164,7 +191,8 @@ def json_schema() -> dict[str, Any]:
 
 _LETTERS = {"p": "p", "tubal_rank": "k", "order": "o", "cores": "c", "rank": "r"}
 _NAMED = {*_LETTERS, "name", "share", "tol", "offer"}  # named in other ways
-_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "core": "", "length": "t"}
+_ATTENTION = {"filter_order": "k", "grid": "", "fold": "f", "kernel": "", "axes": "axes",
+              "core": "", "length": "t"}  # fmt: skip
 
 
 def short_name(convert: Convert) -> str:

@@ -11,13 +11,13 @@ from tcompress.fields import DATASET, Device, DType, RuntimeName, Section, Sourc
 
 LEARNING, DATA, RUNNING = "What is learnt", "Data", "The run"
 _COLUMNS = (
-    "columns by role (`text`, `pair`, `image`, `volume`, `shape`, `label`, `score`); guessed where "
-    "not given"
+    "columns by role (`text`, `pair`, `semantics`, `source`, `target`, `image`, `volume`, `shape`, "
+    "`label`, `score`); guessed where not given"
 )
 
 TrainingTaskName = Literal[
     "classification", "regression", "sts", "masked-lm", "causal-lm", "image-classification",
-    "volume-classification", "forecasting", "response-selection",
+    "volume-classification", "forecasting", "response-selection", "seq2seq", "pretraining",
 ]  # fmt: skip
 ObjectiveName = Literal["task", "logits", "hidden", "embedding", "similarities", "attention"]
 
@@ -214,7 +214,7 @@ MEASUREMENT, MEASURED = "Measurement", "What is measured"
 
 EvaluationTaskName = Literal[
     "classification", "sts", "perplexity", "masked-lm", "image-classification",
-    "volume-classification", "forecasting", "retrieval", "response-selection",
+    "volume-classification", "forecasting", "retrieval", "response-selection", "seq2seq",
 ]  # fmt: skip
 Bound = Annotated[
     str,
@@ -254,6 +254,16 @@ class Evaluate(Section):
     candidates: int | None = option(
         None, "`response-selection`: responses to choose from; default 10", gt=1, le=10**6
     )
+    exact_match: bool | None = option(
+        None,
+        "`seq2seq`: whether targets are generated too, token after token, and compared as a whole; "
+        "default true",
+    )
+    attention_map: bool = option(
+        False,
+        "keep what the last attention that returns weights looks at in the first example, words "
+        "included, for reports (`tam`, `additive`, `tcompress_tam`)",
+    )
     batch_size: int | None = option(
         None, "inputs in a batch; numbers do not depend on it", gt=0, le=10**6
     )
@@ -277,9 +287,15 @@ class Evaluate(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Evaluate:
-        for name, task in (("pack", "perplexity"), ("candidates", "response-selection")):
+        for name, task in (
+            ("pack", "perplexity"),
+            ("candidates", "response-selection"),
+            ("exact_match", "seq2seq"),
+        ):
             if getattr(self, name) is not None and self.task != task:
                 raise ValueError(f"`{name}` belongs to the task `{task}`, not to `{self.task}`")
+        if self.task == "seq2seq" and self.runtime != ("torch",):
+            raise ValueError("the task `seq2seq` is measured in PyTorch alone: leave `runtime` out")
         return self
 
 
@@ -413,6 +429,9 @@ class PaperRow(Section):
     row: str = Field(description="what it is about, such as `Std, d=256`")
     metric: str = Field(description="what was measured, such as `accuracy`")
     value: float = Field(description="the number, as it was published")
+    deviation: float | None = Field(
+        None, description="its standard deviation over runs, as it was published", ge=0
+    )
     source: str = Field(description="where it stands, such as `Table 8`")
     comparable: bool = Field(
         False, description="whether ours is measured on the same data in the same way"

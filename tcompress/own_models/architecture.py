@@ -85,7 +85,7 @@ def open_architecture(
 ) -> SourceModel:
     """Opens a model without weights from its configuration; tells all problems at once."""
     kind = _config_class(architecture.model_type)
-    sizes = architecture.sizes
+    sizes = _said(kind, architecture.sizes)
     names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
     problems = list(_unknown_keys(kind, sizes))
     try:
@@ -123,8 +123,18 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     )
 
 
+def _said(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Leaves out keys of another family that a variant has set to null."""
+    known = _keys(kind)
+    return {name: value for name, value in sizes.items() if value is not None or name in known}
+
+
+def _keys(kind: type[PreTrainedConfig]) -> set[str]:
+    return {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind)), "architectures"}
+
+
 def _unknown_keys(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
-    known = {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind))}
+    known = _keys(kind) - {"architectures"}
     for name in sizes:
         if name not in known:
             near = get_close_matches(name, known, n=1)
@@ -191,4 +201,31 @@ def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[s
         # A default beyond the vocabulary means no word.
         if hasattr(config, name) and (number is not None or outside):
             found[name] = number
+    if getattr(config, "is_encoder_decoder", False):
+        found |= _ends_of_texts(config, tokenizer, {**found, **said})
     return found
+
+
+def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
+    """Tokens that a decoder's texts begin and end with, as its tokenizer writes them.
+
+    One of words writes `cls` before a text and `sep` behind. What the family has a decoder start
+    with, by default, is the same token again: of an end, or padding, which T5 does not say.
+    """
+    kinds = {"bos_token_id": "cls_token_id", "eos_token_id": "sep_token_id"}
+    ends: dict[str, Any] = {}
+    for name, other in kinds.items():
+        number = getattr(tokenizer, name, None)
+        number = getattr(tokenizer, other, None) if number is None else number
+        ends |= {} if number is None else {name: number}
+    names = ("pad_token_id", "eos_token_id", "bos_token_id")
+    tokens = {name: getattr(config, name, None) for name in reversed(names)}
+    usual: dict[Any, str] = {
+        token: name for name, token in tokens.items() if isinstance(token, int)
+    }
+    start = usual.get(getattr(config, "decoder_start_token_id", None), "pad_token_id")
+    numbers = {**ends, **said}
+    ends["decoder_start_token_id"] = numbers.get(start)
+    if getattr(config, "forced_eos_token_id", None) is not None:
+        ends["forced_eos_token_id"] = numbers.get("eos_token_id")
+    return ends

@@ -11,6 +11,14 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from tcompress.errors import InputError
 
 
+def check_choice(config: Any, key: str, *choices: str) -> None:
+    """Refuse a value of a config that is none of its choices, the first of which is the default."""
+    value, allowed = getattr(config, key), " and ".join(f"`{name}`" for name in choices)
+    if value not in choices:
+        text = f"`{key}: {value}` is not known; allowed are {allowed}"
+        raise InputError(text, f"leave it out for `{choices[0]}`")
+
+
 @strict
 class TCompressTextConfig(PreTrainedConfig):  # type: ignore[misc]
     """Classifier of texts with seven layers (TSA section 6, TGA section 5)."""
@@ -74,8 +82,8 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         if self.hidden_size % self.num_attention_heads:
             said = f"{self.num_attention_heads} heads do not divide the width {self.hidden_size}"
             raise InputError(said, "choose `num_attention_heads` that divides `hidden_size`")
-        self._check_choice("stem", "linear", "convolution")
-        self._check_choice("positions", "learnt", "rotary")
+        check_choice(self, "stem", "linear", "convolution")
+        check_choice(self, "positions", "learnt", "rotary")
         halves = all(size & (size - 1) == 0 for size in self.patch_size)
         one = max(self.patch_size) == 1 or len(self.patch_size) > 3
         if self.stem == "convolution" and (one or not halves):
@@ -93,12 +101,6 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
                 "name each axis once, from 0, and give every one two features of a head",
             )
 
-    def _check_choice(self, key: str, *known: str) -> None:
-        found, allowed = getattr(self, key), " and ".join(f"`{name}`" for name in known)
-        if found not in known:
-            said = f"`{key}: {found}` is not known; allowed are {allowed}"
-            raise InputError(said, f"leave it out for `{known[0]}`")
-
     @property
     def rotated(self) -> tuple[int, ...]:
         """Axes along which queries and keys are rotated."""
@@ -114,5 +116,47 @@ class TCompressGridConfig(PreTrainedConfig):  # type: ignore[misc]
         return tuple(size // patch for size, patch in axes)
 
 
-for _kind in (TCompressTextConfig, TCompressGridConfig):
+@strict
+class TCompressTamConfig(PreTrainedConfig):  # type: ignore[misc]
+    """Encoder of three texts, whose attention is TAM as published (section 4).
+
+    The query is the first text, the memory of keys and values both of a pair, each read by a GRU
+    from a fresh state, and the semantics are a third text: tokens of types 0, 1 and 2.
+    """
+
+    model_type = "tcompress_tam"
+
+    vocab_size: int = 20_000
+    hidden_size: int = 160  # of embeddings and states; the paper has 768
+    attention_size: int = 160  # of queries, keys, values and semantics, D in the paper
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 1  # cores take the place of heads
+    cores: int = 3  # they are averaged; the paper has 3 and 20
+    without: str = "nothing"  # an ablation: `semantic-fusing` or `query-alignment`
+    intermediate_size: int = 640
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    max_position_embeddings: int = 64  # most tokens of all three texts
+    memory_length: int = 48  # most tokens of the pair, without semantic fusing; the paper's
+    semantics_length: int = 16  # most tokens of the semantics, likewise, their end included
+    type_vocab_size: int = 3
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    pad_token_id: int | None = 0
+    tie_word_embeddings: bool = True
+
+    reads_semantics = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_choice(self, "without", "nothing", "semantic-fusing", "query-alignment")
+        if self.type_vocab_size < 3 or self.num_attention_heads != 1:
+            raise InputError(
+                f"`type_vocab_size` is {self.type_vocab_size} and `num_attention_heads` "
+                f"{self.num_attention_heads}: this model tells three texts apart and has one head",
+                "leave both out, and set `cores`",
+            )
+
+
+for _kind in (TCompressTextConfig, TCompressGridConfig, TCompressTamConfig):
     AutoConfig.register(_kind.model_type, _kind, exist_ok=True)

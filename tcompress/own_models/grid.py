@@ -88,12 +88,14 @@ class GridEmbeddings(nn.Module):
         return self.dropout(states.flatten(1, -2))
 
 
-def rotations(config: TCompressGridConfig, device: torch.device) -> Tensor:
+def rotations(
+    config: TCompressGridConfig, device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Angles by which pairs of features of a head are turned.  # (patches, head_dim // 2)."""
     # Every rotated axis has an equal run of the pairs; pairs that are left over are not turned.
     pairs = config.hidden_size // config.num_attention_heads // 2
     each = pairs // len(config.rotated)
-    rates = 10000.0 ** (-torch.arange(each, device=device) / each)
+    rates = 10000.0 ** (-torch.arange(each, device=device, dtype=dtype) / each)
     runs = [torch.arange(size, device=device) for size in config.grid]
     places = torch.cartesian_prod(*runs).reshape(-1, len(runs))  # (patches, axes)
     angles = places[:, list(config.rotated), None] * rates  # (patches, rotated axes, pairs of each)
@@ -163,7 +165,8 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
         """Reads inputs.  # (batch, channels, *input_size)."""
         states = self.embeddings(grid_values.to(self.norm.weight.dtype))
         if self.config.rotated:
-            kwargs["turns"] = rotations(self.config, states.device)
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            kwargs["turns"] = rotations(self.config, states.device, dtype)
         for layer in self.layers:
             states = layer(states, None, **kwargs)
         return BaseModelOutput(last_hidden_state=self.norm(states))

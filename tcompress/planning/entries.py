@@ -294,9 +294,9 @@ class SkippedLayer(Frozen):
     """One layer that stays dense, and why."""
 
     name: str
-    block: str = ""
-    role: str = ""
-    parameters: int = 0
+    block: str
+    role: str
+    parameters: int
     reason: str
 
     @classmethod

@@ -12,10 +12,6 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
-from tcompress.planning.couplings import Coupling, couplings
-from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
-from tcompress.planning.entries import Coverage, DenseWeights, LayerForm, LayerPlan, SkippedLayer, Plan, Storage
-from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.costs import (
     STAND_IN,
     Choice,
@@ -25,6 +21,18 @@ from tcompress.planning.costs import (
     plan_within,
     planned_storage,
 )
+from tcompress.planning.couplings import Coupling, couplings
+from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
+from tcompress.planning.entries import (
+    Coverage,
+    DenseWeights,
+    LayerForm,
+    LayerPlan,
+    Plan,
+    SkippedLayer,
+    Storage,
+)
+from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.sites import (
     check_patterns,
     left_out,
@@ -184,10 +192,8 @@ class _Planner:
                 except Refusal as refusal:
                     skipped.append(SkippedLayer.of(layer, block.name, str(refusal)))
                     self.hints.update([refusal.hint] if refusal.hint else ())
-            shared = tuple(_share_inputs(list(planned.values())))
-            readers = {entry.name: entry.readers for entry in shared if entry.input_of is None}
-            owners = {entry.name: entry.input_of or entry.name for entry in shared}
-            actual = {key: readers[owners[entry.name]] for key, entry in planned.items()}
+            shared, readers = _share_inputs([*planned.values()])
+            actual = {name: readers[entry.key] for name, entry in planned.items()}
             if all(sharing[key] == count for key, count in actual.items()):
                 break
             sharing |= actual
@@ -299,8 +305,12 @@ def _usual(recipe: Convert) -> Choice:
     return Choice(method, recipe.residual_rank, recipe.target)
 
 
-def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
-    """Share the first layer's transform among those that read one input through equal ones."""
+def _share_inputs(planned: Sequence[LayerPlan]) -> tuple[list[LayerPlan], dict[str, int]]:
+    """Share the first layer's transform among those that read one input through equal ones.
+
+    Returns:
+        The layers, and how many share the transform of each, by weight name.
+    """
     sharing: dict[object, list[LayerPlan]] = {}
     for index, entry in enumerate(planned):
         keys = [transform_of(term, "in") for term in entry.parts[0].terms]
@@ -309,9 +319,11 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> Iterator[LayerPlan]:
         # Transforms are found by their summand, so all that is left has to agree.
         key = tuple(keys) if keys and entry.kind != "experts" else index
         sharing.setdefault(key, []).append(entry)
+    shared: list[LayerPlan] = []
     for first, *rest in sharing.values():
-        yield first.model_copy(update={"readers": 1 + len(rest)})
-        yield from (entry.model_copy(update={"input_of": first.name}) for entry in rest)
+        shared.append(first.model_copy(update={"readers": 1 + len(rest)}))
+        shared += [entry.model_copy(update={"input_of": first.name}) for entry in rest]
+    return shared, {e.key: len(group) for group in sharing.values() for e in group}
 
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
@@ -382,12 +394,10 @@ def regrouped(
             changes = {**form._asdict(), "input_of": None, "readers": 1}
             rewritten.append(entry.model_copy(update=changes))
     while True:
-        shared = list(_share_inputs(rewritten))
-        readers = {item.name: item.readers for item in shared}
-        sharing = {item.key: readers[item.input_of or item.name] for item in shared}
+        shared, readers = _share_inputs(rewritten)
         small: list[LayerPlan] = []
         for item in rewritten:
-            share = kept_share(item, sharing[item.key])
+            share = kept_share(item, readers[item.key])
             (small if share < 1 or is_refitted(item) else dense).append(item)
         if len(small) == len(rewritten):
             return shared, dense
@@ -407,8 +417,8 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
         if not planner.layers:
             raise _nothing_to_do(planner)
         for item in roles.refused:
-            size = _matrices(model, item.name)
-            refused.append(SkippedLayer(name=item.name, parameters=size, reason=item.reason))
+            facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
+            refused.append(SkippedLayer(**facts, parameters=_matrices(model, item.name)))
     blocks = {block.name for block in roles.blocks}
     in_blocks = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(

@@ -221,6 +221,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     entries: list[AttentionPlan] = []
     skipped: list[SkippedLayer] = []
     unused: set[str] = set()
+    hints: set[str] = set()
     for item, number in zip(attentions, numbers, strict=True):
         if number not in chosen:
             continue
@@ -229,8 +230,9 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             dropped = replacement_of(recipe.attention).unused
             unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
-            facts = {"block": item.block, "role": "attention", "reason": str(refusal)}
-            skipped.append(SkippedLayer(name=item.name, **facts))
+            facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
+            skipped.append(SkippedLayer(role="attention", parameters=0, **facts))
+            hints.update([refusal.hint] if refusal.hint else ())
     if not entries:
         name = recipe.attention.name
         if not skipped:
@@ -244,7 +246,9 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         lines = [f"  - {reason}: {', '.join(listed)}" for reason, listed in paths.items()]
         raise PlanError(
             f"`{name}` suits none of {len(skipped)} attentions:\n" + "\n".join(lines),
-            "choose another replacement, see `tcompress methods`, or other blocks with `--layers`",
+            "; ".join(sorted(hints))
+            or "choose another replacement, see `tcompress methods`, or "
+            "other blocks with `--layers`",
         )
     kind = replacement_of(recipe.attention)
     lengths = [item.tokens or item.longest for item in attentions]

@@ -2,5 +2,5 @@
 
 `tree` is the report as records, `model_report` fills it from a folder, `console` and `page` show
 it, with figures (`headline`) and pictures (`overview_charts`) first; `table_files` writes CSV,
-LaTeX and SVG. Open `tree.py` first.
+LaTeX and SVG. `over_seeds` groups models that differ in seeds alone. Open `tree.py` first.
 """

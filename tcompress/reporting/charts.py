@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup, escape
 
-from tcompress.artifact.manifest import Interval, TrainingFacts
+from tcompress.artifact.manifest import AttentionMap, Interval, TrainingFacts
 from tcompress.reporting.formatting import count_text, tick_text, value_text
 from tcompress.reporting.tree import unbeaten
 
@@ -60,11 +60,14 @@ STYLES: dict[str, dict[str, str]] = {
     ".limit": {"stroke": "var(--k7)", "stroke-width": "1.5", "stroke-dasharray": "6 4"},
     ".tile": {"fill": "var(--panel)", "stroke": "var(--faint)"},
     ".full": {"fill": "var(--k0)", "opacity": "0.45"},
+    ".more": {"fill": "var(--k0)"},
+    ".less": {"fill": "var(--k1)"},
     ".gone": {"fill": "none", "stroke": "var(--rule)", "stroke-dasharray": "3 3"},
     ".count": {"fill": "var(--ink)", "font-size": "10.5px"},
 }
 """How parts of drawings look, by selector, in the colours of `LIGHT` and `--k`, the model's."""
 
+_FAINTEST = 0.02  # share of the largest weight that is drawn
 _MOST_POINTS = 400  # of a curve; more cannot be told apart at this size
 
 Write = Callable[[float], str]
@@ -289,6 +292,37 @@ def _tile(tile: Tile, x: float, y: float, width: float) -> Markup:
     parts.append(_tag("rect", y=y + _HIGH - full, height=full, class_="full", **box))
     parts.append(_text(f"{tile.share:.0%}", middle, y + _HIGH / 2 + 4, "count"))
     return _tag("g", _join(parts))
+
+
+_CELL = 13  # pixels of a weight
+
+
+def attention_picture(shown: AttentionMap) -> Markup:
+    """Draws weights by query and key, as dark as they are large; negative ones in red."""
+    left = max(map(len, shown.rows)) * _CHARACTER + 10
+    top = max(map(len, shown.columns)) * _CHARACTER * 0.85 + 14
+    largest = max((abs(value) for row in shown.weights for value in row), default=0.0) or 1.0
+    parts = []
+    for index, name in enumerate(shown.columns):
+        x, y = left + (index + 0.6) * _CELL, top - 5
+        turned = f"rotate(-58 {_number(x)} {_number(y)})"
+        parts.append(_tag("text", name, x=x, y=y, class_="tick", transform=turned))
+    for line, (name, row) in enumerate(zip(shown.rows, shown.weights, strict=True)):
+        y = top + line * _CELL
+        parts.append(_text(name, left - 6, y + _CELL - 3, "tick", "end"))
+        for index, value in enumerate(row):
+            share = abs(value) / largest
+            if share >= _FAINTEST:
+                box = {"x": left + index * _CELL, "y": y, "width": _CELL - 1, "height": _CELL - 1}
+                which = "more" if value > 0 else "less"
+                parts.append(_tag("rect", class_=which, fill_opacity=share, **box))
+    title = "weights of queries (rows) and keys (columns)"
+    said = f"the largest is {value_text(largest)}"
+    parts = [_tag("title", title), _tag("desc", said), *parts]
+    width = round(left + len(shown.columns) * _CELL + top * 0.55)
+    height = round(top + len(shown.rows) * _CELL + 4)
+    how = {"role": "img", "aria_label": f"{title}: {said}", "class_": "map"}
+    return _tag("svg", _join(parts), viewBox=f"0 0 {width} {height}", width=width, **how)
 
 
 def training_charts(run: TrainingFacts) -> dict[str, Markup]:

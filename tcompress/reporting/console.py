@@ -14,6 +14,7 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.model_report import layer_report
+from tcompress.reporting.over_seeds import SeedGroup, seed_groups
 from tcompress.reporting.table_rows import (
     Row,
     amount,
@@ -87,6 +88,7 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             parts.append(layer_table(report.layers, per_layer, title))
         if report.left and alone:
             parts.append(fmt.reason_table("left dense", report.left))
+    parts += [seeds_table(group) for group in seed_groups(reports)]
     for report in reports:
         name = "" if alone else f" of {short_name(report, reports)}"
         parts += [Text(f"warning{name}: {text}", style="yellow") for text in report.warnings]
@@ -97,6 +99,16 @@ def render(reports: Sequence[ModelReport], per_layer: bool = False) -> Renderabl
             table.add_row(*row)
         parts.append(table)
     return Group(*parts)
+
+
+def seeds_table(group: SeedGroup) -> RenderableType:
+    """Render the numbers of models that differ in their seeds alone."""
+    seeds = [f"seed {seed}" for seed in group.seeds]
+    names = ("number", "mean ± deviation", *seeds)
+    table = fmt.table(*names, right=names[1:], title=f"{group.name}, {len(seeds)} seeds")
+    for number in group.numbers:
+        table.add_row(number.name, number.text, *map(fmt.value_text, number.values))
+    return table
 
 
 def render_plan(

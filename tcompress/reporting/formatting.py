@@ -132,6 +132,13 @@ def value_text(value: float, digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:#.{digits}g}"
 
 
+def deviation_text(mean: float, deviation: float) -> str:
+    """Write a mean and how far it deviates, with as many digits behind the point."""
+    text = value_text(mean)
+    digits = len(text.partition(".")[2])
+    return f"{text} ± {deviation:.{digits}f}"
+
+
 def tick_text(value: float) -> str:
     """Writes a number beside an axis."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -300,7 +307,9 @@ def describe_layout(layout: Layout | Stored) -> str:
         inner = ranks[0] if len(set(ranks)) == 1 else ",".join(ranks)
         apply = options.get("apply", "auto")
         way = "" if apply == "auto" else f" {apply}"
-        return f"tt {_modes(options['in_modes'])} to {_modes(options['out_modes'])} r={inner}{way}"
+        heads = f"{count} x " if (count := options.get("chains", 1)) > 1 else ""
+        modes = f"{_modes(options['in_modes'])} to {_modes(options['out_modes'])}"
+        return f"tt {heads}{modes} r={inner}{way}"
     if name == "tucker":  # such as `tucker r=45` or `tucker model 72 of 768x768 r=384`
         left, right = options["ranks"]
         shown = f"r={left}" if left == right else f"r={left},{right}"
@@ -317,6 +326,8 @@ def describe_layout(layout: Layout | Stored) -> str:
 _SIZES = {
     "fold": "rows of ",
     "kernel": "",
+    "axes": "along axes ",
+    "masks": "masks ",
     "filter_order": "order ",
     "core": "",
     "length": "up to ",
@@ -330,11 +341,16 @@ def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> s
         options = entry["layout"]
         parts = [options["mechanism"]]
         parts += [_modes(options["grid"])] if options.get("grid") else []
-        parts += [f"{word}{options[key]}" for key, word in _SIZES.items() if key in options]
+        parts += [f"{word}{_words(options[key])}" for key, word in _SIZES.items() if key in options]
         text = " ".join(parts)
         counts[text] = counts.get(text, 0) + 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
+
+
+def _words(value: Any) -> str:
+    """Writes a value, a list with commas."""
+    return ",".join(map(str, value)) or "none" if isinstance(value, list | tuple) else str(value)
 
 
 def _modes(modes: Sequence[int]) -> str:

@@ -160,6 +160,7 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
         "exports": tuple(manifest.exports),
         "dense_exports": _dense_exports(manifest),
         "alternatives": tuple(manifest.alternatives),
+        "attention_map": manifest.attention_map,
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
         "depth": manifest.plan.depth,
@@ -233,8 +234,10 @@ def _left(now: _Counted) -> tuple[SkippedLayer, ...]:
         for layer in block.layers
         if (layer.name, layer.parameter) not in now.layers
     ]
-    refused = now.roles.refused
-    return (*skipped, *(SkippedLayer(name=item.name, reason=item.reason) for item in refused))
+    for item in now.roles.refused:
+        facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
+        skipped.append(SkippedLayer(parameters=0, **facts))
+    return tuple(skipped)
 
 
 @dataclass(frozen=True)

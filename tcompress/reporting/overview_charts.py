@@ -19,6 +19,7 @@ from tcompress.reporting.charts import (
     Dot,
     Mark,
     Tile,
+    attention_picture,
     layer_map,
     trade_off,
     training_charts,
@@ -63,6 +64,8 @@ def all_pictures(models: Sequence[Shown]) -> list[Picture]:
         name = re.sub(r"[^\w.-]+", "-", model.name).strip("-.") or "model"
         end = f"{model.mark.lower()}-{name}"
         pictures += [] if own is None else [Picture(f"layers-{end}", own)]
+        looks = model.report.attention_map
+        pictures += [] if looks is None else [Picture(f"attention-{end}", attention_picture(looks))]
         for number, run in enumerate(model.report.training, 1):
             for kind, chart in training_charts(run).items():
                 pictures.append(Picture(f"training-{number}-{kind}-{end}", chart))

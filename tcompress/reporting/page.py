@@ -16,7 +16,7 @@ import tcompress
 from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, unwritable, write_text
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.charts import LIGHT, style_sheet, training_charts
+from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
@@ -24,6 +24,7 @@ from tcompress.reporting.shipped import file_numbers
 from tcompress.reporting.table_rows import (
     calibration_text,
     healed_text,
+    naive_values,
     parts_of,
     published,
     sets_note,
@@ -129,12 +130,18 @@ def _section(model: Shown) -> dict[str, Any]:
     for label, metric in zip(fmt.metric_labels(numbers), numbers, strict=True):
         other = other_baseline(report, metric)
         metrics.append((label if other is None else f"{label}, against {other}", metric))
+        bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
+        metrics += [
+            (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
+            for name, value in naive_values(metric).items()
+        ]
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
     names = fmt.metric_labels(files)
     metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]
     return {
         **model._asdict(),
         "map": map_of(report),
+        "looks": None if report.attention_map is None else attention_picture(report.attention_map),
         "alternatives": _alternatives(report),
         "roles": roles,
         # Of plain layers they are the parameters once more.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
+from itertools import islice
+from statistics import fmean, median, stdev
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -15,7 +16,14 @@ from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.table_rows import Cell
-from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, unbeaten
+from tcompress.reporting.tree import (
+    ModelReport,
+    main_metrics,
+    main_speeds,
+    metric_key,
+    numbers_of,
+    unbeaten,
+)
 
 DENSE = "dense"
 Front = Literal["size", "time"]
@@ -29,6 +37,7 @@ class Candidate(NamedTuple):
     report: ModelReport
     converted: Metric | None = None
     seconds: float | None = None
+    repeats: tuple[ModelReport, ...] = ()  # the same with other seeds
 
 
 class FrontRow(BaseModel, extra="forbid", frozen=True):
@@ -41,6 +50,8 @@ class FrontRow(BaseModel, extra="forbid", frozen=True):
     bytes: int  # of the weight files
     quality: float | None = None
     interval: Interval | None = None
+    deviation: float | None = None  # of several seeds, of which quality is the mean
+    values: tuple[float, ...] = ()  # of each seed
     ratio: float | None = None  # multiple of the dense model's
     converted: float | None = None  # before training, if the model was trained
     milliseconds: float | None = None
@@ -68,7 +79,7 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     if timed is not None and speeds[0] is None:  # the dense model ran beside all others
         middle = median(speed.baseline_milliseconds for speed in speeds if speed is not None)
         speeds[0] = timed.model_copy(update={"milliseconds": middle, "ratio": 1.0})
-    rows = list(map(_row, candidates, metrics, speeds))
+    rows = list(map(_row, candidates, _of_repeats(candidates, metrics), speeds))
     higher = metric is None or metric.higher_is_better
     best: dict[Front, set[str]] = {
         "size": _best(rows, lambda row: row.parameters, higher),
@@ -86,8 +97,33 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
     )
 
 
-def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRow:
-    parameters = item.report.parameters
+def _of_repeats(
+    candidates: Sequence[Candidate], metrics: Sequence[Metric | None]
+) -> list[list[Metric]]:
+    """The main number of each candidate with all of its seeds; none where it is not measured."""
+    found = []
+    for item, metric in zip(candidates, metrics, strict=True):
+        own = [] if metric is None else [metric]
+        for report in item.repeats if metric is not None else ():
+            same = (m for m in numbers_of([report])[0] if metric_key(m) == metric_key(own[0]))
+            own += islice(same, 1)
+        found.append(own)
+    return found
+
+
+def mean_of(metrics: Sequence[Metric | None]) -> Metric | None:
+    """A number with the mean over runs as its value and, of several, without an interval."""
+    known = [metric for metric in metrics if metric is not None]
+    if len(known) < 2:
+        return next(iter(known), None)
+    value = fmean(metric.value for metric in known)
+    return known[0].model_copy(update={"value": value, "interval": None})
+
+
+def _row(item: Candidate, metrics: Sequence[Metric], speed: Speed | None) -> FrontRow:
+    parameters, metric = item.report.parameters, mean_of(metrics)
+    values = tuple(number.value for number in metrics) if len(metrics) > 1 else ()
+    ratios = [ratio for number in metrics if (ratio := number.ratio) is not None]
     return FrontRow(
         name=item.name,
         kept=1.0 if (kept := parameters.rewritten.kept) is None else kept,
@@ -96,7 +132,9 @@ def _row(item: Candidate, metric: Metric | None, speed: Speed | None) -> FrontRo
         bytes=item.report.bytes_on_disk.now,
         quality=None if metric is None else metric.value,
         interval=None if metric is None else metric.interval,
-        ratio=None if metric is None else metric.ratio,
+        deviation=stdev(values) if values else None,
+        values=values,
+        ratio=fmean(ratios) if ratios and len(ratios) == len(metrics) else None,
         converted=None if item.converted is None else item.converted.value,
         milliseconds=None if speed is None else speed.milliseconds,
         speed=None if speed is None else speed.ratio,
@@ -176,6 +214,8 @@ def plan_table(
 
 def _quality(row: FrontRow) -> str:
     value = _optional(row.quality, fmt.value_text)
+    if row.quality is not None and row.deviation is not None:
+        return fmt.deviation_text(row.quality, row.deviation)
     if row.interval is None:
         return value
     low, high = (fmt.value_text(end, 3) for end in (row.interval.low, row.interval.high))
@@ -192,6 +232,9 @@ def _legend(found: FrontReport) -> list[RenderableType]:
         lines[0] += "; before: before healing"
     if any("size" in row.front for row in found.rows):
         lines.append("*: on the Pareto front, none as small is as good")
+    seeds = sorted({len(row.values) for row in found.rows if row.values})
+    if seeds:
+        lines.append(f"±: standard deviation over {' or '.join(map(str, seeds))} seeds")
     if found.timed is not None:
         lines.append(f"t: none as fast is as good; time of {found.timed}")
     left = [f"{row.left} in {row.name}" for row in found.rows if row.left]

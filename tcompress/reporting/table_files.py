@@ -363,6 +363,7 @@ def front_sheet(front: FrontReport) -> Sheet:
         ends = (None, None) if row.interval is None else (row.interval.low, row.interval.high)
         facts = {**row.model_dump(), "quality_low": ends[0], "quality_high": ends[1]}
         facts["front"] = " ".join(row.front)
+        facts["values"] = " ".join(map(repr, row.values))
         rows.append(tuple(facts[column] for column in columns))
     return Sheet(columns, tuple(rows))
 

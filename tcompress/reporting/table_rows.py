@@ -14,6 +14,7 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.headline import file_of
+from tcompress.reporting.over_seeds import OverSeeds, names_of, seed_groups
 from tcompress.reporting.shipped import file_metric, int8_speed
 from tcompress.reporting.tree import (
     Amount,
@@ -212,7 +213,24 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         if key in levels:
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
         rows += _file_rows(report, shown, found[key][0])
+        rows += _naive_rows(number, found[key][0])
     return rows
+
+
+def _naive_rows(number: Metric | None, metric: Metric) -> list[Row]:
+    """Lines about forecasts without a model, where the number has any to be compared with."""
+    values = naive_values(metric)
+    here = {} if number is None else naive_values(number)
+    texts = {label: fmt.value_text(here[label]) if label in here else "" for label in values}
+    return [Row(f"  {label} (no model)", text) for label, text in texts.items()]
+
+
+def naive_values(metric: Metric) -> dict[str, float]:
+    """What forecasts without a model come to on the same windows, by their names."""
+    naive = metric.protocol.get("naive")
+    if isinstance(metric, Mean) or not isinstance(naive, dict):
+        return {}
+    return {label: values[metric.name] for label, values in naive.items() if metric.name in values}
 
 
 def _file_rows(report: ModelReport, shown: Sequence[ModelReport], metric: Metric) -> list[Row]:
@@ -323,15 +341,32 @@ def published(reports: Sequence[ModelReport]) -> list[Published]:
 def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
     """A published number beside those of the models that it is about."""
     row = next((row for row, _ in cited if row.ours), cited[0][0])
-    values = [(report.name, _ours(row, report)) for other, report in cited if other.ours]
-    known = [(PurePath(name).name, value) for name, value in values if value is not None]
-    ours = "; ".join(f"{name} {fmt.value_text(value)}" for name, value in known)
+    about = [report for other, report in cited if other.ours]
+    known = _by_recipe(row, about)
+    ours = "; ".join(f"{name} {text}" for name, text, _ in known)
     if len(known) == 1:
-        ours = fmt.value_text(known[0][1])
+        ours = known[0][1]
     elif known and row.mean:
-        ours = f"{fmt.value_text(fmean(value for _, value in known))}, mean of {len(known)}"
+        ours = f"{fmt.value_text(fmean(value for *_, value in known))}, mean of {len(known)}"
     why = "yes" if row.comparable else f"no: {row.why}" if row.why else "no"
-    return Published(row.row, row.metric, row.source, why, f"{row.value:g}", ours)
+    paper = f"{row.value:g}" + (f" ± {row.deviation:g}" if row.deviation is not None else "")
+    return Published(row.row, row.metric, row.source, why, paper, ours)
+
+
+def _by_recipe(row: PaperRow, reports: Sequence[ModelReport]) -> list[tuple[str, str, float]]:
+    """Name, text and value of our number of each model; of several seeds their mean."""
+    values = {report.name: value for report in reports if (value := _ours(row, report)) is not None}
+    groups = names_of(seed_groups(report for report in reports if report.name in values))
+    found: dict[str, tuple[str, str, float]] = {}
+    for name, value in values.items():
+        group = groups.get(name)
+        if group is None:
+            found[name] = (PurePath(name).name, fmt.value_text(value), value)
+            continue
+        over = OverSeeds(row.metric, tuple(values[report.name] for report in group.reports))
+        text = f"{over.text} of {len(over.values)} seeds"
+        found[group.name] = (group.name, text, over.mean)
+    return [*found.values()]
 
 
 def _ours(row: PaperRow, report: ModelReport) -> float | None:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tcompress.artifact.averages import means_of
 from tcompress.artifact.manifest import (
     Alternative,
+    AttentionMap,
     CalibrationFacts,
     ExportedFile,
     Metric,
@@ -21,7 +22,14 @@ from tcompress.artifact.manifest import (
 from tcompress.models.names import ALIASES
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import AttentionPlan, BudgetPlan, Coverage, DepthPlan, SkippedLayer, Storage
+from tcompress.planning.entries import (
+    AttentionPlan,
+    BudgetPlan,
+    Coverage,
+    DepthPlan,
+    SkippedLayer,
+    Storage,
+)
 
 ERRORS = ("held_out", "calibration", "weight")
 """Kinds of error, the most telling one first."""
@@ -113,6 +121,7 @@ class ModelReport(_Node):
     exports: tuple[ExportedFile, ...] = ()  # files for other runtimes
     dense_exports: tuple[ExportedFile, ...] = ()  # those of the dense model, where they are here
     alternatives: tuple[Alternative, ...] = ()  # what `compress` measured beside the model
+    attention_map: AttentionMap | None = None  # what the last attention looks at
     recipe: dict[str, Any] | None = None  # what was asked for
     environment: dict[str, str] | None = None  # versions
     init: Literal["pretrained", "random"] = "pretrained"

@@ -253,6 +253,12 @@ _T5 = Style(_T5_ATTN | _below("*.DenseReluDense", up="wi", down="wo"), bilinear=
 _T5_GATED = Style(
     _T5_ATTN | _below("*.DenseReluDense", gate="wi_0", up="wi_1", down="wo"), bilinear=True
 )
+# Queries and memory are of different texts, as in cross-attention.
+_TAM = Style(
+    _below("attention", cross_q="q_proj", cross_k="k_proj", cross_v="v_proj", cross_o="o_proj")
+    | _MLP_FC
+)
+_TAM_WITHOUT_FUSING = Style(_below("attention", cross_q="q_proj", cross_k="k_proj") | _MLP_FC)
 
 _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("bert roberta electra camembert ernie xlm-roberta", (_BERT,)),
@@ -274,6 +280,7 @@ _ROWS: tuple[tuple[str, tuple[Style, ...]], ...] = (
     ("siglip siglip_text_model siglip_vision_model", (_CLIP,)),
     ("tcompress_text", (Style(_SELF_ATTN, bilinear=True),)),
     ("tcompress_grid", (Style(_SELF_ATTN | _MLP_FC),)),
+    ("tcompress_tam", (_TAM, _TAM_WITHOUT_FUSING)),
 )
 FAMILIES: Mapping[str, tuple[Style, ...]] = {
     family: styles for names, styles in _ROWS for family in names.split()

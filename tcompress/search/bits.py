@@ -25,8 +25,8 @@ from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert, Embeddings
-from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.costs import TABLE_RANKS, disk_bytes
+from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
     module_path,
     plan_embeddings,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import fsum, inf
@@ -17,6 +17,7 @@ from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.search.joint_width import is_offered, joined
 from tcompress.search.knapsack import (
     Allocation,
     allocate,
@@ -25,7 +26,6 @@ from tcompress.search.knapsack import (
     uniform,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.search.joint_width import is_offered, joined
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 UNSPENT = 0.001  # of a budget, not worth another try
@@ -38,48 +38,41 @@ _SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
 
 
 def approach(
-    measure: Callable[[float], float | None],
+    taken: dict[float, float],
     start: float,
     aim: float,
-    enough: Callable[[], bool],
-    placed: Callable[[float], float],
-    *,
-    taken: Mapping[float, float] | None = None,
+    placed: Callable[[float], float] = float,
     step: float = inf,
-) -> None:
-    """Try numbers until what they take is as close to an aim as is of use.
+) -> Iterator[float]:
+    """Yield numbers to try, the next by what those before took, until one was tried before.
 
-    The next one lies between the closest on both sides of the aim, as a straight line tells. Where
-    all are on one side, one more is taken to take one more, or what the last two tell.
+    It lies between the closest on both sides of the aim, as a straight line tells. Where all are on
+    one side, one more is taken to take one more, or what the last two tell.
 
     Args:
-        measure: What a number takes, which grows with it; None ends the search.
+        taken: What numbers take, which grows with them. The caller adds each before the next.
         start: The first number.
         aim: What the number looked for takes.
-        enough: Whether no other try is of use.
-        placed: Makes a number one that can be tried; the search ends where it was tried.
-        taken: What numbers take, where that is known before.
+        placed: Makes a number one that can be tried.
         step: Furthest that a try is from the last one, where all are on one side.
     """
-    numbers = dict(taken or {})
     number = placed(start)
     for _ in range(TRIES):
-        if number in numbers or (value := measure(number)) is None:
+        if number in taken:
             return
-        numbers[number] = value
-        if enough():
-            return
-        low = max((number for number, value in numbers.items() if value <= aim), default=inf)
-        high = min((number for number, value in numbers.items() if value > aim), default=-inf)
+        yield number
+        low = max((tried for tried, value in taken.items() if value <= aim), default=inf)
+        high = min((tried for tried, value in taken.items() if value > aim), default=-inf)
         if low < high:
-            share = (aim - numbers[low]) / (numbers[high] - numbers[low])
+            share = (aim - taken[low]) / (taken[high] - taken[low])
             number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
         else:
-            number = placed(number + min(step, max(-step, (aim - value) / _slope(numbers))))
+            move = (aim - taken[number]) / _slope(taken)
+            number = placed(number + min(step, max(-step, move)))
 
 
-def _slope(taken: Mapping[float, float]) -> float:
-    (last, value), *before = reversed(taken.items())
+def _slope(taken: dict[float, float]) -> float:
+    (last, value), *before = [*taken.items()][::-1]
     if not before or before[0][0] == last or before[0][1] == value:
         return 1.0
     slope = (value - before[0][1]) / (last - before[0][0])
@@ -195,8 +188,8 @@ class BudgetProblem:
         limit, spent = self.limits()
         barred = set[tuple[str, str]]()
         answers: dict[float, Answer] = {}
-
-        def measured(room: float) -> float:
+        sizes: dict[float, float] = {}
+        for room in approach(sizes, spent, limit, int):
             while True:
                 # A rewritten layer makes up for what those before it lost; a dense one does not.
                 sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
@@ -205,20 +198,14 @@ class BudgetProblem:
                 refused = self._refused(allocation, plan) if len(methods) > 1 else set()
                 if refused <= barred:
                     break
-                barred.update(refused)
-            answers[room] = Answer(plan, allocation.loss, self._measured(plan))
-            return answers[room].size
-
-        def within() -> list[Answer]:
-            return [answer for answer in answers.values() if answer.size <= limit]
-
-        def enough() -> bool:
-            rest = min((limit - answer.size for answer in within()), default=inf)
-            return answers[spent].size <= limit or rest <= UNSPENT * spent
-
-        approach(measured, spent, limit, enough, int)
-        if within():
-            return min(within(), key=lambda answer: answer.loss)
+                barred |= refused
+            sizes[room] = size = self._measured(plan)
+            if size <= limit:
+                answers[room] = Answer(plan, allocation.loss, size)
+                if room == spent or limit - size <= UNSPENT * spent:
+                    break
+        if answers:
+            return min(answers.values(), key=lambda answer: answer.loss)
         raise PlanError(
             f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
             "allow more, or name one method that may be used everywhere, such as `svd`",

@@ -65,8 +65,8 @@ def dropping(
 ) -> Iterator[BlockLoss]:
     """Chooses blocks to drop, one after another, each only when it is asked for.
 
-    Each is the one whose loss, together with those before, changes the output least. `drops` says how
-    many, by the path of their stack.
+    Each is the one whose loss, together with those before, changes the output least. How many
+    go is said by `drops`, by the path of their stack.
     """
     roles = roles_of(source)
     walk = DepthWalk(source, roles, data, device)
@@ -182,4 +182,3 @@ def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
     chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
     scale = sum(sizes) / sum(sizes[index] for index in chosen)
     return [fitted[index] for index in chosen], scale
-

@@ -18,11 +18,12 @@ from tcompress.latency.paired_timing import threads
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
+from tcompress.planning.costs import path_of
 from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
-from tcompress.planning.costs import path_of
 from tcompress.planning.planner import make_plan
+from tcompress.search.budgets import approach
 from tcompress.search.candidates import (
     NANOSECONDS,
     PARAMETERS,
@@ -32,10 +33,9 @@ from tcompress.search.candidates import (
     Site,
     WidthSite,
 )
+from tcompress.search.joint_width import forms_of
 from tcompress.search.predictions import Predictions
 from tcompress.search.resources import CLOSE, Resource
-from tcompress.search.budgets import approach
-from tcompress.search.joint_width import forms_of
 from tcompress.timing_model.clocks import (
     USUAL_PASS,
     LayerTimes,
@@ -267,19 +267,18 @@ def _fast_enough(
 ) -> tuple[Plan, float]:
     """Look for the largest width of this speed; take the smallest where none has it."""
     tried: dict[float, tuple[Plan, float]] = {}
-
-    def seconds(width: float) -> float:
-        tried[width] = timed(int(width))
-        return 1 / tried[width][1]
+    seconds = {float(widths.stop): 1.0}
 
     def largest() -> float:
         return max((width for width, (_, speed) in tried.items() if speed >= speedup), default=0)
 
-    def enough() -> bool:
-        return not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup
-
     def placed(width: float) -> float:
-        return min(widest, max(int(width) // widths.step, largest() // widths.step + 1) * widths.step)
+        steps = max(int(width) // widths.step, largest() // widths.step + 1)
+        return min(widest, steps * widths.step)
 
-    approach(seconds, widths[0], 1 / speedup, enough, placed, taken={widths.stop: 1.0})
+    for width in approach(seconds, widths[0], 1 / speedup, placed):
+        tried[width] = timed(int(width))
+        seconds[width] = 1 / tried[width][1]
+        if not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup:
+            break
     return tried[largest() or widths[0]]

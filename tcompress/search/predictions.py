@@ -7,7 +7,7 @@ layer counts alike, and so does every direction of its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TypeVar
@@ -24,9 +24,9 @@ from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
+from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
 from tcompress.planning.couplings import couplings, whole_heads
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
-from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
 from tcompress.planning.planner import follows_rules, regrouped, site_of
 from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
@@ -214,7 +214,9 @@ class _Measuring:
             groups = [group for group in groups if group not in shared]
             order = channel_order(coupling, facts, damping)
             groups.append([*chain.from_iterable(shared), order])
-        attentions = () if recipe.attention else attentions_of(source.keymap.model, roles_of(source))
+        attentions = (
+            () if recipe.attention else attentions_of(source.keymap.model, roles_of(source))
+        )
         heads_of = [whole_heads(item) for item in attentions if item.block == block.name]
         for heads in filter(None, heads_of):  # after what they are made of
             if all(layer.weight_name in facts for layer in heads.layers):
@@ -224,8 +226,8 @@ class _Measuring:
         return groups
 
 
-def predicted(inputs: SearchInputs) -> Predictions:
-    """Predict all losses; the model runs once over the calibration data, if there is any."""
+def predictor(inputs: SearchInputs) -> Predictor:
+    """Look up what is offered to which layers."""
     recipe, plan, source = inputs.recipe, inputs.plan, inputs.source
     by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
     fraction = plan.budget.fraction if by_size and plan.budget else USUAL
@@ -238,12 +240,12 @@ def predicted(inputs: SearchInputs) -> Predictions:
     sized = (entry for entry in plan.layers if entry.kind != "experts")
     entries = {module_path(source, entry.name): entry for entry in sized}
     singles = alone_on(recipe, plan, source) if inputs.several else {}
-    return _Predictor(inputs, entries, fraction, offers, singles, WeightFits(fraction)).run()
+    return Predictor(inputs, entries, fraction, offers, singles, WeightFits(fraction))
 
 
 @dataclass(frozen=True, eq=False)
-class _Predictor:
-    """Predicts what candidates lose."""
+class Predictor:
+    """Predicts what candidates lose. Use `predictor`."""
 
     inputs: SearchInputs
     entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
@@ -257,7 +259,7 @@ class _Predictor:
         return self.inputs.data is not None
 
     def run(self) -> Predictions:
-        """Predict all losses, block by block."""
+        """Predict all losses; the model runs once over the calibration data, if there is any."""
         recipe, source = self.inputs.recipe, self.inputs.source
         layers: dict[str, Site] = {}
         singly: dict[str, Site] = {}
@@ -273,7 +275,9 @@ class _Predictor:
             if not recipe.by_loss:
                 continue
             planned = [layer for group in block.groups for layer in group]
-            entries = {layer: self.entries[layer.name] for layer in planned if layer.name in self.entries}
+            entries = {
+                layer: self.entries[layer.name] for layer in planned if layer.name in self.entries
+            }
             measured = {layer: e for layer, e in entries.items() if e.name in statistics}
             ruled = [layer for layer in measured if follows_rules(recipe, source, layer)]
             fixed |= {measured.pop(layer).key for layer in ruled}

@@ -19,9 +19,9 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
+from tcompress.search.budgets import TRIES, approach
 from tcompress.search.candidates import Site
 from tcompress.search.predictions import Predictions
-from tcompress.search.budgets import TRIES, approach
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
@@ -128,27 +128,21 @@ class Goal:
         """
         dense, tried = self.resource.dense, dict[float, tuple[Plan, float]]()
 
-        def taken(room: float) -> float:
-            plan = solve(int(room))
-            [ratio] = self.resource.ratios(plan)
-            tried[room] = plan, ratio
-            return dense / ratio
-
-        def excess() -> list[float]:
-            return [ratio / self.ratio - 1 for _, ratio in tried.values()]
-
-        def enough() -> bool:
-            # Another try tells less than the last ones where the machine is not at rest.
-            most = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
-            return any(-CLOSE <= over <= most for over in excess())
-
         def placed(room: float) -> float:
-            over = max(excess(), default=0.0)
+            over = max((ratio / self.ratio - 1 for _, ratio in tried.values()), default=0.0)
             if over < 0 and len(tried) >= (2 if over < -FAR else TRIES - 2):
                 room = least  # whether it can be reached at all
             return max(least, round(room))
 
-        approach(taken, self.room, dense / self.ratio / (1 + CLOSE / 2), enough, placed)
+        taken: dict[float, float] = {}
+        for room in approach(taken, self.room, dense / self.ratio / (1 + CLOSE / 2), placed):
+            plan = solve(int(room))
+            [ratio] = self.resource.ratios(plan)
+            tried[room], taken[room] = (plan, ratio), dense / ratio
+            # Another try tells less than the last ones where the machine is not at rest.
+            most = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
+            if any(-CLOSE <= ratio / self.ratio - 1 <= most for _, ratio in tried.values()):
+                break
         fine = [item for item in tried.values() if item[1] >= self.ratio * (1 - CLOSE)]
         if not fine:
             plan, ratio = max(tried.values(), key=lambda item: item[1])

@@ -26,7 +26,7 @@ from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
 from tcompress.search.layer_times import Time, plan_in_time
-from tcompress.search.predictions import Predictions, predicted
+from tcompress.search.predictions import Predictions, predictor
 from tcompress.search.resources import RESOURCES, Goal, Resource
 from tcompress.search.substitution import (
     Factors,
@@ -70,7 +70,7 @@ class Measurements:
     @cached_property
     def predictions(self) -> Predictions:
         """Candidates and what they are predicted to lose."""
-        return predicted(self.inputs)
+        return predictor(self.inputs).run()
 
     def priced(self, unit: str) -> Priced:
         """Measure what candidates take of a resource, once."""
@@ -131,7 +131,8 @@ class Statistics:
         key = " ".join([*map(str, facts), recipe.model_dump_json()])
         moments = self.folder / str([*self._measured, key].index(key))
         if key in self._measured:
-            shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
+            if moments.is_dir():  # without data there are none
+                shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
             return answers(inputs, self._measured[key])
         measured = Measurements(inputs)
         plans = answers(inputs, measured)
@@ -177,7 +178,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
     names = predictions.methods
     if goal is not None:
-        names = _worth_trying(problem.limited(goal.resource.unit, goal.room), names)
+        problem = problem.limited(goal.resource.unit, goal.room)
+        names = _worth_trying(problem, names)
     if inputs.data is not None:
         factors = measured.factors(names, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
@@ -207,17 +209,16 @@ def _solved(
     for name in (name for name in predictions.singles if name in names):
         offered.setdefault(name, (problem.of_alone(), [name], [name]))
 
-    def answer(name: str, room: float | None = None) -> Plan:
-        spent, methods, singles = offered[name]
-        if goal is not None:
-            spent = spent.limited(goal.resource.unit, goal.room if room is None else room)
-        return spent.best(methods, singles)
+    def answer(name: str, room: int) -> Plan:
+        assert goal is not None
+        spent, *methods = offered[name]
+        return spent.limited(goal.resource.unit, room).best(*methods)
 
     plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
-    for name in offered:
+    for name, (spent, methods, singles) in offered.items():
         try:
-            plan = answer(name)
+            plan = spent.best(methods, singles)
         except PlanError as error:
             refused.append(error)
             continue

@@ -16,12 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
-from tcompress.blockwise.streams import PartialModel, Readings, Stream, common_block
+from tcompress.blockwise.streams import PartialModel, Stream, common_block
 from tcompress.data.calibration import CalibrationData, samples_in
-from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, StreamPairs, dense_readings
+from tcompress.fitting.block_rewrite import (
+    BlockRewriter,
+    FitInputs,
+    RewrittenBlock,
+    StreamPairs,
+    dense_readings,
+)
 from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
@@ -117,7 +123,7 @@ class SubstitutionWalk:
     def changes(self, advance: Callable[[str], None]) -> list[float]:
         """Return the change of the output per sample, for every substitute."""
         stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
-        data = self.inputs.data
+        data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
         batches = judged_batches(data, self._sampler, self.inputs.source, count + 1)
         data = _to_fit(data)
@@ -132,11 +138,12 @@ class SubstitutionWalk:
                 with self._model.loaded(name) as dense:
                     forward = self._model.forwards[name]
                     readings = dense_readings(self._blocks.get(name), dense, forward)
-                    answers = {
-                        number: self._answers(item, dense, readings, pairs, changed[number])
-                        for number, item in enumerate(self.substitutes)
-                        if item.block == name
-                    }
+                    answers: dict[int, list[Any]] = {}
+                    for number, item in enumerate(self.substitutes):
+                        if item.block == name:
+                            rewriter = BlockRewriter(self._fits, pairs, item.entries, attention)
+                            rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
+                            answers[number] = self._answers(rewritten, changed[number])
                     for waiting in fitted:
                         waiting.answer(readings.answer(waiting))
                     for index, exact in enumerate(unchanged):
@@ -160,17 +167,8 @@ class SubstitutionWalk:
         samples = sum(map(samples_in, batches))
         return [change / samples for change in changes]
 
-    def _answers(
-        self,
-        substitute: Substitute,
-        dense: nn.Module,
-        readings: Readings,
-        pairs: StreamPairs,
-        passes: Sequence[Stream],
-    ) -> list[Any]:
-        """Fit a substitute, and run its block."""
-        rewriter = BlockRewriter(self._fits, pairs, substitute.entries, self.inputs.plan.attention)
-        rewritten = rewriter.rewrite(self._blocks[substitute.block], dense, readings)
+    def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> list[Any]:
+        """Run the block of a substitute."""
         routing, answers = rewritten.routing, []
         for index, waiting in enumerate(passes):
             routing.current = index

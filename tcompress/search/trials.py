@@ -38,25 +38,17 @@ def largest_error(allowed: float, lost_at: Callable[[float], float | None]) -> f
     no try was good enough. What is lost follows a power of the error, so logarithms are tried.
     """
     losses: dict[float, float] = {}
-
-    def lost(log_error: float) -> float | None:
-        agreement = lost_at(exp(log_error))
-        if agreement is None:
-            return None
-        losses[log_error] = max(agreement, 1e-6)
-        return log(losses[log_error])
-
-    def largest() -> float | None:
-        return max((error for error, loss in losses.items() if loss <= allowed), default=None)
-
-    def enough() -> bool:
-        error = largest()
-        return error is not None and (error >= 0 or losses[error] >= CLOSE * allowed)
-
-    start = log(min(_GUESS * allowed, 0.5))
-    approach(lost, start, log(AIM * allowed), enough, lambda number: min(number, 0.0), step=log(8))
-    error = largest()
-    return None if error is None else exp(error)
+    fine: list[float] = []
+    start, aim = min(_GUESS * allowed, 0.5), AIM * allowed
+    for number in approach(losses, log(start), log(aim), lambda it: min(it, 0.0), step=log(8)):
+        lost = lost_at(exp(number))
+        if lost is None:
+            break
+        losses[number] = log(max(lost, 1e-6))
+        fine = [tried for tried, loss in losses.items() if loss <= log(allowed)]
+        if fine and (max(fine) >= 0 or losses[max(fine)] >= log(CLOSE * allowed)):
+            break
+    return exp(max(fine)) if fine else None
 
 
 def simplest(best: str, mixed: str, changes: Mapping[str, float]) -> str:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import PositiveInt, model_validator
+from pydantic import (
+    PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from tcompress import linalg
 from tcompress.fields import option, read_modes
@@ -43,6 +49,7 @@ ONCE = 3e6  # building a weight, however small
 # Sweeps without output moments, where others with them follow, and those; the latter take conjugate
 # gradients and cost several times as much.
 FIRST_SWEEPS, CURVED_SWEEPS = 2, 3
+CHAIN_SWEEPS = 2  # over chains that share out the inputs
 FITTED_SIZES = 5  # of a chain of three cores or more, to predict all from
 PADDED = 0.01  # share of a weight that may be padding: zeros there cost next to nothing to fit
 
@@ -64,6 +71,11 @@ class TTSpec(Spec):
         None, "inner ranks: one, or a list; `qtt` has 2 unless a budget says", metavar="N|N,N,..."
     )
     tol: float | None = TOL
+    chains: Literal["layer", "heads"] = option(
+        "layer",
+        "what has a chain of its own: the whole `layer`, or each of the `heads` of a projection of "
+        "an attention, as in TSA and TGA; other layers have one",
+    )
     apply: Way = option(
         "auto",
         "how cores are applied; `contract` them with the input, `rebuild` the weight in each pass, "
@@ -85,17 +97,32 @@ class TTSpec(Spec):
 
 
 class TTLayout(Layout):
-    """Cores (R_n-1, I_n, J_n, R_n), with I_n from the output's width and J_n from the input's."""
+    """Cores (R_n-1, I_n, J_n, R_n), with I_n from the output's width and J_n from the input's.
+
+    Several `chains` of one shape, side by side in a leading dimension of the cores, share out the
+    outputs, or the inputs where the layer is `turned`: it adds up what its heads give.
+    """
 
     structure: Literal["tt"] = "tt"
     in_modes: Modes
     out_modes: Modes
     ranks: Modes
     apply: Way = "auto"
+    chains: PositiveInt = 1
+    turned: bool = False
+
+    @model_serializer(mode="wrap")
+    def _with_structure(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what a single chain does not need: so layouts stay as older versions read."""
+        written = {"structure": self.structure, **handler(self)}
+        several = self.chains > 1
+        return {key: v for key, v in written.items() if several or key not in ("chains", "turned")}
 
     @model_validator(mode="after")
     def _modes_fit(self) -> TTLayout:
-        sizes = [(self.in_modes, self.in_features), (self.out_modes, self.out_features)]
+        if (self.in_features if self.turned else self.out_features) % self.chains:
+            raise ValueError(f"{self.chains} chains do not share a width of the layer evenly")
+        sizes = [(self.in_modes, self.chain_widths[0]), (self.out_modes, self.chain_widths[1])]
         lengths = {len(self.in_modes), len(self.out_modes), len(self.ranks) + 1}
         if len(lengths) > 1 or any(prod(modes) < size for modes, size in sizes):
             raise ValueError(
@@ -109,6 +136,19 @@ class TTLayout(Layout):
         """Input modes, output modes and inner ranks."""
         return self.in_modes, self.out_modes, self.ranks
 
+    @property
+    def chain_widths(self) -> tuple[int, int]:
+        """Inputs and outputs of one chain."""
+        into, out = self.in_features, self.out_features
+        return (into // self.chains, out) if self.turned else (into, out // self.chains)
+
+    @property
+    def chain(self) -> TTLayout:
+        """The layout of one chain alone."""
+        into, out = self.chain_widths
+        update = {"in_features": into, "out_features": out, "chains": 1, "turned": False}
+        return self.model_copy(update=update)
+
 
 class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     """A chain of cores, started by the TT-SVD and fitted by alternating least squares."""
@@ -120,27 +160,39 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     layout_type = TTLayout
 
     def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
-        into, out = _modes(spec, site)
+        count, turned = _chains(spec, site)
+        share, whole = (count, 1) if turned else (1, count)
+        widths = (site.in_features // share, site.out_features // whole)
+        one = replace(site, in_features=widths[0], out_features=widths[1])
+        into, out = _modes(spec, one)
+        budget = None if budget is None else budget // count
         ranks = linalg.clip_ranks(_ranks(spec, into, out, budget), into, out)
-        return TTLayout(**site.widths, in_modes=into, out_modes=out, ranks=ranks, apply=spec.apply)
+        how = {"chains": count, "turned": turned, "apply": spec.apply}
+        return TTLayout(**site.widths, in_modes=into, out_modes=out, ranks=ranks, **how)
 
     def tensors(self, layout: TTLayout) -> Shapes:
         bonds = (1, *layout.ranks, 1)
         modes = zip(layout.out_modes, layout.in_modes, strict=True)
-        return {f"core{n}": (bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
+        lead = (layout.chains,) if layout.chains > 1 else ()
+        return {f"core{n}": (*lead, bonds[n], *pair, bonds[n + 1]) for n, pair in enumerate(modes)}
 
     def apply(self, x: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
-        import torch
-
+        if layout.chains == 1:
+            return _multiplied(x, _cores(tensors, layout), layout)
+        # Chains stand side by side, as experts do, of each of whom there may be some too.
         cores = _cores(tensors, layout)
-        lead = cores[0].dim() - 4
-        price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
-        if _contracts(layout, prod(x.shape[lead:-1]), price):
-            return linalg.tt_apply(x, cores)[..., : layout.out_features]
-        return x @ _matrix(cores, layout).mT
+        lead = cores[0].dim() - 5
+        rows = x.flatten(lead, -2)
+        if layout.turned:
+            parts = rows.unflatten(-1, (layout.chains, -1)).transpose(-3, -2)
+        else:
+            parts = rows.unsqueeze(-3).expand(*rows.shape[:-2], layout.chains, -1, -1)
+        outputs = _multiplied(parts, cores, layout)  # (..., chains, rows, out)
+        mixed = outputs.sum(-3) if layout.turned else outputs.transpose(-3, -2).flatten(-2)
+        return mixed.unflatten(lead, x.shape[lead:-1])
 
     def looks_up(self, layout: TTLayout) -> bool:
-        return True
+        return layout.chains == 1
 
     def rows(self, index: Tensor, tensors: Tensors, layout: TTLayout) -> Tensor:
         import torch
@@ -161,15 +213,35 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return None  # a row is made of what other rows are made of too
 
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
-        return _matrix(_cores(tensors, layout), layout)
+        matrix = _matrix(_cores(tensors, layout), layout)
+        return matrix if layout.chains == 1 else _joined(matrix, layout)
 
     def fit(self, target: Target, layout: TTLayout) -> dict[str, Tensor]:
-        cores = self._fitted(target, layout, CURVED_SWEEPS)
+        cores = self._fitted_cores(target, layout, CURVED_SWEEPS)
         return {f"core{n}": core for n, core in enumerate(cores)}
+
+    def _fitted_cores(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
+        """Fit a chain, or several one after another, each to what the others leave."""
+        if layout.chains == 1:
+            return self._fitted(target, layout, curved_sweeps)
+        import torch
+
+        one = layout.chain
+        found: list[list[Tensor]] = []
+        # Chains that share out the inputs begin with the others at the dense weight.
+        matrices = list(_parts(_free_weight(target), layout))
+        for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
+            own = _target_of(target, layout, index, matrices)
+            cores = self._fitted(own, one, curved_sweeps)
+            matrices[index] = _matrix(cores, one)
+            found.append(cores)
+        chains = found[-layout.chains :]
+        return [torch.stack(cores) for cores in zip(*chains, strict=True)]
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
         """Fit by one sweep with output moments."""
-        return _matrix(self._fitted(target, layout, 1), layout)
+        cores = self._fitted_cores(target, layout, 1)
+        return self.dense({f"core{n}": core for n, core in enumerate(cores)}, layout)
 
     def _fitted(self, target: Target, layout: TTLayout, curved_sweeps: int) -> list[Tensor]:
         product, gram, curvature = target.product, target.gram, target.curvature
@@ -194,6 +266,8 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         chain: only their ratios are used. Of two cores the ratio to the loss hardly changes with
         the rank; with more bonds, which share what is cut off, it falls as ranks do.
         """
+        if layouts[0].chains > 1:
+            return super().losses(target, constant, layouts)
         import numpy as np
 
         assert target.curvature is not None
@@ -213,6 +287,10 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return [min(constant, float(loss)) for loss in scales * cut_off]
 
     def fit_cost(self, layout: TTLayout, *, calibrated: bool) -> FitCost:
+        if layout.chains > 1:
+            one = self.fit_cost(layout.chain, calibrated=calibrated)
+            fits = layout.chains * (CHAIN_SWEEPS if layout.turned else 1)
+            return FitCost(one.flops * fits, one.bytes)
         sweeps = int(calibrated) + int(not _starts_at_optimum(layout))
         separates = prod(layout.out_modes) == layout.out_features
         start = svd_flops(layout.out_features, layout.in_features)
@@ -226,6 +304,53 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         paths = prod(layout.ranks)  # products that a weight is the sum of
         spread = (layout.in_features * paths) ** (-0.5 / len(shapes))
         return {name: torch.randn(shape, generator=generator) * spread for name, shape in shapes}
+
+
+def _chains(spec: TTSpec, site: Site) -> tuple[int, bool]:
+    """Number of chains, and whether they share out the inputs."""
+    role = site.role.removeprefix("cross_")
+    if spec.chains == "layer" or role not in ("q", "k", "v", "o"):
+        return 1, False
+    turned = site.side == "out"
+    width = site.in_features if turned else site.out_features
+    if site.head is None or width % site.head:
+        wide = "not known" if site.head is None else f"{site.head}, which does not divide {width}"
+        raise Refusal(f"the width of a head is {wide}", "leave `chains` out")
+    return width // site.head, turned
+
+
+def _parts(weight: Tensor, layout: TTLayout) -> Sequence[Tensor]:
+    """Cut a weight into what its chains stand for.  # (out, in) -> chains of (out, in)."""
+    return weight.chunk(layout.chains, 1 if layout.turned else 0)
+
+
+def _joined(parts: Tensor, layout: TTLayout) -> Tensor:
+    """Put matrices of chains together.  # (..., chains, out, in) -> (..., out, in)."""
+    return parts.transpose(-3, -2).flatten(-2) if layout.turned else parts.flatten(-3, -2)
+
+
+def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]) -> Target:
+    """Target of one chain, where all others have these matrices.
+
+    Chains that share out the outputs have their part of the product and of the output moment,
+    whose products of different heads are left out.
+    """
+    into, out = layout.chain_widths
+    weight = None if target.weight is None else _parts(target.weight, layout)[index]
+    gram, curvature = target.gram, target.curvature
+    if not layout.turned:
+        own = slice(index * out, (index + 1) * out)
+        if curvature is not None:
+            curvature = curvature[own, own]
+        return replace(target, product=target.product[own], curvature=curvature, weight=weight)
+    own = slice(index * into, (index + 1) * into)
+    product = target.product[:, own]
+    if gram is not None:  # what the others make of inputs that go along with these
+        for other, matrix in enumerate(matrices):
+            if other != index:
+                product = product - matrix @ gram[other * into : (other + 1) * into, own]
+        gram, weight = gram[own, own], None
+    return replace(target, product=product, gram=gram, weight=weight)
 
 
 def _free_weight(target: Target) -> Tensor:
@@ -301,6 +426,17 @@ def _starts_at_optimum(layout: TTLayout) -> bool:
     return len(layout.in_modes) == 2 and padded <= PADDED
 
 
+def _multiplied(x: Tensor, cores: list[Tensor], layout: TTLayout) -> Tensor:
+    """Multiply rows by the weight of a chain, or of each of several."""
+    import torch
+
+    lead = cores[0].dim() - 4
+    price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
+    if _contracts(layout, prod(x.shape[lead:-1]), price):
+        return linalg.tt_apply(x, cores)[..., : layout.chain_widths[1]]
+    return x @ _matrix(cores, layout).mT
+
+
 def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
     """Return whether to contract rather than rebuild, for so many tokens; None for very many."""
     import torch
@@ -311,7 +447,7 @@ def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) ->
     count = tokens if isinstance(tokens, int) else inf
     # Compilers look through caches, and warn that they do.
     most = _most_to_contract if torch.compiler.is_compiling() else _remembered
-    return count <= most(layout.shape, layout.in_features * layout.out_features, price)
+    return count <= most(layout.shape, prod(layout.chain_widths), price)
 
 
 def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:
@@ -329,7 +465,8 @@ def _cores(tensors: Tensors, layout: TTLayout) -> list[Tensor]:
 
 
 def _matrix(cores: list[Tensor], layout: TTLayout) -> Tensor:
-    return linalg.tt_to_matrix(cores)[..., : layout.out_features, : layout.in_features]
+    into, out = layout.chain_widths
+    return linalg.tt_to_matrix(cores)[..., :out, :into]
 
 
 register(TensorTrain())

@@ -162,8 +162,8 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
     def tensors(self, layout: TuckerLayout) -> Shapes:
         left, right = layout.ranks
         if layout.plain:
-            factors: Shapes = {"u": (layout.out_features, left)}
-            return factors if layout.bank else {**factors, "v": (layout.in_features, right)}
+            factors: Shapes = {"u": (layout.out_features, left), "v": (layout.in_features, right)}
+            return factors if layout.bank is None else {"u": factors["u"]}
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
         shapes = (layout.out_features, left), (left, right), (layout.in_features, right)

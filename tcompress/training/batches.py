@@ -19,7 +19,7 @@ Text = tuple[str, ...]
 """Texts of a row: one, or a pair that is read together."""
 
 _Read = Callable[[int, int], list[Row]]
-BY_EXAMPLE = ("labels", "place")  # what a batch holds beside the model's inputs
+BY_EXAMPLE = ("labels", "words", "place")  # what a batch holds beside the model's inputs
 _FEWEST = 32
 _WINDOW = 50  # batches whose examples are sorted by length together
 

@@ -18,6 +18,7 @@ from tcompress.data.inputs import (
     SERIES,
     VOLUMES,
     Inputs,
+    check_texts,
     frames_of,
     grid_shape,
     image_shape,
@@ -25,6 +26,7 @@ from tcompress.data.inputs import (
 )
 from tcompress.data.pictures import decode
 from tcompress.data.sentences import PLAIN, SentenceEncoder
+from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
@@ -56,6 +58,8 @@ class ExampleEncoder:
         """
         inputs, model = inputs_of(source), source.model_class.__name__
         _check_inputs(source, inputs)
+        if task is not None and task.needs.generates:
+            check_seq2seq(source)
         # Healing reads texts as the encoder will, and so does a task that compares embeddings.
         embeds = task is None or task.name == "sts"
         sentences = SentenceEncoder.imitated(source) if embeds else PLAIN
@@ -127,7 +131,19 @@ class ExampleEncoder:
             return _windows(self.texts, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
             return _masked(self.texts, examples, self.seed)
+        if name == "seq2seq":
+            return self._source_target(self.texts, examples)
+        if name == "pretraining":
+            return self._pretraining(self.texts, examples)
         return self._texts(self.texts, examples)
+
+    def _source_target(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        sources, targets = examples.texts
+        rows = SourceTargetEncoder.of(self.source, encoder).rows(sources, targets, examples.name)
+        encoded = Encoded.of([(row,) for row in rows])
+        # What a teacher computes has rows for the tokens of two texts: too little to cache it by.
+        encoded.is_fixed = False
+        return encoded
 
     def _texts(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         pairs = self.task is not None and self.task.name == "sts"
@@ -154,6 +170,27 @@ class ExampleEncoder:
             raise DataError(f"`{examples.name}` has texts without any token", hint)
         return Encoded.of(encoded, labels, texts)
 
+    def _pretraining(self, encoder: TextEncoder, examples: Examples) -> Encoded:
+        """Pairs of texts with hidden words, others in every epoch; of three texts in the first."""
+        mask, special, words = _mask_of(encoder)
+        rows, names = encoder.encode(*examples.texts), self.inputs.names
+        kept = [index for index, row in enumerate(rows) if row]
+        rows, labels = [rows[index] for index in kept], _targets_of(examples)[kept]
+        in_query = len(examples.texts) == 3
+
+        def read(index: int, epoch: int) -> list[Row]:
+            row = rows[index]
+            ids, free = row["input_ids"], torch.isin(row["input_ids"], special)
+            if in_query:
+                free = free | (row["token_type_ids"] > 0)
+            hidden = masked(ids, free, mask, words, [self.seed, epoch, index])
+            targets = hidden.pop("labels")
+            asked = {"masked_positions": (targets != IGNORED).long()}
+            asked = asked if "masked_positions" in names else {}
+            return [{**row, **hidden, **asked, "words": targets}]
+
+        return Encoded([len(row["input_ids"]) for row in rows], read, labels)
+
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
         """Make the function that reads a picture or a volume, by its index."""
         volumes, images = examples.volumes, examples.images
@@ -174,7 +211,9 @@ class ExampleEncoder:
         return Encoded([0] * len(windows), read)
 
     def check_shape(self, examples: Examples) -> None:
-        """Compare volumes, or the variables of a series, with the model."""
+        """Compare volumes, the variables of a series, or the number of texts, with the model."""
+        if examples.texts:
+            check_texts(self.source, len(examples.texts), examples.name)
         shape = examples.shape
         if shape is not None and shape != (expected := grid_shape(self.source, self.inputs)):
             text = f"`{examples.name}` has inputs of shape {shape}, the model takes {expected}"
@@ -210,19 +249,24 @@ def _windows(encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> 
     return Encoded.of(rows)
 
 
-def _masked(encoder: TextEncoder, examples: Examples, seed: int) -> Encoded:
-    """Texts with hidden words, others in every epoch."""
+def _mask_of(encoder: TextEncoder) -> tuple[int, Tensor, int]:
+    """Token that hides a word, tokens that are never hidden, and number of words."""
     tokenizer = encoder.tokenizer
     if tokenizer.mask_token_id is None:
         hint = "choose the task `causal-lm`, or another model"
         raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-    words = encoder.vocabulary or len(tokenizer)
+    return tokenizer.mask_token_id, special, encoder.vocabulary or len(tokenizer)
+
+
+def _masked(encoder: TextEncoder, examples: Examples, seed: int) -> Encoded:
+    """Texts with hidden words, others in every epoch."""
+    mask, special, words = _mask_of(encoder)
     rows = [row for row in encoder.encode(examples.texts[0]) if row]
 
     def read(index: int, epoch: int) -> list[Row]:
         ids, seeds = rows[index]["input_ids"], [seed, epoch, index]
-        hidden = masked(ids, torch.isin(ids, special), tokenizer.mask_token_id, words, seeds)
+        hidden = masked(ids, torch.isin(ids, special), mask, words, seeds)
         return [{**rows[index], **hidden}]
 
     return Encoded([len(row["input_ids"]) for row in rows], read)

@@ -38,6 +38,7 @@ class Observed:
     vectors: Tensor | None = None  # embeddings of texts, in a space of their own: (texts, D)
     mapped: Tensor | None = None  # the same in the student's space: (texts, d)
     peers: tuple[Tensor, Tensor] | None = None  # student's and teacher's, of all texts of a step
+    decodes: Sequence[bool] = ()  # whether each of the states is a decoder's, beside an encoder's
 
     @property
     def logits(self) -> Tensor | None:
@@ -60,7 +61,10 @@ class Observer:
         self, model: PreTrainedModel, roles: Roles, blocks: Sequence[int], projections: bool
     ) -> None:
         self.model = model
-        self.modules = [model.get_submodule(roles.blocks[index].name) for index in blocks]
+        names = [roles.blocks[index].name for index in blocks]
+        self.modules = [model.get_submodule(name) for name in names]
+        both = bool(getattr(model.config, "is_encoder_decoder", False))
+        self.decodes = [both and "decoder" in name for name in names]
         self._outputs: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
@@ -74,7 +78,7 @@ class Observer:
     def run(self, batch: Mapping[str, Tensor], runner: nn.Module | None = None) -> Observed:
         """Run the model, or a wrapper of it."""
         # Blocks that are computed again in the backward pass must not be observed again.
-        outputs = self._outputs = Observed()
+        outputs = self._outputs = Observed(decodes=self.decodes)
         try:
             outputs.output = (runner or self.model)(**batch)
         finally:
@@ -139,9 +143,15 @@ def loaded_roles(source: SourceModel, model: PreTrainedModel) -> Roles:
     return find_roles(replace(source, model_class=kind).meta_model())
 
 
-def token_mask(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
-    """Mask of the rows of a state that count: padding does not.  # (examples, tokens)."""
-    for name in ("attention_mask", "decoder_attention_mask"):
+_MASKS = ("attention_mask", "decoder_attention_mask")
+
+
+def token_mask(batch: Mapping[str, Tensor], state: Tensor, *, decodes: bool = False) -> Tensor:
+    """Mask of the rows of a state that count: padding does not.  # (examples, tokens).
+
+    Two texts may have one length: `decodes` says that the state is of the decoder's.
+    """
+    for name in reversed(_MASKS) if decodes else _MASKS:
         mask = batch.get(name)
         if mask is not None and mask.shape == state.shape[:2]:
             return mask.bool()
@@ -154,9 +164,9 @@ def embedded(sentences: SentenceEncoder, batch: Batch, outputs: Observed) -> Ten
     return sentences(states.float(), token_mask(batch, states))
 
 
-def token_weights(batch: Mapping[str, Tensor], state: Tensor) -> Tensor:
+def token_weights(batch: Mapping[str, Tensor], state: Tensor, *, decodes: bool = False) -> Tensor:
     """Weights of rows in a sum over tokens: without a mask, as for pictures, an example is one."""
-    mask = token_mask(batch, state).to(state.dtype)
+    mask = token_mask(batch, state, decodes=decodes).to(state.dtype)
     has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
     return mask if has_mask else mask / mask.shape[1]
 
@@ -170,6 +180,7 @@ class Setting:
 
     temperature: float = 2.0  # softening of the teacher's logits
     per_token: bool = False  # whether logits are predictions of tokens, rather than of examples
+    per_target: bool = False  # whether they are those of a text that the task has as its target
     independent: bool = False  # whether each logit is a yes or no of its own
     heads: int = 1  # of relations of attention
     causal: bool = False  # whether tokens see only those before them
@@ -219,6 +230,8 @@ class Logits(Objective):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.unit = "tokens" if setting.per_token else "examples"
+        if setting.per_target:
+            self.unit = "targets"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         if student.logits is None or teacher.logits is None:
@@ -236,7 +249,7 @@ class Logits(Objective):
         lost = kl_div(student_logs, teacher_logs, reduction="none", log_target=True)
         lost = lost.sum(-1) * soft**2
         if lost.ndim > 1:
-            lost = lost * token_weights(batch, lost)
+            lost = lost * token_weights(batch, lost, decodes=True)
         return lost.sum()
 
 
@@ -259,14 +272,22 @@ class Hidden(Objective):
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         pairs = list(zip(student.states, teacher.states, strict=True))
+        decodes = list(student.decodes) or [False] * len(pairs)
         if student.final is not None and teacher.final is not None:
             pairs.append((student.final, teacher.final))
-        return torch.stack([self._relative_error(batch, *pair) for pair in pairs]).mean()
+            decodes.append(any(decodes))
+        errors = [
+            self._relative_error(batch, *pair, decodes=of_decoder)
+            for pair, of_decoder in zip(pairs, decodes, strict=True)
+        ]
+        return torch.stack(errors).mean()
 
-    def _relative_error(self, batch: Batch, state: Tensor, target: Tensor) -> Tensor:
+    def _relative_error(
+        self, batch: Batch, state: Tensor, target: Tensor, *, decodes: bool
+    ) -> Tensor:
         state, target = state.float(), target.float()
         error = (state - target).square().sum(-1) / target.square().sum(-1).clamp_min(1e-12)
-        return (error * token_weights(batch, error)).sum()
+        return (error * token_weights(batch, error, decodes=decodes)).sum()
 
 
 ANCHORS = 256  # sentences whose teacher embeddings the others are compared with
@@ -359,14 +380,14 @@ class Attention(Objective):
         return torch.stack([self._divergence(batch, *pair) for pair in pairs]).mean()
 
     def _divergence(self, batch: Batch, student: Tensor, teacher: Tensor) -> Tensor:
-        mask = token_mask(batch, student)
+        mask = token_mask(batch, student, decodes=self.setting.causal)
         visible = mask[:, None, None, :]
         if self.setting.causal:
             visible = visible & torch.ones_like(mask[0]).expand(mask.shape[1], -1).tril()
         logs, taught = (self._relations(rows, visible) for rows in (student, teacher))
         lost = kl_div(logs, taught, reduction="none", log_target=True)
         lost = lost.masked_fill(~visible, 0.0).sum(-1).mean(1)
-        return (lost * token_weights(batch, lost)).sum()
+        return (lost * token_weights(batch, lost, decodes=self.setting.causal)).sum()
 
     def _relations(self, rows: Tensor, visible: Tensor) -> Tensor:
         heads = self.setting.heads if rows.shape[-1] % self.setting.heads == 0 else 1

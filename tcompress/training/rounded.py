@@ -17,8 +17,8 @@ from tcompress.artifact.manifest import Manifest
 from tcompress.linalg.rounding import Rounding, nearest, quantize, usual_scales
 from tcompress.models import KeyMap, SourceModel
 from tcompress.options import Convert, Finetune
-from tcompress.planning.entries import Storage
 from tcompress.planning.costs import Widths, planned_storage
+from tcompress.planning.entries import Storage
 from tcompress.training.final_rounding import rounded_terms
 
 

@@ -146,6 +146,7 @@ def set_up(
     setting = Setting(
         temperature=options.temperature,
         per_token=predicted(type(model)) != "classes",
+        per_target=task is not None and task.needs.generates,
         independent=is_independent(model.config),
         heads=getattr(source.config.get_text_config(), "num_attention_heads", None) or 1,
         causal=any(

@@ -34,7 +34,7 @@ def with_head(
     Returns:
         The data, and options of the model when it is loaded.
     """
-    if task is None or task.head is None:
+    if task is None or task.head in (None, "pretraining"):  # the latter is of no classes
         return data, {}
     has = has_head(source, task.head)
     if task.head == "regression":

@@ -154,8 +154,9 @@ class ResponseSelection(RankedClassification):
     """A second text that answers the first, or not; most do not, so accuracy says nothing."""
 
     name = "response-selection"
-    needs = Needs((2, 2))
+    needs = Needs((2, 3))
     fewest_held = 2 * (WRONG_PAIRS + 1)
+    wrong: ClassVar[int] = WRONG_PAIRS  # beside every right one
 
     def prepare(self, examples: Examples) -> Examples:
         """Call the pairs right ones; wrong ones come later, once data is held out."""
@@ -163,8 +164,11 @@ class ResponseSelection(RankedClassification):
         return replace(examples, targets=[1] * len(examples), labels=Classes(classes, (0, 1)))
 
     def expand(self, examples: Examples, seed: int) -> Examples:
-        """Add pairs of each first text with second texts of others, as class 0."""
-        (first, second), count = examples.texts, WRONG_PAIRS
+        """Add pairs of each first text with second texts of others, as class 0.
+
+        A third text stays with the first.
+        """
+        (first, second, *further), count = examples.texts, self.wrong
         distinct = list(dict.fromkeys(second))
         if len(distinct) <= count:
             raise DataError(
@@ -173,10 +177,39 @@ class ResponseSelection(RankedClassification):
                 hint="give more pairs",
             )
         wrong = others(places_of(second, distinct), count, len(distinct), seed).flatten()
-        contexts = first + [text for text in first for _ in range(count)]
+        contexts, *others_again = (
+            column + [text for text in column for _ in range(count)] for column in (first, *further)
+        )
         responses = second + [distinct[index] for index in wrong.tolist()]
         targets = [1] * len(first) + [0] * (count * len(first))
-        return replace(examples, texts=(contexts, responses), targets=targets)
+        return replace(examples, texts=(contexts, responses, *others_again), targets=targets)
+
+
+class Pretraining(ResponseSelection):
+    """Masked words, and whether the second text follows the first, as BERT is pretrained.
+
+    Both are cross-entropies; that of an example's words is their mean.
+    """
+
+    name = "pretraining"
+    head = "pretraining"
+    validated = "loss"
+    wrong = 1
+    fewest_held = 4
+
+    def loss(self, outputs: Observed, batch: Batch) -> Tensor:
+        words = batch["words"]
+        rows, places = (words != IGNORED).nonzero(as_tuple=True)
+        logits = outputs.output.prediction_logits.float()
+        if logits.dim() == 3:  # of all words, not of the masked ones alone
+            logits = logits[rows, places]
+        each = cross_entropy(logits, words[rows, places], reduction="none")
+        counts = torch.bincount(rows, minlength=len(words)).clamp_min(1)
+        segments = outputs.output.seq_relationship_logits.float()
+        follows = cross_entropy(
+            segments, 1 - batch["labels"], reduction="sum"
+        )  # 0 for what follows
+        return (each / counts[rows]).sum() + follows
 
 
 class Regression(TrainingTask):
@@ -251,15 +284,25 @@ class MaskedLM(CausalLM):
     head = "masked-lm"
 
 
+class Seq2Seq(CausalLM):
+    """A text made of another one: the next token of the target, padding left out."""
+
+    name = "seq2seq"
+    head = "seq2seq"
+    needs = Needs((2, 2), generates=True)
+
+
 TASKS: dict[str, type[TrainingTask]] = {
     kind.name: kind
     for kind in (
         Classification,
         ResponseSelection,
+        Pretraining,
         Regression,
         Similarity,
         MaskedLM,
         CausalLM,
+        Seq2Seq,
         ImageClassification,
         VolumeClassification,
         Forecasting,

@@ -26,11 +26,18 @@ from tcompress.training.tasks import TASKS
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
 _PREDICTED = {
-    "tokens": ("CausalLM", "MaskedLM", "LMHead", "ConditionalGeneration"),
+    "tokens": (
+        "CausalLM",
+        "MaskedLM",
+        "LMHead",
+        "ConditionalGeneration",
+        "MTModel",
+        "EncoderDecoderModel",
+    ),
     "classes of tokens": ("TokenClassification",),
     "classes": ("SequenceClassification", "ImageClassification"),
 }
-_HEADS = {"masked-lm": "tokens", "causal-lm": "tokens", "regression": "scores"}
+_HEADS = dict.fromkeys(("masked-lm", "causal-lm", "seq2seq"), "tokens") | {"regression": "scores"}
 
 Kind = Literal["states", "logits", "vectors", "classes"]
 """Outputs that are compared: all (`states`), tokens' `logits`; `vectors` or `classes` of texts."""

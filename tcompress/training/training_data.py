@@ -152,6 +152,7 @@ class ExampleReader:
             return self._read_inputs(name, split, samples)
         if name in (BUILTIN, TEACHER):
             what = "labels" if task is not None else "volumes or series"
+            what = "targets" if task is not None and task.needs.generates else what
             raise DataError(
                 f"the data `{name}` has no {what}, which "
                 f"`{self.encoder.model if task is None else task.name}` needs",

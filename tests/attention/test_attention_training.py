@@ -263,5 +263,7 @@ def test_python_takes_mechanisms_too(vit: Path) -> None:
     assert (alone.method, alone.layers) == ("tsa", ())
     sized = tcompress.plan(str(vit), method="tga", target=0.5, calibration="none")
     assert {entry.role for entry in sized.layers} == {"k", "v"}
-    with pytest.raises(RecipeError, match=r"`attention\.name` is `hit`, allowed is one of `hot`"):
+    with pytest.raises(
+        RecipeError, match=r"`attention\.name` is `hit`, allowed is one of .*did you mean `hot`"
+    ):
         tcompress.plan(str(vit), attention="hit")

@@ -194,7 +194,8 @@ def test_another_scaling_of_the_host_counts() -> None:
 
 
 def test_the_registry_knows_its_own() -> None:
-    assert [item.name for item in replacements()] == ["graph", "kronecker", "multilinear", "tam"]
+    names = ["additive", "graph", "kronecker", "multilinear", "tam"]
+    assert [item.name for item in replacements()] == names
     with pytest.raises(RecipeError, match=r"unknown attention replacement `graf`.*known") as error:
         replacement_named("graf")
     assert error.value.hint == "did you mean `graph`?"

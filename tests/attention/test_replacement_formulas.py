@@ -175,9 +175,67 @@ def test_the_regularised_kernel_written_out() -> None:
     np.testing.assert_allclose(found, np.kron(*factors) @ v[0, 0].numpy(), rtol=1e-8)
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "smreg"])
+@pytest.mark.parametrize(("mask", "seen"), [("causal", (0, 1, 2)), ("window:1", (1, 2, 3))])
+def test_a_masked_axis_hides_places(mask: str, seen: tuple[int, ...], kernel: Any) -> None:
+    """Along one axis alone, row 2 of 5 depends on what its mask shows and on nothing else."""
+    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=15, grid=(3, 5))
+    spec = KroneckerSpec(kernel=kernel, features=6, axes=(1,), masks=(mask,))
+    kind = replacement_named("kronecker")
+    layout = kind.layout(spec, host)
+    tensors = {"scale": torch.zeros(1, HEADS).double()}
+    tensors |= {key: value.double() for key, value in kind.constants(layout).items()}
+    q, k, v = (randn(1, HEADS, 15, WIDTH, seed=s) for s in range(3))
+    mixed = kind.apply(q, k, v, tensors, layout, Visible()).unflatten(2, (3, 5))
+    for place in range(5):
+        others = [x.unflatten(2, (3, 5)).clone() for x in (q, k, v)]
+        for x in others:
+            x[:, :, :, place] += 1
+        now = kind.apply(*(x.flatten(2, 3) for x in others), tensors, layout, Visible())
+        same = torch.equal(now.unflatten(2, (3, 5))[:, :, :, 2], mixed[:, :, :, 2])
+        assert same is (place not in seen)
+
+
+def test_axes_that_are_not_mixed_pass_values_through() -> None:
+    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=6, grid=(2, 3))
+    kind, v = replacement_named("kronecker"), randn(1, HEADS, 6, WIDTH)
+    none = kind.layout(KroneckerSpec(axes=()), host)
+    assert kind.tensors(none) == {}
+    assert torch.equal(kind.apply(v, v, v, {}, none, Visible()), v)
+    whole = kind.layout(KroneckerSpec(axes=(0, 1), masks=("none", "none")), host)
+    assert whole == kind.layout(KroneckerSpec(), host)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axes": (0, 2, 0, 2)}, "`axes` names `0`, `2` more than once: name each once"),
+        ({"axes": (-1,)}, "greater than or equal to 0"),
+        ({"masks": ("future",)}, "should match pattern"),
+        ({"masks": ("window:0",)}, "should match pattern"),
+    ],
+)
+def test_axes_and_masks_that_mean_nothing_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        KroneckerSpec(**options)
+
+
 @pytest.mark.parametrize(
     ("spec", "host", "reason"),
     [
+        (
+            KroneckerSpec(axes=(0, 1, 2, 3)),
+            CASES["hot-image"][1],
+            "`axes` names `2`, `3`, and a grid of 2 x 3 has 2 axes: allowed are `0`, `1`",
+        ),
+        (KroneckerSpec(fold=4, axes=(2,)), TEXT, "rows and columns of a fold are 2 axes"),
+        (
+            KroneckerSpec(axes=(1,), masks=("none", "causal")),
+            CASES["hot-image"][1],
+            "`masks` has 2, and the axes that are mixed are 1",
+        ),
         (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
         (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
@@ -283,10 +341,15 @@ def test_a_small_tucker_core_loses_what_the_best_one_must() -> None:
     kind, host = replacement_named("tam"), BaseAttention(HEADS, 1, WIDTH)
     layout = kind.layout(TamSpec(core="tucker", rank=2), host)
     q, k = randn(HEADS, 50, WIDTH), randn(1, 60, WIDTH, seed=1) * torch.tensor([3.0, 2, 1, 0.1])
-    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k))
+    first = kind.start(layout, torch.Generator(), pretrained=True)
+    found = kind.adapted(layout, QueryKeyMoments(q.mT @ q, k.mT @ k), first)
     for head in range(HEADS):
         scores = q[head] @ k[0].mT
-        low = q[head] @ found["factor_q"][head] @ found["factor_k"][head].mT @ k[0].mT
+        core = found["core"][0, head, ..., 0] * WIDTH  # where semantics say one
+        low = q[head] @ found["factor_q"][head] @ core @ found["factor_k"][head].mT @ k[0].mT
+        assert (core - core.diag().diag()).abs().max() == 0
+        values = torch.linalg.svdvals(scores)[:2]  # those of W_q^T W_k, where there is no data
+        torch.testing.assert_close(core.diag() / core[0, 0], values / values[0], rtol=1e-4, atol=0)
         least = torch.linalg.svdvals(scores)[2:].square().sum()
         torch.testing.assert_close((scores - low).square().sum(), least, rtol=1e-4, atol=0)
     assert kind.centres_keys(layout) is True

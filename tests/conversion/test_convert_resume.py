@@ -20,7 +20,7 @@ from tcompress.artifact.workplace import Workplace
 from tcompress.conversion.converter import Converted, convert
 from tcompress.errors import DiskError, FitError, InputError, SourceError, WriteError
 from tcompress.fitting import block_rewrite
-from tcompress.fitting.block_rewrite import BlockResult
+from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import Distance, FitWorkplace
 from tcompress.hf.opening import unloadable
 from tcompress.planning.entries import Plan

@@ -14,7 +14,7 @@ from tcompress.blockwise.sensitivity import BackwardWalk, input_moments
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.exports import dense as exporting
-from tcompress.fitting.stream_moments import SplitSums
+from tcompress.fitting.block_rewrite import SplitSums
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles.find import find_roles

@@ -143,22 +143,6 @@ def test_tokens_without_gradients_still_have_moments() -> None:
     assert_close(worth.moment(centred=False), (x.T @ x / ROWS).double(), rtol=1e-4, atol=1e-4)
 
 
-def test_sums_of_two_halves_are_those_of_the_whole() -> None:
-    x, back = _rows()[0] + 2.0, randn(ROWS, 2)
-    parts = [Sensitivity.empty(WIDTH, 2, torch.device("cpu")) for _ in range(3)]
-    for worth, at in zip(parts, (slice(20), slice(20, None), slice(None)), strict=True):
-        worth.add(x[at], back[at])
-    near = {"rtol": 1e-4, "atol": 1e-4}
-    for found, wanted in (
-        (parts[0].include(parts[1]), parts[2]),
-        (parts[2].include(parts[1], -1), parts[0]),
-    ):
-        assert found.rows == wanted.rows
-        assert_close(found.curvature, wanted.curvature, **near)
-        for centred in (False, True):
-            assert_close(found.moment(centred=centred), wanted.moment(centred=centred), **near)
-
-
 def test_relative_errors_are_always_numbers() -> None:
     assert relative_error(0.0, 0.0) == relative_error(-1e-20, 1.0) == 0.0
     assert relative_error(1.0, 0.0) == relative_error(1e10, 1e-300) == 1.0

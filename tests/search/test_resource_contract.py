@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tcompress.conversion.conversion import Conversion
 from tcompress.conversion.converter import convert
+from tcompress.conversion.model_fits import Conversion
 from tcompress.errors import PlanError
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.models import SourceModel

@@ -22,6 +22,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "memory": {"name": "tam", "memory": "gru"},
     "tucker": {"name": "tam", "core": "tucker", "rank": 4, "cores": 2},
     "multilinear": {"name": "multilinear", "length": 12},
+    "additive": {"name": "additive"},
 }
 
 
@@ -46,6 +47,7 @@ _DECODERS = ("gpt2", "gpt_neox", "opt", "llama", "qwen3", "gemma3", "mixtral")
 REASONS: dict[tuple[str, str], str] = {
     ("t5", "tga"): "bias of positions",
     ("t5", "tsa"): "bias of positions",
+    ("t5", "additive"): "bias of positions",
     ("gemma3", "tsa"): "reaches beyond the window",
 }
 for _name in REPLACEMENTS:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
+from tcompress.attention.additive import AdditiveSpec
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerSpec
 from tcompress.attention.multilinear import MultilinearSpec
@@ -43,6 +44,19 @@ CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "hot-folded": (KroneckerSpec(fold=3), TEXT, 8),
     "hot-favor": (KroneckerSpec(kernel="favor", features=6), VIDEO, 12),
     "hot-smreg": (KroneckerSpec(kernel="smreg", features=6, pool="sum"), VIDEO, 12),
+    "hot-axes": (KroneckerSpec(axes=(2, 0), masks=("causal", "none")), VIDEO, 12),
+    "hot-masked-features": (
+        KroneckerSpec(
+            kernel="smreg",
+            features=6,
+            pool="sum",
+            masks=("causal", "window:1", "none"),
+            scale="fixed",
+        ),
+        VIDEO,
+        12,
+    ),
+    "hot-folded-columns": (KroneckerSpec(fold=3, axes=(1,), masks=("window:1",)), TEXT, 8),
     "hot-favor-folded": (KroneckerSpec(kernel="favor", features=6, fold=4), TEXT, 6),
     "tam-cp": (TamSpec(cores=2), TEXT, 6),
     "tam-aligned": (TamSpec(core="aligned"), TEXT, 6),
@@ -50,6 +64,7 @@ CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "tam-plain": (TamSpec(normalize="none"), TEXT, 6),
     "tam-gru": (TamSpec(memory="gru"), TEXT, 6),
     "multilinear": (MultilinearSpec(length=6), TEXT, 6),
+    "additive": (AdditiveSpec(), TEXT, 6),
 }
 TEXT_CASES = tuple(name for name, (_, host, _) in CASES.items() if host.tokens is None)
 

@@ -134,6 +134,8 @@ def _tt_cases() -> list[Case]:
         _tt("contract", rank=3, apply="contract", side="out", **_NEAR),
         # An outer product is no product of matrices to torch's counter: not rebuilt.
         _tt("rank-1", rank=1, apply="contract", **_NEAR),
+        _tt("heads", rank=2, chains="heads", **_NEAR),
+        _tt("heads-out", rank=2, chains="heads", side="out", **_NEAR),
         _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **_NEAR),
         _tt("full", rank=99, exact=True),
     ]

@@ -60,6 +60,12 @@ def _lprod(layout: LprodLayout, stored: Stored) -> Tensor:
 
 def _tt(layout: TTLayout, stored: Stored) -> Tensor:
     """A sum of Kronecker products, one for every way through the ranks."""
+    if layout.chains > 1:  # side by side: of each head its rows, or its columns
+        parts = [
+            _tt(layout.chain, {name: core[index] for name, core in stored.items()})
+            for index in range(layout.chains)
+        ]
+        return torch.cat(parts, 1 if layout.turned else 0)
     cores = [stored[f"core{n}"] for n in range(len(layout.in_modes))]
     total = torch.zeros((), dtype=torch.float64)
     for path in product(*(range(rank) for rank in layout.ranks)):

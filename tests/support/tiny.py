@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tcompress.own_models import configs, grid, text
+from tcompress.own_models import configs, grid, tam, text
 
 VOCAB, IMAGE, MELS, FRAMES = 100, 16, 8, 32
 VOLUME, SERIES, HORIZON = (8, 8, 4), (3, 16), 4  # series: variables, time steps
@@ -84,7 +84,7 @@ def named(name: str) -> Any:
     """Find a class of Transformers, or of the hosts that come with tcompress."""
     return next(
         found
-        for home in (transformers, configs, text, grid)
+        for home in (transformers, configs, text, grid, tam)
         if (found := getattr(home, name, None))
     )
 

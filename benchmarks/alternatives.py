@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensor_forms import Form, Weighed, attention_forms, errors, forms_of
+from tensor_forms import Effort, Form, Weighed, attention_forms, errors, forms_of
 from torch import Tensor, nn
 from transformers.utils import logging
 
@@ -383,13 +383,13 @@ def forms(case: Case, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"name": name, "error": error, "seconds": time.perf_counter() - start}
     for form in forms_of(tuple(layer.weight.shape), args.target):
         if picked(form.name, args):
-            yield fitted(form, [layer])
+            yield fitted(form, [layer], args)
 
 
-def fitted(form: Form, layers: Sequence[Weighed]) -> dict[str, Any]:
+def fitted(form: Form, layers: Sequence[Weighed], args: argparse.Namespace) -> dict[str, Any]:
     """Mean errors of a tensor form, before and after its fit to moments."""
     start = time.perf_counter()
-    begin, end = form.fit(layers)
+    begin, end = form.fit(layers, Effort(args.rounds, args.least))
     seconds = time.perf_counter() - start
     every = [layer.error(weight) for layer, weight in zip(layers, form.weights(end), strict=True)]
     alone = errors(form.weights(begin), layers)
@@ -436,7 +436,7 @@ def heads(found: Sequence[Case], args: argparse.Namespace) -> Iterator[dict[str,
             yield {**facts, "ranks": str(ranks)}
     for form in attention_forms(width, width // size, args.target):
         if picked(form.name, args):
-            yield fitted(form, layers)
+            yield fitted(form, layers, args)
 
 
 def shared_ranks(found: Sequence[Case], size: int, target: float) -> tuple[int, int, int]:
@@ -518,6 +518,8 @@ def main() -> None:
     parser.add_argument("--parts", nargs="*", default=PARTS, choices=(*PARTS, *TENSOR_PARTS))
     parser.add_argument("--layers", nargs="*", default=ROLES, choices=(*ATTENTION, *ROLES[1:]))
     parser.add_argument("--blocks", nargs="*", type=int, default=[0], help="of forms and heads")
+    parser.add_argument("--rounds", type=int, default=12, help="of fits of forms and heads")
+    parser.add_argument("--least", type=float, default=2e-3, help="what a round has to win")
     parser.add_argument("--head", type=int, default=32, help="width of a head, of heads")
     parser.add_argument("--only", help="rows whose names hold this")
     parser.add_argument("--skip", help="no rows whose names hold this, such as `CP, order 3`")

@@ -30,10 +30,15 @@ from tcompress.linalg.tensortrain import matrix_modes
 Factors = list[Tensor]
 Weights = tuple[Tensor, ...]
 Shape = tuple[int, int]
-SWEEPS, STEPS = 30, 8
-"""Rounds over all factors, and steps of conjugate gradients for each in a round."""
-LEAST = 1e-4
-"""Decrease of a round, relative to the error, at which a fit ends."""
+STEPS = 8  # of conjugate gradients, for each factor in a round
+
+
+@dataclass(frozen=True)
+class Effort:
+    """When a fit ends: after so many rounds, or one that won less than a share of the error."""
+
+    rounds: int = 12
+    least: float = 2e-3
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,27 @@ class Form:
     weights: Callable[[Factors], Weights]
     start: Callable[[Sequence[Tensor]], Factors]
 
-    def fit(self, layers: Sequence[Weighed]) -> tuple[Factors, Factors]:
+    def fit(self, layers: Sequence[Weighed], effort: Effort) -> tuple[Factors, Factors]:
         """Factors by `tensorly` and those fitted to moments."""
         with tensorly.backend_context("pytorch", local_threadsafe=True):
             begin = self.start([layer.weight for layer in layers])
-        return begin, fit(self.weights, begin, layers)
+        return begin, fit(self.weights, begin, layers, effort)
 
 
 def fit(
-    weights: Callable[[Factors], Weights], begin: Factors, layers: Sequence[Weighed]
+    weights: Callable[[Factors], Weights],
+    begin: Factors,
+    layers: Sequence[Weighed],
+    effort: Effort,
 ) -> Factors:
     """Alternating least squares over all factors."""
     factors = [factor.clone() for factor in begin]
     last = errors(weights(factors), layers)
-    for _ in range(SWEEPS):
+    for _ in range(effort.rounds):
         for index in range(len(factors)):
             factors[index] = _solved(weights, factors, index, layers)
         error = errors(weights(factors), layers)
-        if last - error <= LEAST * error:
+        if last - error <= effort.least * error:
             break
         last = error
     return factors

@@ -51,8 +51,9 @@ def _seeds_of(recipe: Recipe) -> dict[str, int]:
     convert, seeds = recipe.convert, dict[str, int]()
     if convert.init == "random":
         seeds["convert"] = convert.seed
-    if recipe.finetune is not None:
-        seeds["finetune"] = recipe.finetune.seed
+    for name in ("pretrain", "finetune"):
+        if (training := getattr(recipe, name)) is not None:
+            seeds[name] = training.seed
     if not convert.calibration.is_none:
         seeds["calibration"] = convert.calibration.seed
     return seeds
@@ -66,8 +67,8 @@ def _seeded(recipe: Recipe, own: dict[str, int], index: int, first: int) -> Reci
         said = {"seed": seeds["calibration"]}
         convert["calibration"] = recipe.convert.calibration.model_copy(update=said)
     changed["convert"] = recipe.convert.model_copy(update=convert)
-    if recipe.finetune is not None:
-        changed["finetune"] = recipe.finetune.model_copy(update={"seed": seeds["finetune"]})
+    for name in seeds.keys() & {"pretrain", "finetune"}:
+        changed[name] = getattr(recipe, name).model_copy(update={"seed": seeds[name]})
     for name in ("name", "output"):
         if (value := getattr(recipe, name)) is not None:
             changed[name] = f"{value}{SUFFIX}{(first + index) % _SEEDS}"

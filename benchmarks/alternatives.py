@@ -414,10 +414,12 @@ def heads(found: Sequence[Case], args: argparse.Namespace) -> Iterator[dict[str,
     # q, k and v read one input: their scaled weights, one above the other, share their factor V.
     joint = 3 - torch.linalg.svdvals(torch.cat(images[:3])).square().cumsum(0)
     pairs = [(r, (budget - 4 * width * r) // (2 * width)) for r in range(1, budget // (4 * width))]
+    alike = float(joint[3 * rank // 2 - 1] + lost[3][rank - 1]) / 4
+    yield {"name": "q, k, v with one V, o alone, alike", "error": alike}
     together = [float(joint[r - 1] + lost[3][min(width, other) - 1]) / 4 for r, other in pairs]
     best = min(range(len(pairs)), key=together.__getitem__)
     text = f"q, k, v with one V of rank {pairs[best][0]}, o of {pairs[best][1]}"
-    yield {"name": "q, k, v with one V, o alone", "error": together[best], "ranks": text}
+    yield {"name": "q, k, v with one V, o alone, by loss", "error": together[best], "ranks": text}
     users = [User(layer.weight, layer.gram) for layer in layers]
     users[3] = users[3].turned()
     blocks = 4 * width // size

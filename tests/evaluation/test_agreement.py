@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy.special import softmax
 
-from tcompress.evaluation.language_modeling import _LIKELIEST, _Compared
+from tcompress.evaluation.language_modeling import _LIKELIEST, Compared
 from tcompress.evaluation.statistics import agreement
 from tests.support.numerics import randn
 
@@ -26,9 +26,9 @@ def test_classes_and_their_divergence() -> None:
 
 def test_tokens_of_a_vocabulary_that_is_kept_whole() -> None:
     dense, small = (randn(12, _LIKELIEST, seed=seed).float() for seed in (1, 2))
-    reference = _Compared(2, None)
+    reference = Compared(2, None)
     assert reference.statistics([4, 8]) == []
-    compared = _Compared(2, reference.likeliest)
+    compared = Compared(2, reference.likeliest)
     for index, rows in enumerate([slice(0, 4), slice(4, 12)]):
         reference.add(index, dense[rows])
         compared.add(index, small[rows])
@@ -40,10 +40,10 @@ def test_tokens_of_a_vocabulary_that_is_kept_whole() -> None:
 
 def test_the_divergence_of_likely_tokens_is_a_lower_bound() -> None:
     dense, small = (4 * randn(30, 500, seed=seed).float() for seed in (1, 2))
-    reference, itself = _Compared(1, None), []
+    reference, itself = Compared(1, None), []
     reference.add(0, dense)
     for scores in (small, dense):
-        compared = _Compared(1, reference.likeliest)
+        compared = Compared(1, reference.likeliest)
         compared.add(0, scores)
         itself.append(compared.statistics([30])[1].value())
     assert 0 < itself[0] <= _kl(dense.numpy(), small.numpy())

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 
+import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.own_models.configs import TCompressTamConfig
@@ -70,6 +72,24 @@ def test_attention_maps_are_returned_on_request() -> None:
         seen = min(first, SIZES["attention_size"])  # later queries see nothing
         assert (shown[:seen, : first + second] != 0).all()
         assert (shown[seen:] == 0).all()
+
+
+@pytest.mark.parametrize("without", ["nothing", "semantic-fusing"])
+def test_its_layers_take_structures(without: str, tmp_path: Path) -> None:
+    """Where weights have the rank that is asked for, it computes what it did."""
+    model, batch = _model(without=without).float(), _batch()
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            left, values, right = torch.linalg.svd(module.weight.data, full_matrices=False)
+            module.weight.data = left[:, :2] * values[:2] @ right[:2]
+    model.save_pretrained(tmp_path / "dense")
+    done = tcompress.convert(
+        tmp_path / "dense", method="svd", rank=2, calibration="none", output=tmp_path / "small"
+    )
+    assert len(done.manifest.plan.layers) >= 2 * 4
+    small = AutoModelForSequenceClassification.from_pretrained(done.folder).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(small(**batch).logits, model(**batch).logits)
 
 
 def test_masked_words_alone_are_predicted_on_request() -> None:

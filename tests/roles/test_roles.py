@@ -186,6 +186,6 @@ _TWO_STACKS = "clip siglip t5 mt5 umt5 bart blenderbot m2m_100 marian mbart pega
 
 def test_every_supported_family_is_tested() -> None:
     tested = {_built(name)[1].family for name in ALL}
-    # The whole `gemma3`, with its vision tower, is a case in test_roles_limits, and a model that reads
-    # three texts has tests of its own in test_tam_published.
+    # The whole `gemma3`, with its vision tower, is a case in test_roles_limits; a model that reads
+    # three texts is one in test_tam_published.
     assert tested | {"gemma3", "tcompress_tam"} == set(FAMILIES)

@@ -112,7 +112,9 @@ def additive_scores(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     column = weight[:, None, :, None]  # (heads, 1, width, 1)
     rows = max(1, _MOST // max(1, k.numel()))
     pieces = q.split(rows, 2) if rows < q.shape[2] else (q,)
-    scores = [((own[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for own in pieces]
+    scores = [
+        ((rows_of_q[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for rows_of_q in pieces
+    ]
     return scores[0] if len(scores) == 1 else torch.cat(scores, 2)
 
 

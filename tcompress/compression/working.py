@@ -193,7 +193,7 @@ def _agree(times: Sequence[Speed], *, surely: bool) -> bool:
     if not TIMINGS[0] <= len(times) < TIMINGS[1]:
         return len(times) >= TIMINGS[1]
     both = ([one.milliseconds for one in times], [one.baseline_milliseconds for one in times])
-    return all(sorted(own)[1] <= (1 + ALIKE) * min(own) for own in both)
+    return all(sorted(series)[1] <= (1 + ALIKE) * min(series) for series in both)
 
 
 def _fastest(times: Sequence[Speed]) -> Speed:

@@ -32,16 +32,16 @@ def repetitions(recipe: Recipe, count: int) -> list[Repetition]:
     Raises:
         RecipeError: Nothing that it does depends on a seed.
     """
-    own = _seeds_of(recipe)
-    if not own:
+    original = _seeds_of(recipe)
+    if not original:
         raise RecipeError(
             f"`--seeds {count}` repeats what depends on chance, and nothing of this does: no first "
             "weights at random, no calibration data, no training",
             "leave `--seeds` out",
         )
-    first = next(iter(own.values()))
+    first = next(iter(original.values()))
     return [
-        Repetition((first + index) % _SEEDS, _seeded(recipe, own, index, first))
+        Repetition((first + index) % _SEEDS, _seeded(recipe, original, index, first))
         for index in range(count)
     ]
 
@@ -59,9 +59,9 @@ def _seeds_of(recipe: Recipe) -> dict[str, int]:
     return seeds
 
 
-def _seeded(recipe: Recipe, own: dict[str, int], index: int, first: int) -> Recipe:
+def _seeded(recipe: Recipe, original: dict[str, int], index: int, first: int) -> Recipe:
     changed: dict[str, Any] = {}
-    seeds = {section: (seed + index) % _SEEDS for section, seed in own.items()}
+    seeds = {section: (seed + index) % _SEEDS for section, seed in original.items()}
     convert: Any = {"seed": seeds["convert"]} if "convert" in seeds else {}
     if "calibration" in seeds:
         said = {"seed": seeds["calibration"]}

@@ -339,17 +339,17 @@ def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[
     weight = None if target.weight is None else _parts(target.weight, layout)[index]
     gram, curvature = target.gram, target.curvature
     if not layout.turned:
-        own = slice(index * out, (index + 1) * out)
+        rows = slice(index * out, (index + 1) * out)
         if curvature is not None:
-            curvature = curvature[own, own]
-        return replace(target, product=target.product[own], curvature=curvature, weight=weight)
-    own = slice(index * into, (index + 1) * into)
-    product = target.product[:, own]
+            curvature = curvature[rows, rows]
+        return replace(target, product=target.product[rows], curvature=curvature, weight=weight)
+    columns = slice(index * into, (index + 1) * into)
+    product = target.product[:, columns]
     if gram is not None:  # what the others make of inputs that go along with these
         for other, matrix in enumerate(matrices):
             if other != index:
-                product = product - matrix @ gram[other * into : (other + 1) * into, own]
-        gram, weight = gram[own, own], None
+                product = product - matrix @ gram[other * into : (other + 1) * into, columns]
+        gram, weight = gram[columns, columns], None
     return replace(target, product=product, gram=gram, weight=weight)
 
 

@@ -25,6 +25,8 @@ LEFT_OUT = (0.2, 0.45)
 VARIANTS = 1 + len(LEFT_OUT)
 """Of a text, itself among them."""
 
+_MOST_BATCHES = 2**32
+
 Kind = Literal["scores", "embeddings", "states"]
 
 Part = tuple[Tensor, Tensor | None]
@@ -70,10 +72,16 @@ class OutputSampler:
         self._sentences = sentences
         self._independent = independent
         self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._generator = seed, torch.Generator()
 
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return tensors of the output, and a gradient for each."""
+    def __call__(
+        self, output: Any, batch: Mapping[str, Tensor], index: int = 0
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return tensors of the output, and a gradient for each.
+
+        What is drawn for a batch, by its index, does not depend on those before.
+        """
+        self._generator.manual_seed(self._seed * _MOST_BATCHES + index)
         kind, parts = self._parts(output, batch)
         _require_numbers(parts)
         self.weighs_tokens = kind != "scores"

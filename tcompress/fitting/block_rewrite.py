@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tcompress import processes
 from tcompress.attention.module import CHILD
 from tcompress.blockwise.streams import (
     Readings,
@@ -151,6 +152,13 @@ class SplitSums:
             self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
         self._sums[holdout].add(dense, new, weights)
 
+    def merge(self, other: SplitSums) -> SplitSums:
+        """Add what another sum has taken."""
+        for holdout, sums in other._sums.items():
+            ours = self._sums.get(holdout)
+            self._sums[holdout] = sums if ours is None else ours.merge(sums)
+        return self
+
     def moments(self, *, centred: bool) -> LayerMoments:
         """Return both moments; without rows to fit on there are none (a data-free fit)."""
         train, held = self._sums.get(False), self._sums.get(True)
@@ -210,16 +218,22 @@ class Routing:
 class StreamPairs:
     """Passes of the calibration data through the dense model, and through the rewritten one.
 
-    They may be the same passes, where nothing before a block is rewritten.
+    They may be the same passes, where nothing before a block is rewritten. Several processes have
+    some of the batches each.
     """
 
     data: CalibrationData  # batches held out are only measured on
-    dense: Sequence[Stream]
-    new: Sequence[Stream]
+    dense: Mapping[int, Stream]  # by index of the batch
+    new: Mapping[int, Stream]
 
     def __iter__(self) -> Iterator[tuple[int, Stream, Stream]]:
-        for index, (dense, new) in enumerate(zip(self.dense, self.new, strict=True)):
-            yield index, dense, new
+        for index, dense in self.dense.items():
+            yield index, dense, self.new[index]
+
+    def of_run(self, run: int) -> Iterator[tuple[int, Stream, Stream]]:
+        """Passes of one of the runs that batches are summed up in."""
+        count = len(self.data.batches)
+        return (item for item in self if processes.run_of(item[0], count) == run)
 
     def holds_out(self, index: int) -> bool:
         return index in self.data.holdout
@@ -373,13 +387,25 @@ class BlockRewriter:
 
     def _sums(self, rewritten: RewrittenBlock, group: Group, relative: str) -> SplitSums:
         """Moments of a group's input in both streams; none of what stays as it was."""
-        sums = SplitSums()
         if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
-            return sums
+            return SplitSums()
+        weights = self._token_weights(rewritten.block.name, group)
+        parts = (rewritten, group, relative, weights)
+        return processes.total_of(partial(self._run_sums, *parts), SplitSums.merge, self.inputs.device)
+
+    def _run_sums(
+        self,
+        rewritten: RewrittenBlock,
+        group: Group,
+        relative: str,
+        weights: Mapping[int, Tensor],
+        run: int,
+    ) -> SplitSums:
+        """Sums over the batches of one run."""
+        sums = SplitSums()
         name, path = group[0].name, self._path(group[0].name)
         listed = rewritten.rows.is_listed(path)
-        weights = self._token_weights(rewritten.block.name, group)
-        for index, dense, new in self.streams:
+        for index, dense, new in self.streams.of_run(run):
             rewritten.rows.batch = dense.batch
             x, y = rewritten.inputs(relative, dense, new)
             if listed and x is None:  # an expert that no token of these chose
@@ -442,8 +468,7 @@ class BlockRewriter:
             shift = None if bias is None else bias[expert]
             return activated(experts, linear(tokens, weight[expert], shift))
 
-        sums = [SplitSums() for _ in up]
-        for index, dense, other in self.streams:
+        def take(sums: Sequence[SplitSums], index: int, dense: Stream, other: Stream) -> None:
             routed, rerouted = rewritten.inputs(relative, dense, other, routed_arguments)
             if routed is None or rerouted is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
@@ -458,7 +483,17 @@ class BlockRewriter:
                 if bool(rows.any()):
                     pair = read(hidden[rows], up, expert), read(rerouted[0][rows], new_up, expert)
                     total.add(*pair, holdout=self.streams.holds_out(index))
-        return sums
+
+        def run_sums(run: int) -> list[SplitSums]:
+            sums = [SplitSums() for _ in up]
+            for index, dense, other in self.streams.of_run(run):
+                take(sums, index, dense, other)
+            return sums
+
+        def merge(total: list[SplitSums], more: list[SplitSums]) -> list[SplitSums]:
+            return [*map(SplitSums.merge, total, more)]
+
+        return processes.total_of(run_sums, merge, self.inputs.device)
 
     def _install(self, rewritten: RewrittenBlock, group: Group) -> None:
         """Put fitted layers into the block's copy."""

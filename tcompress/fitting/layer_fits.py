@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress import processes
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
@@ -262,10 +263,11 @@ def fit_layers(
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
-    results: dict[str, FittedLayer] = {}
-    for owner, first in enumerate(entries):
-        if first.input_of is not None:
-            continue
+    owners = [owner for owner, entry in enumerate(entries) if entry.input_of is None]
+
+    def fit(owner: int) -> dict[str, FittedLayer]:
+        """Fit a layer, and those that read what it makes of their input."""
+        first, results = entries[owner], dict[str, FittedLayer]()
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
             splits_of: dict[int, list[_Split]] = {}
@@ -288,6 +290,11 @@ def fit_layers(
                 fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
                 fitted.tensors.update(owned_factors(entry, factors))
                 results[entry.key] = fitted
+        return results
+
+    results: dict[str, FittedLayer] = {}
+    for part in processes.shared_out(fit, owners, weights[0].device if weights else "cpu"):
+        results |= part
     return [results[entry.key] for entry in entries]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+from tcompress import processes
 from tcompress.data.calibration import samples_in
 from tcompress.errors import PlanError
 from tcompress.options.convert_options import TIMES
@@ -30,6 +31,7 @@ from tcompress.search.predictions import Predictions, predictor
 from tcompress.search.resources import RESOURCES, Goal, Resource
 from tcompress.search.substitution import (
     Factors,
+    Substitute,
     SubstitutionWalk,
     factors_of,
     in_question,
@@ -91,9 +93,7 @@ class Measurements:
         if untried:
             blocks = len({item.block for item in chosen.values()})
             inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            walk = SubstitutionWalk(inputs, [*untried.values()])
-            changes = walk.changes(lambda block: inputs.progress.advance(1, block))
-            self.changes.update(zip(untried, changes, strict=True))
+            self.changes.update(_changes(untried, inputs))
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
@@ -108,6 +108,20 @@ class Measurements:
         if unit not in self.tables:
             self.tables[unit] = table_site(self.inputs, unit)
         return self.tables[unit]
+
+
+def _changes(substitutes: Mapping[int, Substitute], inputs: SearchInputs) -> dict[int, float]:
+    """Try candidates, each in one process, and return what they change."""
+
+    def walk(numbers: Sequence[int]) -> list[float]:
+        walk = SubstitutionWalk(inputs, [substitutes[number] for number in numbers])
+        passes = len(substitutes) + 1
+        return walk.changes(lambda block: inputs.progress.advance(1, block), passes)
+
+    count = processes.count()
+    shares = [[*substitutes][start::count] for start in range(min(count, len(substitutes)))]
+    parts = processes.shared_out(walk, shares, inputs.device)
+    return {n: c for share, part in zip(shares, parts, strict=True) for n, c in zip(share, part)}
 
 
 @dataclass(frozen=True)
@@ -189,7 +203,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
-    return _solved(problem, names, label, goal)
+    return processes.first(lambda: _solved(problem, names, label, goal))
 
 
 def _solved(

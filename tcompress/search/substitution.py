@@ -120,15 +120,21 @@ class SubstitutionWalk:
             is_unfitted=is_unfitted,
         )
 
-    def changes(self, advance: Callable[[str], None]) -> list[float]:
-        """Return the change of the output per sample, for every substitute."""
+    def changes(self, advance: Callable[[str], None], passes: int) -> list[float]:
+        """Return the change of the output per sample, for every substitute.
+
+        Args:
+            advance: Hears of the blocks that all passes have run.
+            passes: Number of passes of all substitutes that there is memory for at a time.
+        """
         stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
         data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
-        batches = judged_batches(data, self._sampler, self.inputs.source, count + 1)
+        batches = judged_batches(data, self._sampler, self.inputs.source, passes)
         data = _to_fit(data)
         fitted = [stream(batch) for batch in data.batches]
-        pairs = StreamPairs(data, fitted, fitted)  # up to its own block nothing changes
+        by_index = dict(enumerate(fitted))
+        pairs = StreamPairs(data, by_index, by_index)  # up to its own block nothing changes
         unchanged = [stream(batch, keep=True) for batch in batches]
         changed = [[stream(batch, keep=True) for batch in batches] for _ in self.substitutes]
         reached: set[int] = set()  # substitutes whose passes differ by now

@@ -27,7 +27,7 @@ def speaks() -> bool:
     if not is_launched():
         return True
     with suppress(Exception):
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(host, port, is_master=False, timeout=_PATIENCE, wait_for_workers=False)

@@ -9,14 +9,13 @@ whoever made them. Where there is one process alone, nothing here does anything 
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -126,14 +125,12 @@ def first(work: Callable[[], T]) -> T:
     return outcome[0].result()
 
 
-def by_first(
-    method: Callable[Concatenate[S, P], T],
-) -> Callable[Concatenate[S, P], T]:
+def by_first(method: Callable[P, T]) -> Callable[P, T]:
     """Make a method one that the first process alone runs, as `first` says."""
 
     @wraps(method)
-    def run(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
-        return first(lambda: method(self, *args, **kwargs))
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return first(lambda: method(*args, **kwargs))
 
     return run
 
@@ -182,9 +179,7 @@ def own_batches(batches: int) -> list[int]:
     return [i for i in range(batches) if run_of(i, batches) % count() == rank()]
 
 
-def total_of(
-    part: Callable[[int], T], merge: Callable[[T, T], T], device: torch.device | str
-) -> T:
+def total_of(part: Callable[[int], T], merge: Callable[[T, T], T], device: torch.device | str) -> T:
     """Add up what all runs of batches come to, in their order.
 
     One process keeps the sum, and every other one no more than the run that it is at.

@@ -409,9 +409,7 @@ class BlockFitter:
         }
         stream = self._model.stream
         dense = {i: stream(batch, keep=keep) for i, (batch, keep) in batches.items()}
-        new = {
-            i: stream(batch, rewritten=True, keep=keep) for i, (batch, keep) in batches.items()
-        }
+        new = {i: stream(batch, rewritten=True, keep=keep) for i, (batch, keep) in batches.items()}
         self._streams = StreamPairs(self.data, dense, new)
 
     def run(

@@ -390,8 +390,8 @@ class BlockRewriter:
         if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
             return SplitSums()
         weights = self._token_weights(rewritten.block.name, group)
-        parts = (rewritten, group, relative, weights)
-        return processes.total_of(partial(self._run_sums, *parts), SplitSums.merge, self.inputs.device)
+        part = partial(self._run_sums, rewritten, group, relative, weights)
+        return processes.total_of(part, SplitSums.merge, self.inputs.device)
 
     def _run_sums(
         self,

@@ -224,12 +224,17 @@ class MomentSums:
         pairs = zip(other._centres, self._centres, strict=True)
         shifts = [theirs.double() - ours.double() for theirs, ours in pairs]
         same = self._same and other._same and not (self._differs or other._differs)
-        sums = [(self._same, other._same, 0, 0)] if same else [
-            (ours, theirs, i, j)
-            for ours, theirs, (i, j) in zip(self._sums, other._sums, _PAIRS, strict=True)
-        ]
+        sums = (
+            [(self._same, other._same, 0, 0)]
+            if same
+            else [
+                (ours, theirs, i, j)
+                for ours, theirs, (i, j) in zip(self._sums, other._sums, _PAIRS, strict=True)
+            ]
+        )
         for ours, theirs, i, j in sums:
-            assert ours is not None and theirs is not None
+            assert ours is not None
+            assert theirs is not None
             ours.merge(theirs)
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
@@ -239,8 +244,8 @@ class MomentSums:
                 self._same = other._same
             else:
                 self._same.merge(other._same)
-        for mean, theirs, shift in zip(self._means, other._means, shifts, strict=True):
-            mean += theirs + other._weight * shift
+        for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
+            mean += more + other._weight * shift
         self._differs |= other._differs
         self.rows += other.rows
         self._weight += other._weight

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 from tcompress import processes
@@ -121,7 +122,7 @@ def _changes(substitutes: Mapping[int, Substitute], inputs: SearchInputs) -> dic
     count = processes.count()
     shares = [[*substitutes][start::count] for start in range(min(count, len(substitutes)))]
     parts = processes.shared_out(walk, shares, inputs.device)
-    return {n: c for share, part in zip(shares, parts, strict=True) for n, c in zip(share, part)}
+    return dict(zip(chain(*shares), chain(*parts), strict=True))
 
 
 @dataclass(frozen=True)

@@ -155,8 +155,8 @@ class SubstitutionWalk:
                     for index, exact in enumerate(unchanged):
                         answer = run(exact)
                         exact.answer(answer)
-                        for number, passes in enumerate(changed):
-                            follower = passes[index]
+                        for number, followers in enumerate(changed):
+                            follower = followers[index]
                             if number in reached:
                                 follower.answer(run(follower))
                             else:

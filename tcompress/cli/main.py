@@ -21,6 +21,7 @@ from tcompress.cli.terminal import (
     outliving_readers,
     report_failure,
 )
+from tcompress.errors import InputError
 from tcompress.progress import Silent, listening
 
 _EPILOG = """\
@@ -57,6 +58,10 @@ _COMMANDS = {
     "demo": "Make a small language model that ships smaller, and heal it; needs no network.",
     "recipes": "List, show, copy, check and explain recipes.",
 }
+
+
+_TOGETHER = ("convert", "finetune", "lm-eval")
+"""Commands that several processes do together."""
 
 
 def program(typed: Sequence[str] | None = None) -> typer.Typer:
@@ -134,6 +139,16 @@ def _one_voice() -> Iterator[None]:
         yield
 
 
+def _check_processes(typed: Sequence[str]) -> None:
+    """Refuse to have several processes write the same files, each by itself."""
+    command = next((word for word in typed if word in _COMMANDS), None)
+    if launched.is_launched() and command not in (None, *_TOGETHER):
+        raise InputError(
+            f"`{command}` runs in one process, and a launcher has started several",
+            "leave the launcher out; with one, `convert` and `finetune` share their work out",
+        )
+
+
 def _failed(error: BaseException, *, as_json: bool) -> int:
     """Report what went wrong, unless another process has: launchers end all as soon as one ends."""
     return report_failure(error, as_json=as_json) if launched.speaks() else describe(error).code
@@ -161,6 +176,7 @@ def _stoppable() -> Iterator[list[int]]:
 def _run(typed: list[str]) -> int:
     as_json = "--json" in typed
     try:
+        _check_processes(typed)
         # A shell that asks what may follow says what is typed so far.
         so_far = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
         asked = so_far.split()[1:] if _COMPLETION in os.environ else typed

@@ -15,14 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from typing import Any, Generic, ParamSpec, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from tcompress.errors import ProcessError
 from tcompress.launched import is_launched
+
+if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
+    import torch
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -50,6 +49,7 @@ def joined(device: torch.device) -> Iterator[None]:
     if not is_launched() or _group.get() is not None:
         yield
         return
+    import torch.distributed as dist
     from accelerate import PartialState
 
     with _lost_processes():
@@ -65,13 +65,13 @@ def joined(device: torch.device) -> Iterator[None]:
 def count() -> int:
     """Number of processes that work together."""
     group = _group.get()
-    return 1 if group is None else dist.get_world_size(group)
+    return 1 if group is None else int(group.size())
 
 
 def rank() -> int:
     """Number of this process; the first is 0."""
     group = _group.get()
-    return 0 if group is None else dist.get_rank(group)
+    return 0 if group is None else int(group.rank())
 
 
 def leads() -> bool:
@@ -117,6 +117,8 @@ def first(work: Callable[[], T]) -> T:
     """
     if count() == 1:
         return work()
+    import torch.distributed as dist
+
     with _lost_processes():
         dist.barrier(_group.get())
         outcome = [_Outcome.of(work) if leads() else None]
@@ -163,6 +165,8 @@ def gathered(value: T) -> list[T]:
     """Exchange a value with all processes; their tensors are on the CPU then. In order of ranks."""
     if count() == 1:
         return [value]
+    import torch.distributed as dist
+
     values: list[Any] = [None] * count()
     with _lost_processes():
         dist.all_gather_object(values, moved(value, "cpu"), _group.get())
@@ -203,6 +207,8 @@ def total_of(part: Callable[[int], T], merge: Callable[[T, T], T], device: torch
                 total = other if total is None else merge(total, other)
         del own
     if count() > 1:
+        import torch.distributed as dist
+
         shared = [moved(total, "cpu") if leads() else None]
         with _lost_processes():
             dist.broadcast_object_list(shared, 0, _group.get())
@@ -213,6 +219,8 @@ def total_of(part: Callable[[int], T], merge: Callable[[T, T], T], device: torch
 
 def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:
     """Send a value to the first process, which alone gets it."""
+    import torch.distributed as dist
+
     group = _group.get()
     with _lost_processes():
         if rank() == sender:
@@ -226,6 +234,8 @@ def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:
 
 def moved(value: T, device: torch.device | str) -> T:
     """Copy a value whose tensors, however deep, are on a device."""
+    from torch import Tensor
+
     result: Any = value
     if isinstance(value, Tensor):
         result = value.to(device)

@@ -25,7 +25,7 @@ LEFT_OUT = (0.2, 0.45)
 VARIANTS = 1 + len(LEFT_OUT)
 """Of a text, itself among them."""
 
-_MOST_BATCHES = 2**32
+_APART = 1_000_003  # seeds of batches; of such generators the lowest 32 bits count
 
 Kind = Literal["scores", "embeddings", "states"]
 
@@ -81,7 +81,7 @@ class OutputSampler:
 
         What is drawn for a batch, by its index, does not depend on those before.
         """
-        self._generator.manual_seed(self._seed * _MOST_BATCHES + index)
+        self._generator.manual_seed(self._seed + _APART * index)
         kind, parts = self._parts(output, batch)
         _require_numbers(parts)
         self.weighs_tokens = kind != "scores"

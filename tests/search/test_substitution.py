@@ -69,8 +69,8 @@ def test_substitutes_in_idle_blocks_change_nothing(
     found: list[tuple[str, float]] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, advance: object) -> list[float]:
-        made = own(walk, advance)  # type: ignore[arg-type]
+    def changes(walk: SubstitutionWalk, advance: object, passes: int) -> list[float]:
+        made = own(walk, advance, passes)  # type: ignore[arg-type]
         found.extend((item.block, one) for item, one in zip(walk.substitutes, made, strict=True))
         return made
 
@@ -92,8 +92,8 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     seen: list[float] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, advance: object) -> list[float]:
-        seen.extend(own(walk, advance))  # type: ignore[arg-type]
+    def changes(walk: SubstitutionWalk, advance: object, passes: int) -> list[float]:
+        seen.extend(own(walk, advance, passes))  # type: ignore[arg-type]
         return [0.0 for _ in walk.substitutes]
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
@@ -111,7 +111,7 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     source = SourceModel.open(str(tiny(family)))  # type: ignore[operator]
     tried: list[int] = []
 
-    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
+    def changes(walk: SubstitutionWalk, *_: object) -> list[float]:
         tried.append(len(walk.substitutes))
         return [0.0 for _ in walk.substitutes]
 
@@ -133,7 +133,7 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
     tried: list[str] = []
 
-    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
+    def changes(walk: SubstitutionWalk, *_: object) -> list[float]:
         tried.extend(item.block for item in walk.substitutes)
         blocks = [int(item.block.rpartition(".")[2]) for item in walk.substitutes]
         return [

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING, EvaluationMoments, LayerStatistics
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, LayerStatistics
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
@@ -195,8 +195,7 @@ def order_by_weights(
         facts = {}
         for layer, weight in weights.items():
             read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
-            moments = EvaluationMoments(read, None)
-            statistics = LayerStatistics(weight, moments, weight.new_zeros(len(read)))
+            statistics = LayerStatistics(weight, read, weight.new_zeros(len(read)))
             facts[layer.weight_name] = LayerFacts(entries[layer.weight_name], statistics, None)
         orders.append(order_channels(coupling, facts, DAMPING / len(gram)))
     if not experts:
@@ -226,11 +225,11 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
 
 def _metrics(layer: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:
     """Damped moments of a layer's inputs, and of the gradients at its outputs."""
-    moments = layer.statistics.whole
+    moments = layer.statistics
     features = len(moments.gram)
     gram = damped_curvature(moments.gram, damping * features / moments.rows)
     if moments.curvature is None:  # every layer counts alike
-        energy = float(layer.statistics.weight.double().square().sum()) or 1.0
+        energy = float(moments.weight.double().square().sum()) or 1.0
         return gram, torch.eye(layer.entry.out_features).to(gram) / energy
     return gram, damped_curvature(moments.curvature, CURVATURE_DAMPING)
 
@@ -255,7 +254,7 @@ def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) 
     for (key, part), width in widths.items():
         rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
         reductions[key, part, width] = Reduction(rows[ordered.order].flatten())
-    return ChannelOrder(coupling, ordered.losses * reader.statistics.whole.rows, reductions)
+    return ChannelOrder(coupling, ordered.losses * reader.statistics.rows, reductions)
 
 
 def _by_head(matrix: Tensor, size: int) -> Tensor:
@@ -273,7 +272,7 @@ def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
     weight = reader.statistics.weight.double().unflatten(1, (heads, size))  # (out, heads, size)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
     bases = _shared_bases(_by_head(gram, size), curvatures, owned)
-    losses = bases.losses * reader.statistics.whole.rows
+    losses = bases.losses * reader.statistics.rows
     many = heads // owned  # query heads that see the same values
     lift = bases.lift.repeat_interleave(many, 0)
     reduce = bases.reduce.repeat_interleave(many, 0)
@@ -302,7 +301,7 @@ def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
 
     many = heads // owned
     curvatures = _by_head(curvature[rows, rows], size)
-    if querying.statistics.whole.curvature is None:  # scores of independent inputs
+    if querying.statistics.curvature is None:  # scores of independent inputs
         start = _offset(second.parts, keys)
         key_rows = facts[second.weight_name].statistics.weight[start : start + keys.size].double()
         cut = key_rows.unflatten(0, (owned, size))
@@ -317,7 +316,7 @@ def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
         (querying.entry.key, queries.name, size): of_queries,
         (facts[second.weight_name].entry.key, keys.name, size): of_keys,
     }
-    return ChannelOrder(coupling, bases.losses * querying.statistics.whole.rows, reductions)
+    return ChannelOrder(coupling, bases.losses * querying.statistics.rows, reductions)
 
 
 def _offset(parts: Sequence[object], part: object) -> int:

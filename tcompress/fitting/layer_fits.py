@@ -69,26 +69,19 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class EvaluationMoments:
-    """Moments that a fit is judged by, per row and not damped."""
-
-    gram: Tensor  # G  # (in, in)
-    curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
-    rows: int = 1
-
-
-@dataclass(frozen=True)
 class LayerStatistics:
-    """Weight and moments of one layer."""
+    """Weight of one layer, and moments of all rows, per row and not damped."""
 
     weight: Tensor  # dense  # (out, in)
-    whole: EvaluationMoments  # of all rows
+    gram: Tensor  # G  # (in, in)
     mean: Tensor  # of the inputs  # (in,)
+    curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
-        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
+        return cls(weight, gram, sums.mean, curvature, sums.rows)
 
 
 @dataclass
@@ -183,7 +176,7 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     return relative_error(error, norm)
 
 
-def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float:
+def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
     start = 0
@@ -242,7 +235,7 @@ def fit_layers(
     curvatures: Mapping[str, Tensor] = {},
     factors: SharedFactors = NO_FACTORS,
     lifts: Mapping[str, Tensor] = {},
-    evaluation_moments: Mapping[str, EvaluationMoments] = {},
+    evaluation: Mapping[str, LayerStatistics] = {},
     roundings: Mapping[str, Rounding] = {},
 ) -> list[FittedLayer]:
     """Fit layers that read the same input; transforms are shared within this list only.
@@ -258,7 +251,7 @@ def fit_layers(
         factors: What layers share, fitted before.
         lifts: From the inputs that are left to all, by name of layers that read fewer; their
             moments are of those that are left.  # ([experts,] in, left)
-        evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
+        evaluation: Moments to predict losses of fits on data by, by name of the layer.
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
@@ -285,7 +278,7 @@ def fit_layers(
                 ) from error
             for i, splits in splits_of.items():
                 entry = entries[i]
-                fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
+                fitted = _collect(entry, splits, moments[i], evaluation.get(entry.name))
                 fitted.tensors.update(owned_factors(entry, factors))
                 results[entry.key] = fitted
     return [results[entry.key] for entry in entries]
@@ -442,7 +435,7 @@ def _collect(
     entry: LayerPlan,
     splits: Sequence[_Split],
     moments: Sequence[LayerMoments],
-    evaluation: EvaluationMoments | None,
+    evaluation: LayerStatistics | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):

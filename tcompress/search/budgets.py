@@ -12,12 +12,13 @@ from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
-from tcompress.search.joint_width import is_offered, joined
+from tcompress.search.joint_width import joined
 from tcompress.search.knapsack import (
     Allocation,
     allocate,
@@ -236,10 +237,10 @@ class BudgetProblem:
             site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
             for site in self.predictions.layers
         ]
-        widths = self.predictions.widths if is_offered(methods) else ()
+        widths = self.predictions.widths if NARROWING in methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = joined(layers, widths, self.resource, may_stay=may_stay)
+        sites = joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:

@@ -5,21 +5,20 @@ The only file of a search that knows how layers around channels are chosen toget
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
 import torch
 
 from tcompress.fitting.channel_orders import ChannelOrder
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.couplings import Coupling
 from tcompress.planning.entries import LayerForm, LayerPlan
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import Channels, PartLayout
-from tcompress.structures.width import WidthLayout, WidthSpec
-
-WIDTH = WidthSpec().name
+from tcompress.structures.width import WidthLayout
 
 
 def width_site(
@@ -48,7 +47,7 @@ def width_site(
             name: round(sum(count * (site.unit if name == BYTES else 1) for count, site in counted))
             for name in counted[0][1].dense
         }
-        candidates.append(Candidate(WIDTH, forms, _loss(orders, chosen), costs))
+        candidates.append(Candidate(NARROWING, forms, _loss(orders, chosen), costs))
     return WidthSite(
         keys=tuple(key for key, _ in candidates[-1].forms),
         role="",
@@ -148,19 +147,3 @@ def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:
     nothing, sizes = coupling.sizes[:1], coupling.sizes[1:-1]
     nearest = min(sizes, key=lambda size: abs(size - fraction * coupling.size), default=0)
     return sorted({*(nothing if nothing == [0] else []), *([nearest] if nearest else [])})
-
-
-def is_unfitted(entry: LayerPlan) -> bool:
-    """Tell whether what is left of a layer is as it was."""
-    terms = [term for part in entry.parts for term in part.terms]
-    return entry.reads is None and all(term.structure == WIDTH for term in terms)
-
-
-def is_offered(methods: Collection[str]) -> bool:
-    """Tell whether layers may become narrower together."""
-    return WIDTH in methods
-
-
-def without_width(methods: Collection[str]) -> list[str]:
-    """List the methods whose candidates are of one layer."""
-    return [name for name in methods if name != WIDTH]

@@ -33,17 +33,11 @@ from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.planner import regrouped
+from tcompress.planning.planner import is_refitted, regrouped
 from tcompress.planning.sites import roles_of
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.candidates import SearchInputs, Site
-from tcompress.search.joint_width import (
-    forms_of,
-    is_offered,
-    is_unfitted,
-    kept_sizes,
-    without_width,
-)
+from tcompress.search.candidates import SearchInputs, Site, of_one_layer
+from tcompress.search.joint_width import forms_of, kept_sizes
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -117,7 +111,7 @@ class SubstitutionWalk:
             reductions=lambda block: read_reductions(moments("channels", block)),
             dtype_of=lambda _: torch.float32,
             device=device,
-            is_unfitted=is_unfitted,
+            is_unfitted=lambda entry: entry.reads is None and is_refitted(entry),
         )
 
     def changes(self, advance: Callable[[str], None]) -> list[float]:
@@ -341,9 +335,8 @@ def count_of(
     block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
 ) -> int:
     """Count the substitutes of a block, by what it is made of alone."""
-    structured = without_width(methods)
-    count = len(_halves(block)) * len(structured)
-    if is_offered(methods):
+    count = len(_halves(block)) * len(of_one_layer(methods))
+    if NARROWING in methods:
         heads = [whole_heads(item) for item in attentions if item.block == block.name]
         coupled = [*couplings(block), *filter(None, heads)]
         count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)

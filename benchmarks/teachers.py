@@ -6,8 +6,8 @@
 TEACHER is a model such as all-mpnet-base-v2, STUDENT a smaller one such as all-MiniLM-L6-v2. A row
 is one way: a form (dense, or converted from one of them), trained by one teacher or both, measured
 beside the dense student in the same run. `small` is TEACHER at the speed of STUDENT, exported in
-eight bits too. Texts that are in a measured pair are left out of what is trained on. OUT/results.json
-has every step that is done; none is done again, and what was cut off goes on where it was.
+eight bits too. Texts that are in a measured pair are left out of what is trained on. A step that is
+done stands in OUT/results.json and is not done again; one that was cut off goes on.
 """
 
 from __future__ import annotations

@@ -26,15 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError, first_line
 from tcompress.models.adapters import Adapter, base_of, check_adapter, merge
-from tcompress.models.keymap import KeyMap, check_weights
-from tcompress.models.mended import (
-    Copy,
-    copying,
-    plain_names,
-    plain_types,
-    with_names,
-    with_settings,
-)
+from tcompress.models.keymap import KeyMap, check_weights, plain_names
+from tcompress.models.mended import Copy, copying, with_names, with_settings
 from tcompress.models.names import (
     ALIASES,
     METHODS,
@@ -49,7 +42,7 @@ from tcompress.models.names import (
     sentence_root,
     without_code,
 )
-from tcompress.models.store import Shard, TensorInfo, WeightStore
+from tcompress.models.store import Shard, TensorInfo, WeightStore, plain_types
 from tcompress.models.vocabulary import Vocabulary
 
 

@@ -82,40 +82,24 @@ def _slope(taken: dict[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan that keeps to a budget.
-
-    Attributes:
-        plan: The plan.
-        loss: What it is predicted to lose.
-        size: What it is judged by where the smallest is looked for.
-    """
+    """A plan that keeps to a budget."""
 
     plan: Plan
-    loss: float
-    size: int
+    loss: float  # what it is predicted to lose
+    size: int  # what it is judged by where the smallest is looked for
 
 
 @dataclass(frozen=True)
 class BudgetProblem:
-    """One budget, and the sites that it is spent on.
+    """One budget, and the sites that it is spent on."""
 
-    Attributes:
-        recipe: What was asked for.
-        source: The model.
-        plan: A plan of equal sizes.
-        groups: Its layers, those together that read one input.
-        predictions: What may be chosen from.
-        table: What the word embedding may become, where that is chosen too.
-        room: What the sites may take of a resource that is limited too, or alone, by its unit.
-    """
-
-    recipe: Convert
+    recipe: Convert  # what was asked for
     source: SourceModel
-    plan: Plan
-    groups: Sequence[Sequence[LayerPlan]]
-    predictions: Predictions
-    table: TableSite | None = None
-    room: tuple[str, int] | None = None
+    plan: Plan  # a plan of equal sizes
+    groups: Sequence[Sequence[LayerPlan]]  # its layers, those together that read one input
+    predictions: Predictions  # what may be chosen from
+    table: TableSite | None = None  # what the word embedding may become, where that is chosen too
+    room: tuple[str, int] | None = None  # for the sites, by unit of a limited resource
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.

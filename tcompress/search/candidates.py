@@ -44,27 +44,16 @@ Forms = tuple[tuple[str, LayerForm | None], ...]
 
 @dataclass(frozen=True, eq=False)
 class SearchInputs:
-    """A model, and what is asked of it.
-
-    Attributes:
-        source: The model.
-        recipe: What was asked for.
-        plan: A plan of equal sizes.
-        data: To measure on; what is held out is for comparisons alone.
-        workdir: Where moments are kept.
-        device: Where to compute.
-        progress: Hears how far it is.
-        several: Whether each method that takes all layers may be an answer by itself.
-    """
+    """A model, and what is asked of it."""
 
     source: SourceModel
-    recipe: Convert
-    plan: Plan
-    data: CalibrationData | None
-    workdir: FitWorkplace
+    recipe: Convert  # what was asked for
+    plan: Plan  # a plan of equal sizes
+    data: CalibrationData | None  # to measure on; what is held out is for comparisons alone
+    workdir: FitWorkplace  # where moments are kept
     device: torch.device
     progress: Progress
-    several: bool = False
+    several: bool = False  # whether each method that takes all layers may be an answer by itself
 
     @property
     def label(self) -> str:
@@ -74,18 +63,11 @@ class SearchInputs:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What could stand at a site.
+    """What could stand at a site."""
 
-    Attributes:
-        method: Name of the structure; empty where there are several, or none.
-        forms: What every layer of the site becomes.
-        loss: Predicted loss of the model, in one unit for all sites.
-        costs: What it takes.
-    """
-
-    method: str
-    forms: Forms
-    loss: float
+    method: str  # name of the structure; empty where there are several, or none
+    forms: Forms  # what every layer of the site becomes
+    loss: float  # predicted loss of the model, in one unit for all sites
     costs: Costs
 
     @property
@@ -106,25 +88,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Site:
-    """A layer, or layers that are chosen together, and what may stand there.
+    """A layer, or layers that are chosen together, and what may stand there."""
 
-    Attributes:
-        keys: Names of the weights in the checkpoint.
-        role: Of the layer in its block.
-        dense: What the site takes as it is.
-        candidates: In any order; useless ones do no harm.
-        left_out: Predicted loss of leaving it out.
-        unit: Bytes of one parameter where bytes are limited, else one.
-        may_stay: Whether it may stay as it is, at no loss.
-    """
-
-    keys: tuple[str, ...]
-    role: str
-    dense: Costs
-    candidates: tuple[Candidate, ...]
-    left_out: float = 0.0
-    unit: float = 1.0
-    may_stay: bool = True
+    keys: tuple[str, ...]  # names of the weights in the checkpoint
+    role: str  # of the layer in its block
+    dense: Costs  # what the site takes as it is
+    candidates: tuple[Candidate, ...]  # in any order; useless ones do no harm
+    left_out: float = 0.0  # predicted loss of leaving it out
+    unit: float = 1.0  # bytes of one parameter where bytes are limited, else one
+    may_stay: bool = True  # whether it may stay as it is, at no loss
 
     @property
     def key(self) -> str:

@@ -65,29 +65,17 @@ AnySite = TypeVar("AnySite", bound=Site)
 
 @dataclass(frozen=True)
 class Predictions:
-    """All that a budget may choose from, and what helps to choose.
+    """All that a budget may choose from, and what helps to choose."""
 
-    Attributes:
-        layers: Layers, each by itself.
-        singly: The same with what a method offers where all layers take it.
-        uncorrected: The same before fits of some layers corrected the losses; empty where none did.
-        widths: Layers that have channels in common.
-        offers: Methods of `layers`, in the order of preference.
-        singles: Methods that are answers by themselves, as far as they are tried.
-        complete: Methods that all layers may take.
-        fixed: Weights of layers that have a size of their own.
-        substitutes: Candidates that may be put alone into the dense model.
-    """
-
-    layers: tuple[Site, ...] = ()
-    singly: tuple[Site, ...] = ()
-    uncorrected: tuple[Site, ...] = ()
-    widths: tuple[WidthSite, ...] = ()
-    offers: Offers = field(default_factory=dict)
-    singles: tuple[str, ...] = ()
-    complete: tuple[str, ...] = ()
-    fixed: frozenset[str] = frozenset()
-    substitutes: tuple[Substitute, ...] = ()
+    layers: tuple[Site, ...] = ()  # layers, each by itself
+    singly: tuple[Site, ...] = ()  # the same with what a method offers where all layers take it
+    uncorrected: tuple[Site, ...] = ()  # before fits corrected the losses, if some did
+    widths: tuple[WidthSite, ...] = ()  # layers that have channels in common
+    offers: Offers = field(default_factory=dict)  # methods of `layers`, in the order of preference
+    singles: tuple[str, ...] = ()  # methods that are answers by themselves, if tried
+    complete: tuple[str, ...] = ()  # methods that all layers may take
+    fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
+    substitutes: tuple[Substitute, ...] = ()  # that may be put alone into the dense model
 
     @property
     def methods(self) -> list[str]:

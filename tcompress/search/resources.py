@@ -117,17 +117,11 @@ class Resource(ABC):
 
 @dataclass(frozen=True)
 class Goal:
-    """Models are to take so little; what they are predicted to take is corrected by whole ones.
+    """Models are to take so little; what they are predicted to take is corrected by whole ones."""
 
-    Attributes:
-        resource: What is limited.
-        budget: The limit.
-        rest: What the model takes beside the layers that are sized.
-    """
-
-    resource: Resource
+    resource: Resource  # what is limited
     budget: Budget
-    rest: int
+    rest: int  # what the model takes beside the layers that are sized
 
     @property
     def ratio(self) -> float:

@@ -62,25 +62,15 @@ LEAST, MOST = 1 / 30, 30.0
 
 @dataclass(frozen=True, eq=False)
 class Substitute:
-    """Layers of one block in another form.
-
-    Attributes:
-        method: Its structure.
-        kind: Alike in all blocks for candidates of one method at the same place.
-        block: Name of the block.
-        entries: Plans of the layers that change.
-        predicted: Predicted loss, above zero.
-        keys: Weights whose losses by this method it tells of; none where it is about channels.
-        coupling: The channels that are fewer, and how many stay.
-    """
+    """Layers of one block in another form."""
 
     method: str
-    kind: tuple[str, ...]
+    kind: tuple[str, ...]  # alike in all blocks for candidates of one method at the same place
     block: str
-    entries: tuple[LayerPlan, ...]
-    predicted: float
-    keys: tuple[str, ...] = ()
-    coupling: tuple[Coupling, int] | None = None
+    entries: tuple[LayerPlan, ...]  # plans of the layers that change
+    predicted: float  # predicted loss, above zero
+    keys: tuple[str, ...] = ()  # weights whose losses it tells of; none where channels are fewer
+    coupling: tuple[Coupling, int] | None = None  # the channels that are fewer, and how many stay
 
 
 @dataclass
@@ -89,14 +79,10 @@ class SubstitutionWalk:
 
     A pass follows the dense one up to the block of its substitute, which is fitted there, and
     computes from there on.
-
-    Attributes:
-        inputs: The model, what substitutes are fitted to and judged by, and their statistics.
-        substitutes: What is put into the dense model.
     """
 
-    inputs: SearchInputs
-    substitutes: Sequence[Substitute] = ()
+    inputs: SearchInputs  # what substitutes are fitted to and judged by
+    substitutes: Sequence[Substitute] = ()  # what is put into the dense model
 
     def __post_init__(self) -> None:
         source, device = self.inputs.source, self.inputs.device

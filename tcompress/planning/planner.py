@@ -12,6 +12,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
+from tcompress.options.patterns import matches
 from tcompress.planning.costs import (
     STAND_IN,
     Choice,
@@ -37,7 +38,6 @@ from tcompress.planning.sites import (
     check_patterns,
     left_out,
     matched_names,
-    matches,
     module_path,
     named_outside,
     offered_by,

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import math
-import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from fnmatch import fnmatchcase
-from functools import cache
-from re import _parser as sre_parse  # type: ignore[attr-defined]
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +17,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
 from tcompress.options.method_options import AutoSpec, lookup_methods
+from tcompress.options.patterns import matches
 from tcompress.planning.entries import AttentionPlan, DenseLayer, FormPlan, LayerPlan, SkippedLayer
 from tcompress.roles import Attention, Layer, Roles
 from tcompress.roles.find import attentions_of, find_roles, position_tables
@@ -66,62 +62,6 @@ def roles_of(source: SourceModel) -> Roles:
 def module_path(source: SourceModel, name: str) -> str:
     """Path in the model of a module with this name in the checkpoint."""
     return source.keymap.runtime_name(name) or name
-
-
-_LONGEST = 60  # characters of a layer's name, about
-_MOST_WAYS = 2e7  # four times `.*`, for example
-
-
-def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Match a layer's names with a name, `*` wildcards, `re:...` or an end of a name."""
-    if pattern.startswith("re:"):
-        expression = _compiled(pattern)
-        return any(expression.search(name) for name in names)
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for name in names)
-
-
-@cache
-def _compiled(pattern: str) -> re.Pattern[str]:
-    hint = "such as `re:layer\\.[0-3]\\.`; `*` wildcards need no `re:`, as in `*.layer.0.*`"
-    try:
-        ways = _ways(sre_parse.parse(pattern[3:]))
-        expression = re.compile(pattern[3:])
-    except (re.error, OverflowError, RecursionError) as error:
-        raise PlanError(f"`{pattern}` is not a regular expression: {error}", hint) from error
-    if ways > _MOST_WAYS:
-        raise PlanError(
-            f"`{pattern}` could take for ever, since it repeats what repeats, or repeats too often",
-            hint,
-        )
-    return expression
-
-
-def _ways(parts: Iterable[Any]) -> float:
-    """Bound the number of ways to match a name: backtracking tries all of them."""
-    total, unbounded = 1.0, 0
-    for kind, content in parts:
-        name = str(kind)
-        if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-            low, high, inner = content
-            high = min(int(high), _LONGEST)
-            span = high - min(int(low), high) + 1.0
-            if high == _LONGEST:  # repeats one after another share the characters of a name
-                unbounded += 1
-                span = (_LONGEST + unbounded) / unbounded
-            total *= span * min(_ways(inner), 10.0) ** high
-        elif name == "BRANCH":
-            total *= sum(map(_ways, content[1]))
-        elif name == "SUBPATTERN":
-            total *= _ways(content[3])
-        elif name in ("ASSERT", "ASSERT_NOT"):
-            total *= _ways(content[1])
-        elif name == "ATOMIC_GROUP":
-            total *= _ways(content)
-        elif name == "GROUPREF_EXISTS":
-            total *= _ways(content[1]) + _ways(content[2] or ())
-        if total > _MOST_WAYS:
-            return math.inf
-    return total
 
 
 def matched_names(source: SourceModel, layer: Layer) -> tuple[str, ...]:

@@ -264,7 +264,6 @@ class BudgetProblem:
 
     @property
     def budget(self) -> Budget:
-        """What is limited."""
         assert self.plan.budget is not None
         return self.plan.budget.asked
 

@@ -57,7 +57,6 @@ class SearchInputs:
 
     @property
     def label(self) -> str:
-        """Name of the method."""
         return self.recipe.method.name if self.recipe.method else ""
 
 
@@ -119,7 +118,6 @@ class Site:
         return tuple(dict.fromkeys(item.method for item in self.candidates))
 
     def of(self, method: str) -> tuple[Candidate, ...]:
-        """List the candidates of one method."""
         return tuple(item for item in self.candidates if item.method == method)
 
     def offering(self, methods: Collection[str], *, may_stay: bool) -> Site:

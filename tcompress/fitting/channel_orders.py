@@ -273,12 +273,9 @@ def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
     bases = _shared_bases(_by_head(gram, size), curvatures, owned)
     losses = bases.losses * reader.statistics.rows
-    many = heads // owned  # query heads that see the same values
-    lift = bases.lift.repeat_interleave(many, 0)
-    reduce = bases.reduce.repeat_interleave(many, 0)
     reductions = {
         (facts[writer.weight_name].entry.key, part.name, size): Reduction(bases.reduce, bases.lift),
-        (reader.entry.key, READ, size): Reduction(reduce, lift),
+        (reader.entry.key, READ, size): _repeated(bases, heads // owned),
     }
     return ChannelOrder(coupling, losses, reductions)
 
@@ -307,16 +304,19 @@ def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
         cut = key_rows.unflatten(0, (owned, size))
         curvatures = (cut @ cut.mT).repeat_interleave(many, 0) / key_rows.square().sum()
     bases = _shared_bases(_by_head(computed, size), curvatures, owned)
-    of_queries = Reduction(
-        bases.reduce.repeat_interleave(many, 0), bases.lift.repeat_interleave(many, 0)
-    )
     # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
     of_keys = Reduction(bases.lift.mT, bases.reduce.mT)
     reductions = {
-        (querying.entry.key, queries.name, size): of_queries,
+        (querying.entry.key, queries.name, size): _repeated(bases, many),
         (facts[second.weight_name].entry.key, keys.name, size): of_keys,
     }
     return ChannelOrder(coupling, bases.losses * querying.statistics.rows, reductions)
+
+
+def _repeated(bases: HeadBases, many: int) -> Reduction:
+    """Reduction of query heads, so many of which see the same keys and values."""
+    reduce, lift = (tensor.repeat_interleave(many, 0) for tensor in (bases.reduce, bases.lift))
+    return Reduction(reduce, lift)
 
 
 def _offset(parts: Sequence[object], part: object) -> int:

@@ -201,6 +201,8 @@ ROUNDS = 6  # passes over the summands; the error changes in the fourth digit af
 
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
+MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
+
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 
 
@@ -272,9 +274,7 @@ def fit_layers(
                 listed = ", ".join(f"`{entries[i].name}`" for i in members)
                 raise FitError(
                     f"the fit of {listed} failed: {message_of(error)}",
-                    getattr(error, "hint", None)
-                    or "use more calibration data or a larger `damping`, or leave the layer out "
-                    "with `--keep`",
+                    getattr(error, "hint", None) or MORE_DATA,
                 ) from error
             for i, splits in splits_of.items():
                 entry = entries[i]

@@ -21,7 +21,7 @@ from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_in
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
 from tcompress.fitting.channel_orders import order_channels as channel_order
-from tcompress.fitting.layer_fits import LayerStatistics
+from tcompress.fitting.layer_fits import MORE_DATA, LayerStatistics
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
@@ -306,8 +306,7 @@ class Predictor:
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 raise FitError(
                     f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
-                    "use more calibration data or a larger `damping`, or leave the layer out "
-                    "with `--keep`",
+                    MORE_DATA,
                 ) from error
             layers[entry.key], singly[entry.key] = pair
         fits, blocks = self.fits, roles_of(self.inputs.source).blocks

@@ -12,8 +12,8 @@ from tcompress.fitting.layer_fits import CURVATURE_DAMPING, LayerStatistics
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
-from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.entries import LayerPlan
+from tcompress.planning.sites import Coupling, couplings
 from tcompress.roles import Block, Layer
 from tcompress.structures.modules.linear import Channels
 

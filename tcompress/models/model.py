@@ -33,6 +33,7 @@ from tcompress.models.names import (
     METHODS,
     MODULES,
     WEIGHTS,
+    adapter_files,
     auxiliary_files,
     encodes_sentences,
     is_only_rounded,
@@ -151,9 +152,9 @@ class SourceModel:
         """
         origin = resolve(name, revision=revision, token=token, weights=seed is None)
         copies: list[Copy] = []
-        if seed is None:
+        if seed is None and (adapter is not None or adapter_files(origin)):
             check_adapter(origin, adapter)
-            copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
+            copies.append(_merged(origin, token, trust_remote_code))
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
         raw = raw if converted else _without_rounding(raw)

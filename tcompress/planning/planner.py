@@ -22,7 +22,6 @@ from tcompress.planning.costs import (
     plan_within,
     planned_storage,
 )
-from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import (
     Coverage,
@@ -35,7 +34,9 @@ from tcompress.planning.entries import (
 )
 from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.sites import (
+    Coupling,
     check_patterns,
+    couplings,
     left_out,
     matched_names,
     module_path,

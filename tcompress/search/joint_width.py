@@ -13,8 +13,8 @@ import torch
 
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.couplings import Coupling
 from tcompress.planning.entries import LayerForm, LayerPlan
+from tcompress.planning.sites import Coupling
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import Channels, PartLayout

@@ -26,10 +26,16 @@ from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
-from tcompress.planning.couplings import couplings, whole_heads
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, regrouped, site_of
-from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
+from tcompress.planning.sites import (
+    couplings,
+    module_path,
+    offered_by,
+    roles_of,
+    structure_of,
+    whole_heads,
+)
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (

@@ -25,10 +25,10 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.costs import path_of
-from tcompress.planning.couplings import Coupling, Kind
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
 from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import Coupling, Kind
 from tcompress.search.budgets import TRIES, approach
 from tcompress.search.candidates import (
     NANOSECONDS,

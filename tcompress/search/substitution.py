@@ -31,10 +31,9 @@ from tcompress.fitting.block_rewrite import (
 from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import is_refitted, regrouped
-from tcompress.planning.sites import roles_of
+from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import SearchInputs, Site, of_one_layer
 from tcompress.search.joint_width import forms_of, kept_sizes

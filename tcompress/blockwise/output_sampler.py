@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from tcompress.data.sentences import SentenceEncoder, embeds_texts
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
 
@@ -33,7 +33,7 @@ Part = tuple[Tensor, Tensor | None]
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Choose what to draw by what a model is for."""
-    sentences = SentenceEncoder.of(source, last=False) if embeds_texts(source) else None
+    sentences = SentenceEncoder.of(source, last=False) if source.embeds_texts else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
     return OutputSampler(sentences, seed, independent=several or per_token, per_token=per_token)

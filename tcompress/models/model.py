@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,19 @@ class SourceModel:
         settings = {**self.settings, "architectures": [kind.__name__]}
         headed = self.model_class
         return replace(self, config=config, settings=settings, model_class=kind, headed=headed)
+
+    @property
+    def gives_states(self) -> bool:
+        """True where it reads texts and puts out states alone, without the scores of a head."""
+        kind = self.model_class
+        scores = re.search("For[A-Z]", kind.__name__) or kind.can_generate()
+        return kind.main_input_name == "input_ids" and not scores
+
+    @property
+    def embeds_texts(self) -> bool:
+        """True where what it puts out is pooled to embeddings of texts: no states of a decoder."""
+        decodes = "decoder_input_ids" in signature(self.model_class.forward).parameters
+        return self.gives_states and not decodes
 
     @property
     def unread(self) -> frozenset[str]:

@@ -197,6 +197,8 @@ def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
 # closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
 
+MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
+
 ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
 
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"

@@ -203,8 +203,6 @@ ROUNDS = 6  # passes over the summands; the error changes in the fourth digit af
 
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
-MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
-
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 
 

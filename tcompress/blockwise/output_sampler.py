@@ -19,16 +19,13 @@ _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
-LEFT_OUT = (0.2, 0.45)
-"""Shares of the tokens that variants of a text lack."""
+LEFT_OUT = (0.2, 0.45)  # shares of the tokens that variants of a text lack
 
-VARIANTS = 1 + len(LEFT_OUT)
-"""Of a text, itself among them."""
+VARIANTS = 1 + len(LEFT_OUT)  # of a text, itself among them
 
 Kind = Literal["scores", "embeddings", "states"]
 
-Part = tuple[Tensor, Tensor | None]
-"""What a model puts out, and the mask of its tokens."""
+Part = tuple[Tensor, Tensor | None]  # what a model puts out, and the mask of its tokens
 
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
@@ -291,8 +288,7 @@ def _distance(dense: Tensor, new: Tensor) -> Tensor:
     return (dense - new).square()
 
 
-_RUN = 2**22
-"""Numbers of an output that are compared at a time: logits are large."""
+_RUN = 2**22  # numbers of an output that are compared at a time: logits are large
 
 _MASKS = ("decoder_attention_mask", "attention_mask")
 

@@ -27,8 +27,7 @@ from tcompress.search.budgets import approach
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
 from tcompress.search.search import Measurements, answers, within_error
 
-Chosen = tuple[Conversion, Outputs]
-"""A conversion of the blocks that stay, and what it writes."""
+Chosen = tuple[Conversion, Outputs]  # a conversion of the blocks that stay, and what it writes
 
 
 def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
@@ -203,8 +202,7 @@ def _taken(conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkpl
     return conversion, conversion.outputs(plan)
 
 
-TIE = 0.02
-"""Answers so close to the best one are as good."""
+TIE = 0.02  # answers so close to the best one are as good
 
 CLEAR = 0.15
 """What a mixture has to be better by than the best structure alone, as a share of its change."""

@@ -27,8 +27,7 @@ from tcompress.planning.sites import tied_to
 from tcompress.structures import Target, structure
 from tcompress.structures.base import LooksUp
 
-EMBEDDINGS = "embeddings"
-"""Name of what is fitted before all blocks."""
+EMBEDDINGS = "embeddings"  # name of what is fitted before all blocks
 
 LEAST = 0.01  # share of the weight that is spread over all words, at least
 

@@ -348,8 +348,7 @@ def _term_roundings(
     return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 
-_Summands = Sequence[tuple[_Split, _Term]]
-"""Summands at the same place of several weights."""
+_Summands = Sequence[tuple[_Split, _Term]]  # summands at the same place of several weights
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:

@@ -18,8 +18,7 @@ from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import couplings, roles_of
 from tcompress.structures.modules.linear import Channels
 
-PlanOf = Callable[[Convert], Plan]
-"""Plan of a recipe that gives the width."""
+PlanOf = Callable[[Convert], Plan]  # plan of a recipe that gives the width
 
 
 def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:

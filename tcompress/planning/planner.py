@@ -54,8 +54,7 @@ from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
 
-Split = tuple[str, str]
-"""An output split: weight name in the checkpoint, and name of the split."""
+Split = tuple[str, str]  # an output split: weight name in the checkpoint, and name of the split
 
 
 @dataclass

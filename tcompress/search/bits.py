@@ -40,8 +40,7 @@ from tcompress.search.substitution import judged_batches
 from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
-TABLE = "word embedding"
-"""Name of the site in a budget."""
+TABLE = "word embedding"  # name of the site in a budget
 
 BITS = (8, 4)
 

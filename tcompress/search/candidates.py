@@ -35,8 +35,7 @@ from tcompress.structures.modules.linear import PartLayout
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"
 """Resources, by the unit that they are counted in."""
 
-Costs = Mapping[str, int]
-"""A whole number for each resource that is counted."""
+Costs = Mapping[str, int]  # a whole number for each resource that is counted
 
 Forms = tuple[tuple[str, LayerForm | None], ...]
 """What layers become, by weight name in the checkpoint; None for those that stay dense."""

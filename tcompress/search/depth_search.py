@@ -33,14 +33,11 @@ from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.search.substitution import tokens_of
 
-SAMPLES = 128
-"""Most samples to measure on; losses are scaled to all of them."""
+SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
 
-MOST_BYTES = 1 << 30
-"""Activations that ways to leave blocks out may hold together."""
+MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together
 
-Gone = frozenset[str]
-"""Module paths of the blocks that are left out."""
+Gone = frozenset[str]  # module paths of the blocks that are left out
 
 
 def choose_blocks(

@@ -56,8 +56,7 @@ from tcompress.search.substitution import Substitute, channel_substitutes, layer
 from tcompress.search.weight_fits import WeightFits, blocks_to_fit
 from tcompress.structures import Refusal, Spec
 
-USUAL = 0.25
-"""Kept fraction for which structures are offered where a budget limits an error."""
+USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
 
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""

@@ -52,8 +52,7 @@ from tcompress.timing_model.clocks import (
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
 
-RESOURCES: dict[str, type[Resource]] = {}
-"""By the unit that they are counted in."""
+RESOURCES: dict[str, type[Resource]] = {}  # by the unit that they are counted in
 
 
 class Resource(ABC):

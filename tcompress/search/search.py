@@ -34,11 +34,9 @@ from tcompress.search.substitution import (
     to_try,
 )
 
-FAR = 1.5
-"""Answers predicted to lose so many times as much as the best are not tried."""
+FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 
-HOPELESS = 2.5
-"""The same before candidates are tried, which changes predictions."""
+HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,23 +40,19 @@ from tcompress.search.joint_width import forms_of, kept_sizes
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
-FITTED = 256
-"""Samples that candidates are fitted to, about."""
+FITTED = 256  # samples that candidates are fitted to, about
 
 JUDGED = 120
 """Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
-JUDGED_TOKENS = 2**12
-"""Their tokens, at most."""
+JUDGED_TOKENS = 2**12  # their tokens, at most
 
 BLOCKS = 8
 """Blocks whose candidates are tried, at most; between them, what is found is interpolated."""
 
-MOST_BYTES = 2**29
-"""Of the states of all passes."""
+MOST_BYTES = 2**29  # of the states of all passes
 
-LEAST, MOST = 1 / 30, 30.0
-"""Bounds of a factor that is believed, in units of the usual one."""
+LEAST, MOST = 1 / 30, 30.0  # bounds of a factor that is believed, in units of the usual one
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,6 @@ _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it 
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
 LEFT_OUT = (0.2, 0.45)  # shares of the tokens that variants of a text lack
-
 VARIANTS = 1 + len(LEFT_OUT)  # of a text, itself among them
 
 Kind = Literal["scores", "embeddings", "states"]
@@ -289,7 +288,6 @@ def _distance(dense: Tensor, new: Tensor) -> Tensor:
 
 
 _RUN = 2**22  # numbers of an output that are compared at a time: logits are large
-
 _MASKS = ("decoder_attention_mask", "attention_mask")
 
 

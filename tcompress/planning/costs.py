@@ -274,7 +274,6 @@ class Widths:
 
 
 STAND_IN = 0.5  # kept fraction of layers whose sizes nothing but data can tell
-
 _MOST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
 _UNSPENT = 0.001  # of a budget, not worth another plan
 _TABLE_SHARE = 0.25  # of a word embedding, where its low rank is pointed to

@@ -41,7 +41,6 @@ from tcompress.structures import structure
 from tcompress.structures.lowrank import LowRankSpec
 
 TABLE = "word embedding"  # name of the site in a budget
-
 BITS = (8, 4)
 
 

@@ -30,9 +30,7 @@ from tcompress.search.predictions import Predictions
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 UNSPENT = 0.001  # of a budget, not worth another try
-
 TRIES = 6  # numbers that are tried, at most: each takes a plan, a measurement or a fit
-
 _SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
 _SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
 

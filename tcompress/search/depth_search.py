@@ -34,9 +34,7 @@ from tcompress.roles import Roles
 from tcompress.search.substitution import tokens_of
 
 SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
-
 MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together
-
 Gone = frozenset[str]  # module paths of the blocks that are left out
 
 

@@ -58,8 +58,7 @@ RESOURCES: dict[str, type[Resource]] = {}  # by the unit that they are counted i
 class Resource(ABC):
     """Something that a model takes, and its candidates, in whole numbers of a unit."""
 
-    unit: ClassVar[str]
-    """Its name among costs, and in the limit of its option."""
+    unit: ClassVar[str]  # its name among costs, and in the limit of its option
     stage: ClassVar[str] = "measuring layers"
     """What is done while candidates are priced, for people."""
 
@@ -166,7 +165,6 @@ class Goal:
 
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
-
 _NANO = 1e9
 
 

@@ -35,7 +35,6 @@ from tcompress.search.substitution import (
 )
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
-
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
 
 

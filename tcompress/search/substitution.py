@@ -51,7 +51,6 @@ BLOCKS = 8
 """Blocks whose candidates are tried, at most; between them, what is found is interpolated."""
 
 MOST_BYTES = 2**29  # of the states of all passes
-
 LEAST, MOST = 1 / 30, 30.0  # bounds of a factor that is believed, in units of the usual one
 
 

@@ -35,9 +35,7 @@ class Reduction:
         """Return the rows of a weight, or of a bias, that stay.  # (..., channels, in)."""
         if self.lift is None:
             order = self.reduce[..., : channels.kept].long()
-            if order.ndim == 1:
-                return tensor[order]
-            return tensor.gather(1, order[..., None].expand(-1, -1, tensor.shape[-1]))
+            return tensor[order] if order.ndim == 1 else tensor.take_along_dim(order[..., None], 1)
         flat = tensor.unflatten(0, (channels.groups, channels.size))
         bases = self.reduce[:, : channels.kept].to(tensor.dtype)
         return torch.einsum("hrs,hs...->hr...", bases, flat).flatten(0, 1)
@@ -46,9 +44,8 @@ class Reduction:
         """Return columns for the channels that stay, if others are left out.  # (..., channels)."""
         if self.lift is None:
             order = self.reduce[..., : channels.kept].long()
-            if order.ndim == 1:
-                return tensor[..., order]
-            return tensor.gather(2, order[:, None].expand(-1, tensor.shape[1], -1))
+            one = order.ndim == 1
+            return tensor[..., order] if one else tensor.take_along_dim(order[:, None], 2)
         flat = tensor.unflatten(-1, (channels.groups, channels.size))
         bases = self.lift[..., : channels.kept].to(tensor.dtype)
         return torch.einsum("...hs,hsr->...hr", flat, bases).flatten(-2)

@@ -70,26 +70,19 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class EvaluationMoments:
-    """Moments that a fit is judged by, per row and not damped."""
-
-    gram: Tensor  # G  # (in, in)
-    curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
-    rows: int = 1
-
-
-@dataclass(frozen=True)
 class LayerStatistics:
-    """Weight and moments of one layer."""
+    """Weight of one layer, and moments of all rows, per row and not damped."""
 
     weight: Tensor  # dense  # (out, in)
-    whole: EvaluationMoments  # of all rows
+    gram: Tensor  # G  # (in, in)
     mean: Tensor  # of the inputs  # (in,)
+    curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
-        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
+        return cls(weight, gram, sums.mean, curvature, sums.rows)
 
 
 @dataclass
@@ -184,7 +177,7 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     return relative_error(error, norm)
 
 
-def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float:
+def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
     start = 0
@@ -204,6 +197,8 @@ def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float
 # The summands of a sum are fitted in turn, each to what the others leave over; every step is a
 # closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
+
+MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
 
 ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
 
@@ -243,7 +238,7 @@ def fit_layers(
     curvatures: Mapping[str, Tensor] = {},
     factors: SharedFactors = NO_FACTORS,
     lifts: Mapping[str, Tensor] = {},
-    evaluation_moments: Mapping[str, EvaluationMoments] = {},
+    evaluation: Mapping[str, LayerStatistics] = {},
     roundings: Mapping[str, Rounding] = {},
 ) -> list[FittedLayer]:
     """Fit layers that read the same input; transforms are shared within this list only.
@@ -259,7 +254,7 @@ def fit_layers(
         factors: What layers share, fitted before.
         lifts: From the inputs that are left to all, by name of layers that read fewer; their
             moments are of those that are left.  # ([experts,] in, left)
-        evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
+        evaluation: Moments to predict losses of fits on data by, by name of the layer.
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
@@ -281,13 +276,11 @@ def fit_layers(
                 listed = ", ".join(f"`{entries[i].name}`" for i in members)
                 raise FitError(
                     f"the fit of {listed} failed: {message_of(error)}",
-                    getattr(error, "hint", None)
-                    or "use more calibration data or a larger `damping`, or leave the layer out "
-                    "with `--keep`",
+                    getattr(error, "hint", None) or MORE_DATA,
                 ) from error
             for i, splits in splits_of.items():
                 entry = entries[i]
-                fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
+                fitted = _collect(entry, splits, moments[i], evaluation.get(entry.name))
                 fitted.tensors.update(owned_factors(entry, factors))
                 results[entry.key] = fitted
         return results
@@ -362,8 +355,7 @@ def _term_roundings(
     return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 
-_Summands = Sequence[tuple[_Split, _Term]]
-"""Summands at the same place of several weights."""
+_Summands = Sequence[tuple[_Split, _Term]]  # summands at the same place of several weights
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
@@ -449,7 +441,7 @@ def _collect(
     entry: LayerPlan,
     splits: Sequence[_Split],
     moments: Sequence[LayerMoments],
-    evaluation: EvaluationMoments | None,
+    evaluation: LayerStatistics | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):

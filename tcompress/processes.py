@@ -127,6 +127,18 @@ def first(work: Callable[[], T]) -> T:
     return outcome[0].result()
 
 
+def agreed(value: T) -> T:
+    """Return what the first process has come to: solvers with a time limit may differ."""
+    if count() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    with _lost_processes():
+        dist.broadcast_object_list(box, 0, _group.get())
+    return box[0]
+
+
 def by_first(method: Callable[P, T]) -> Callable[P, T]:
     """Make a method one that the first process alone runs, as `first` says."""
 
@@ -173,48 +185,63 @@ def gathered(value: T) -> list[T]:
     return values
 
 
-def run_of(index: int, batches: int) -> int:
-    """Number of the run that a batch, of so many, is part of."""
-    return index * RUNS // max(1, batches)
+def batches_of(run: int, batches: int) -> list[int]:
+    """Indices of the batches, of so many, in a run; none past the last run."""
+    return [index for index in range(batches) if index * RUNS // batches == run]
 
 
 def own_batches(batches: int) -> list[int]:
     """Indices of the batches that this process looks at."""
-    return [i for i in range(batches) if run_of(i, batches) % count() == rank()]
+    return [i for run in range(rank(), RUNS, count()) for i in batches_of(run, batches)]
 
 
-def total_of(part: Callable[[int], T], merge: Callable[[T, T], T], device: torch.device | str) -> T:
-    """Add up what all runs of batches come to, in their order.
+class Total(Generic[T]):
+    """A sum over all batches, taken run by run, and the same in all processes.
+
+        total = Total(merge, device)
+        for run in total.runs():
+            total.add(sum over the batches of the run)
+        total.value
 
     One process keeps the sum, and every other one no more than the run that it is at.
 
     Args:
-        part: Sums up one run, whose batches `own_batches` has given to this process.
         merge: Adds the second of two sums to the first.
         device: Where sums are.
-
-    Returns:
-        The same sum in all processes.
     """
-    total: T | None = None
-    for start in range(0, RUNS, count()):
-        own = part(start + rank()) if start + rank() < RUNS else None
-        for sender in range(min(count(), RUNS - start)):
-            other = own if sender == rank() else None
-            if sender and (leads() or sender == rank()):
-                other = _sent(other, sender, device)
-            if leads() and other is not None:
-                total = other if total is None else merge(total, other)
-        del own
-    if count() > 1:
-        import torch.distributed as dist
 
-        shared = [moved(total, "cpu") if leads() else None]
-        with _lost_processes():
-            dist.broadcast_object_list(shared, 0, _group.get())
-        total = total if leads() else moved(shared[0], device)
-    assert total is not None
-    return total
+    def __init__(self, merge: Callable[[T, T], T], device: torch.device | str) -> None:
+        self._merge, self._device = merge, device
+        self._start = 0  # first of the runs that processes are at
+        self._sum: T | None = None
+
+    def runs(self) -> Iterator[int]:
+        """Runs of this process, in their order; those past the last one have no batches."""
+        while self._start < RUNS:
+            yield self._start + rank()
+            self._start += count()
+
+    def add(self, part: T) -> None:
+        """Add the sum of the run that this process is at, after those of the runs before."""
+        for sender in range(min(count(), RUNS - self._start)):
+            sent: T | None = part if sender == rank() else None
+            if sender and (leads() or sender == rank()):
+                sent = _sent(sent, sender, self._device)
+            if leads() and sent is not None:
+                self._sum = sent if self._sum is None else self._merge(self._sum, sent)
+
+    @property
+    def value(self) -> T:
+        """The whole sum."""
+        if count() > 1:
+            import torch.distributed as dist
+
+            shared = [moved(self._sum, "cpu") if leads() else None]
+            with _lost_processes():
+                dist.broadcast_object_list(shared, 0, _group.get())
+            self._sum = self._sum if leads() else moved(shared[0], self._device)
+        assert self._sum is not None
+        return self._sum
 
 
 def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:

@@ -236,13 +236,12 @@ class BackwardWalk:
             self._model.loaded(block.name) as module,
             _watched(module, block, layers, self._device, gradients=True) as watch,
         ):
-
-            def look(index: int) -> None:
-                watch.begin(self._streams[index].batch, index)
-                watch.weighed = self._sampler.weighs_tokens
-                self._backward_visit(self._visits[index].pop())
-
-            return watch.total(self._streams, self._count, look)
+            for run in watch.runs():
+                for index in processes.batches_of(run, self._count):
+                    watch.begin(self._streams[index].batch, index)
+                    watch.weighed = self._sampler.weighs_tokens
+                    self._backward_visit(self._visits[index].pop())
+            return watch.total
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_tensors(visit.file, self._device)
@@ -313,14 +312,13 @@ def input_moments(
                 model.loaded(name) as module,
                 _watched(module, block, layers, device, gradients=False) as watch,
             ):
-
-                def look(index: int, watch: _Watch = watch, ends: bool = not blocks) -> None:
-                    watch.begin(own[index].batch)
-                    answer = model.answer_of(own[index])
-                    if not ends:  # the output head was never loaded
-                        own[index].answer(answer)
-
-                sums = watch.total(own, len(batches), look)
+                for run in watch.runs():
+                    for index in processes.batches_of(run, len(batches)):
+                        watch.begin(own[index].batch)
+                        answer = model.answer_of(own[index])
+                        if blocks:  # the output head was never loaded
+                            own[index].answer(answer)
+                sums = watch.total
             yield name, sums
 
 
@@ -347,6 +345,10 @@ def _watched(
             handle.remove()
 
 
+def _merged(total: dict[str, Sensitivity], more: dict[str, Sensitivity]) -> dict[str, Sensitivity]:
+    return {name: sums.merge(more[name]) for name, sums in total.items()}
+
+
 @dataclass
 class _Watch:
     """Sums over what the linear layers of a block read, and the gradients that come back to them.
@@ -361,31 +363,28 @@ class _Watch:
     sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
     weighed: bool = False
     """Whether tokens count as much as the gradients that come back to them."""
+    _total: processes.Total[dict[str, Sensitivity]] = field(init=False)
     _called: set[str] = field(default_factory=set)  # layers that have run on this batch
     _index: int = 0  # of the batch
 
-    def total(
-        self, own: Collection[int], batches: int, look: Callable[[int], None]
-    ) -> dict[str, Sensitivity]:
-        """Look at all batches, of which this process has its own, and add up all runs of them."""
+    def __post_init__(self) -> None:
+        self._total = processes.Total(_merged, self.device)
 
-        def part(run: int) -> dict[str, Sensitivity]:
+    def runs(self) -> Iterator[int]:
+        """Runs of batches that this process is to look at; their sums are added up."""
+        for run in self._total.runs():
             self.sums = {}
             for layer in self.layers:
                 outputs = sum(part.size for part in layer.parts) if self.gradients else 0
                 empty = Sensitivity.empty(layer.in_features, outputs, self.device)
                 self.sums[layer.name] = empty
-            for index in own:
-                if processes.run_of(index, batches) == run:
-                    look(index)
-            return self.sums
+            yield run
+            self._total.add(self.sums)
 
-        def merge(
-            total: dict[str, Sensitivity], more: dict[str, Sensitivity]
-        ) -> dict[str, Sensitivity]:
-            return {name: sums.merge(more[name]) for name, sums in total.items()}
-
-        return processes.total_of(part, merge, self.device)
+    @property
+    def total(self) -> dict[str, Sensitivity]:
+        """Sums over all batches, by name of a layer."""
+        return self._total.value
 
     def begin(self, batch: Mapping[str, Tensor], index: int = 0) -> None:
         """Look at another batch."""

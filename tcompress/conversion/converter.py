@@ -93,58 +93,46 @@ def convert(
     """
     output = Path(output).expanduser().absolute()
     with processes.joined(pick_device(recipe.device)):
-        return _convert(source, recipe, output, plan, data, force, progress, paper, statistics)
+        start = time.perf_counter()
+        processes.first(lambda: check_output(output, force=force))
+        seed = recipe.seed if recipe.init == "random" else None
+        if isinstance(source, str):
+            source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
+        elif seed is not None:
+            source = source.at_random(seed)
+        check_apart(output, source.origin or source.folder, "the model's own folder")
+        if len(recipe.speedups) > 1:
+            raise InputError(
+                f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
+                "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
+            )
+        source = with_vocabulary(source, recipe, progress)
+        plan = plan or make_plan(recipe, source)
+        conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
+        identity = _identity(conversion)
+        # Bad input leaves nothing behind, a kill or Ctrl-C does.
+        with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
+            if workdir.published and (done := read_manifest(output)) is not None:
+                workdir.discard()
+                return Converted(output, done, resumed=True)
+            conversion, outputs = choose(conversion, workdir)
+            # Fits are kept until what they yield is written.
+            workdir.need(
+                sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
+            )
+            fits = fit(conversion, outputs, workdir)
 
+            def publish() -> Manifest:
+                manifest = _write_model(conversion, outputs, fits, workdir, source, paper, start)
+                workdir.publish(force=force)
+                return manifest
 
-def _convert(
-    source: SourceModel | str,
-    recipe: Convert,
-    output: Path,
-    plan: Plan | None,
-    data: CalibrationData | None,
-    force: bool,
-    progress: Progress | None,
-    paper: Sequence[PaperRow],
-    statistics: Statistics | None,
-) -> Converted:
-    start = time.perf_counter()
-    processes.first(lambda: check_output(output, force=force))
-    seed = recipe.seed if recipe.init == "random" else None
-    if isinstance(source, str):
-        source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
-    elif seed is not None:
-        source = source.at_random(seed)
-    check_apart(output, source.origin or source.folder, "the model's own folder")
-    if len(recipe.speedups) > 1:
-        raise InputError(
-            f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
-            "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
-        )
-    source = with_vocabulary(source, recipe, progress)
-    plan = plan or make_plan(recipe, source)
-    conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
-    identity = _identity(conversion)
-    # Bad input leaves nothing behind, a kill or Ctrl-C does.
-    with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
-        if workdir.published and (done := read_manifest(output)) is not None:
-            workdir.discard()
-            return Converted(output, done, resumed=True)
-        conversion, outputs = choose(conversion, workdir)
-        # Fits are kept until what they yield is written.
-        workdir.need(sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors))
-        fits = fit(conversion, outputs, workdir)
-
-        def publish() -> Manifest:
-            manifest = _write_model(conversion, outputs, fits, workdir, source, paper, start)
-            workdir.publish(force=force)
-            return manifest
-
-        manifest = processes.first(publish)
-        workdir.close()
-    if recipe.counts_time:
-        settings = (source, output, manifest.plan, recipe)
-        manifest = processes.first(lambda: _timed(*settings)) or manifest
-    return Converted(output, manifest, workdir.resumed)
+            manifest = processes.first(publish)
+            workdir.close()
+        if recipe.counts_time:
+            settings = (source, output, manifest.plan, recipe)
+            manifest = processes.first(lambda: _timed(*settings)) or manifest
+        return Converted(output, manifest, workdir.resumed)
 
 
 def _write_model(

@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
 from pathlib import Path
 
 from tcompress import processes
@@ -30,7 +29,6 @@ from tcompress.search.predictions import Predictions, predictor
 from tcompress.search.resources import RESOURCES, Goal, Resource, Time, plan_in_time
 from tcompress.search.substitution import (
     Factors,
-    Substitute,
     SubstitutionWalk,
     factors_of,
     in_question,
@@ -76,7 +74,11 @@ class Measurements:
         if untried:
             blocks = len({item.block for item in chosen.values()})
             inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            self.changes.update(_changes(untried, inputs))
+            walk = SubstitutionWalk(inputs, untried, lambda name: inputs.progress.advance(1, name))
+            count = processes.count()
+            shares = [[*untried][start::count] for start in range(min(count, len(untried)))]
+            for changes in processes.shared_out(walk.changes, shares, inputs.device):
+                self.changes.update(changes)
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
@@ -87,20 +89,6 @@ class Measurements:
         if unit not in self.tables:
             self.tables[unit] = table_site(self.inputs, unit)
         return self.tables[unit]
-
-
-def _changes(substitutes: Mapping[int, Substitute], inputs: SearchInputs) -> dict[int, float]:
-    """Try candidates, each in one process, and return what they change."""
-
-    def walk(numbers: Sequence[int]) -> list[float]:
-        walk = SubstitutionWalk(inputs, [substitutes[number] for number in numbers])
-        passes = len(substitutes) + 1
-        return walk.changes(lambda block: inputs.progress.advance(1, block), passes)
-
-    count = processes.count()
-    shares = [[*substitutes][start::count] for start in range(min(count, len(substitutes)))]
-    parts = processes.shared_out(walk, shares, inputs.device)
-    return dict(zip(chain(*shares), chain(*parts), strict=True))
 
 
 @dataclass(frozen=True)
@@ -178,7 +166,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
-    return processes.first(lambda: _solved(problem, names, label, goal))
+    return processes.agreed(_solved(problem, names, label, goal))
 
 
 def _solved(

@@ -76,7 +76,8 @@ class SubstitutionWalk:
     """
 
     inputs: SearchInputs  # what substitutes are fitted to and judged by
-    substitutes: Sequence[Substitute] = ()  # what is put into the dense model
+    substitutes: Mapping[int, Substitute]  # what is put into the dense model, by number
+    advance: Callable[[str], None] = lambda _: None  # hears of the blocks that all passes have run
 
     def __post_init__(self) -> None:
         source, device = self.inputs.source, self.inputs.device
@@ -94,14 +95,9 @@ class SubstitutionWalk:
             is_unfitted=lambda entry: entry.reads is None and is_refitted(entry),
         )
 
-    def changes(self, advance: Callable[[str], None], passes: int) -> list[float]:
-        """Return the change of the output per sample, for every substitute.
-
-        Args:
-            advance: Hears of the blocks that all passes have run.
-            passes: Number of passes of all substitutes that there is memory for at a time.
-        """
-        stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
+    def changes(self, numbers: Sequence[int]) -> dict[int, float]:
+        """Return the change of the output per sample, for substitutes by number."""
+        stream, run, passes = self._model.stream, self._model.answer_of, len(self.substitutes) + 1
         data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
         batches = judged_batches(data, self._sampler, self.inputs.source, passes)
@@ -110,16 +106,17 @@ class SubstitutionWalk:
         by_index = dict(enumerate(fitted))
         pairs = StreamPairs(data, by_index, by_index)  # up to its own block nothing changes
         unchanged = [stream(batch, keep=True) for batch in batches]
-        changed = [[stream(batch, keep=True) for batch in batches] for _ in self.substitutes]
+        changed = {n: [stream(batch, keep=True) for batch in batches] for n in numbers}
         reached: set[int] = set()  # substitutes whose passes differ by now
-        changes = [0.0] * count
-        with self._model.paused([*fitted, *unchanged, *chain(*changed)]):
+        changes = dict.fromkeys(numbers, 0.0)
+        with self._model.paused([*fitted, *unchanged, *chain(*changed.values())]):
             while name := common_block([*fitted, *unchanged]):
                 with self._model.loaded(name) as dense:
                     forward = self._model.forwards[name]
                     readings = dense_readings(self._blocks.get(name), dense, forward)
                     answers: dict[int, list[Any]] = {}
-                    for number, item in enumerate(self.substitutes):
+                    for number in numbers:
+                        item = self.substitutes[number]
                         if item.block == name:
                             rewriter = BlockRewriter(self._fits, pairs, item.entries, attention)
                             rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
@@ -129,7 +126,7 @@ class SubstitutionWalk:
                     for index, exact in enumerate(unchanged):
                         answer = run(exact)
                         exact.answer(answer)
-                        for number, followers in enumerate(changed):
+                        for number, followers in changed.items():
                             follower = followers[index]
                             if number in reached:
                                 follower.answer(run(follower))
@@ -143,9 +140,9 @@ class SubstitutionWalk:
                                 follower.output = None  # at once: logits are large
                         exact.output = None
                     reached |= answers.keys()
-                advance(name)
+                self.advance(name)
         samples = sum(map(samples_in, batches))
-        return [change / samples for change in changes]
+        return {number: change / samples for number, change in changes.items()}
 
     def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> list[Any]:
         """Run the block of a substitute."""

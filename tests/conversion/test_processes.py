@@ -156,10 +156,10 @@ def test_sensitivities_add_up_to_the_whole() -> None:
 
 def test_every_batch_is_in_one_run() -> None:
     for count in (1, 3, 8, 21):
-        runs = [processes.run_of(index, count) for index in range(count)]
-        assert runs == sorted(runs)
-        assert max(runs) < processes.RUNS
-        assert len({*runs}) == min(count, processes.RUNS)
+        runs = [processes.batches_of(run, count) for run in range(processes.RUNS)]
+        assert [index for run in runs for index in run] == [*range(count)]
+        assert len([*filter(None, runs)]) == min(count, processes.RUNS)
+        assert processes.batches_of(processes.RUNS, count) == []
     assert processes.own_batches(5) == [0, 1, 2, 3, 4]  # of one process
 
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project",
+    "options", "fields", "project", "stage_times",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -25,12 +25,13 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "progress": set(),
+    "stage_times": {"progress"},
     "linalg": {"errors"},
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields"},
-    "models": {"errors", "files", "project", "linalg"},
+    "models": {"errors", "files", "project", "linalg", "stage_times"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures", "attention", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
@@ -59,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "fields", "structures", "attention", "models", "roles", "options",
-        "planning", "artifact", "conversion",
+        "planning", "artifact", "conversion", "stage_times",
     },
     "runtimes": {"errors", "project"},
     "exports": FOUNDATION | {

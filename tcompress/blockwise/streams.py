@@ -21,6 +21,7 @@ from tcompress.errors import DataError, SourceError
 from tcompress.models import SourceModel, read_finite
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
+from tcompress.stage_times import FORWARD, timed
 
 
 class PartialModel:
@@ -89,7 +90,7 @@ class PartialModel:
     def answer_of(self, stream: Stream, forward: Callable[..., Any] | None = None) -> Any:
         """Run the block at which a pass waits, or another in its place; return what it computes."""
         call = stream.waiting
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return (forward or self.forwards[call.block])(*call.args, **call.kwargs)
 
     def _empty(self, in_blocks: tuple[str, ...]) -> list[str]:
@@ -207,7 +208,8 @@ class Stream:
         return answer
 
     def _wait(self) -> None:
-        event = self._events.get()
+        with timed(FORWARD):  # of what lies between the blocks
+            event = self._events.get()
         if isinstance(event, BaseException):
             raise event
         self.call = event
@@ -330,7 +332,7 @@ class Readings:
             if cached is not None and path in cached[0]:
                 return cached[0][path]
         call, module = stream.waiting, self._block.get_submodule(path)
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return run_to_input(lambda: self._forward(*call.args, **call.kwargs), module, arguments)
 
     def answer(self, stream: Stream) -> Any:
@@ -340,7 +342,7 @@ class Readings:
 
     def _run(self, stream: Stream) -> Any:
         call = stream.waiting
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return self._forward(*call.args, **call.kwargs)
 
     def _cached(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:

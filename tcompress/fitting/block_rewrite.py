@@ -41,6 +41,7 @@ from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.roles import Block
+from tcompress.stage_times import MOMENTS, timed
 from tcompress.structures.modules.experts import (
     StructuredExperts,
     activated,
@@ -151,14 +152,17 @@ class SplitSums:
             self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
         self._sums[holdout].add(dense, new, weights)
 
-    def moments(self, *, centred: bool) -> LayerMoments:
-        """Return both moments; without rows to fit on there are none (a data-free fit)."""
+    def moments(self, *, centred: bool, last: bool = False) -> LayerMoments:
+        """Return both moments; without rows to fit on there are none (a data-free fit).
+
+        With `last` the sums are given up for them.
+        """
         train, held = self._sums.get(False), self._sums.get(True)
         if train is None or not train.rows:
             return LayerMoments()
         return LayerMoments(
-            train.moments(centred=centred),
-            held.moments(centred=centred) if held is not None and held.rows else None,
+            train.moments(centred=centred, last=last),
+            held.moments(centred=centred, last=last) if held is not None and held.rows else None,
         )
 
 
@@ -293,7 +297,9 @@ class BlockRewriter:
         progress: Callable[[str], None] = lambda _: None,
     ) -> RewrittenBlock:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
-        new = copy.deepcopy(dense)
+        # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
+        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
+        new = copy.deepcopy(dense, shared)
         del new.forward  # the copy runs by itself; the original pauses its stream
         routed = [layer.name for layer in block.layers if layer.routed]
         rewritten = RewrittenBlock(
@@ -362,12 +368,13 @@ class BlockRewriter:
             if first.kind != "experts":
                 sums = self._sums(rewritten, group, path)
                 flags = {entry.bias for entry in group}
-                moments = {flag: [sums.moments(centred=flag)] for flag in flags}
+                last = len(flags) == 1
+                moments = {flag: [sums.moments(centred=flag, last=last)] for flag in flags}
                 return [moments[entry.bias] for entry in group]
             if not is_routed(rewritten.dense.get_submodule(path)):
                 return [[LayerMoments()]] * len(group)  # nothing is known of their routing
             experts = self._expert_sums(rewritten, first, path)
-            return [[sums.moments(centred=False) for sums in experts]] * len(group)
+            return [[sums.moments(centred=False, last=True) for sums in experts]] * len(group)
         except FitError as error:
             raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
 
@@ -407,7 +414,9 @@ class BlockRewriter:
             row_weights = weights.get(index)
             if row_weights is not None and len(row_weights) != len(rows):
                 row_weights = None
-            sums.add(rows, new_rows, holdout=self.streams.holds_out(index), weights=row_weights)
+            holdout = self.streams.holds_out(index)
+            with timed(MOMENTS):
+                sums.add(rows, new_rows, holdout=holdout, weights=row_weights)
         return sums
 
     def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:

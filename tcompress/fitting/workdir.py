@@ -21,11 +21,13 @@ from tcompress.fitting.layer_fits import BlockResult, FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
+from tcompress.stage_times import Seconds
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
+_SECONDS = TypeAdapter(dict[str, dict[str, float]])
 
 _PRIVATE = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
 """Files that are never taken over from the working folder of another conversion."""
@@ -159,6 +161,14 @@ class FitWorkplace(Workplace):
     def depth(self) -> DepthPlan | None:
         """Read which blocks stay, as an interrupted run had chosen them."""
         return read_record(self.folder / "depth.json", DepthPlan.model_validate_json)
+
+    def keep_seconds(self, seconds: Seconds) -> None:
+        """Store what stages have taken so far."""
+        write_text(self.folder / "seconds.json", json.dumps(seconds))
+
+    def seconds(self) -> Seconds:
+        """Read what they took in an interrupted run."""
+        return read_record(self.folder / "seconds.json", _SECONDS.validate_json) or {}
 
     def keep_distance(self, distance: Distance) -> None:
         """Store how far a trial is from the dense model."""

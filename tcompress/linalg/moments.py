@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 
 import torch
@@ -48,21 +49,14 @@ class Moments:
         """Width d' of the input."""
         return self.gram.shape[-1]
 
-    def damped(self, damping: float) -> Moments:
+    def damped(self, damping: float) -> DampedMoments:
         """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
 
         In directions that the calibration never visited the fit then tends to the data-free one,
         instead of to zero.
         """
         mean = self.gram.diagonal().mean()
-        level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
-        ridge = level * torch.eye(self.features, dtype=self.gram.dtype, device=self.gram.device)
-        if self.lift is None:
-            gram, cross, dense = (moment + ridge for moment in (self.gram, self.cross, self.dense))
-            return replace(self, gram=gram, cross=cross, dense=dense)
-        wide = level * torch.eye(len(self.dense)).to(self.dense)
-        cross = self.cross + level * self.lift.to(self.cross)
-        return replace(self, gram=self.gram + ridge, cross=cross, dense=self.dense + wide)
+        return DampedMoments(self, damping * torch.where(mean > 0, mean, torch.ones_like(mean)))
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
@@ -79,9 +73,55 @@ class Moments:
         # With W - V apart, nothing cancels where both streams are the same or the fit is close.
         missed = weight - fitted
         lost = (missed @ self.gram).mul(missed).sum()
+        if self.gram is self.cross is self.dense and bool(lost.isfinite()):
+            return relative_error(float(lost), float(norm))
         drifted = (missed @ (self.cross - self.gram).mT).mul(weight).sum()
-        moved = (weight @ (self.dense - self.cross - self.cross.mT + self.gram)).mul(weight).sum()
+        moves = (self.dense - self.cross).sub_(self.cross.mT).add_(self.gram)
+        moved = (weight @ moves).mul(weight).sum()
         return relative_error(float(lost + 2 * drifted + moved), float(norm))
+
+
+@dataclass(frozen=True, eq=False)
+class DampedMoments:
+    """Moments with the same level added to the diagonal of each.
+
+    Only G is kept; the others, which are needed once, are made when they are asked for.
+    """
+
+    moments: Moments
+    level: Tensor  # ()
+
+    @cached_property
+    def gram(self) -> Tensor:
+        """G.  # (d', d')."""
+        return with_ridge(self.moments.gram, self.level)
+
+    @property
+    def cross(self) -> Tensor:
+        """C.  # (d, d')."""
+        moments = self.moments
+        if moments.lift is not None:
+            return moments.cross + self.level * moments.lift.to(moments.cross)
+        same = moments.cross is moments.gram
+        return self.gram if same else with_ridge(moments.cross, self.level)
+
+    @property
+    def dense(self) -> Tensor:
+        """D.  # (d, d)."""
+        same = self.moments.dense is self.moments.gram
+        return self.gram if same else with_ridge(self.moments.dense, self.level)
+
+    @property
+    def lift(self) -> Tensor | None:
+        """Takes channels that are left to all.  # (d, d')."""
+        return self.moments.lift
+
+
+def with_ridge(moment: Tensor, level: Tensor) -> Tensor:
+    """Add a level to the diagonal, without a matrix of zeros beside it.  # (..., d, d), (...)."""
+    raised = moment.clone()
+    raised.diagonal(dim1=-2, dim2=-1).add_(level[..., None])
+    return raised
 
 
 def relative_error(error: float, norm: float) -> float:
@@ -116,20 +156,34 @@ class ProductSum:
     """A sum of products of paired rows, a_i b_i^T, float64.
 
     Rows wait until there are many: the sum is larger than a batch, and is read and written whole.
+    It takes no memory before there are some.
     """
 
-    _total: Tensor
+    _shape: tuple[int, int]
+    _device: torch.device | str
+    _sum: Tensor | None = None
     _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
     def zero(cls, left: int, right: int, device: torch.device | str) -> ProductSum:
-        return cls(torch.zeros(left, right, dtype=torch.float64, device=device))
+        return cls((left, right), device)
+
+    @property
+    def is_empty(self) -> bool:
+        """Tell whether nothing was added."""
+        return self._sum is None and not self._waiting
 
     @property
     def total(self) -> Tensor:
         """The sum so far."""
         self._take()
         return self._total
+
+    @property
+    def _total(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+        return self._sum
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
@@ -143,7 +197,8 @@ class ProductSum:
             if all(one is two for one, two in self._waiting):
                 add_gram(self._total, left)
             else:
-                self._total += left.T @ torch.cat([own for _, own in self._waiting])
+                total = self._total
+                total += left.T @ torch.cat([own for _, own in self._waiting])
             self._waiting.clear()
 
 
@@ -210,25 +265,33 @@ class MomentSums:
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())
 
-    def moments(self, *, centred: bool) -> Moments:
-        """Returns the moments so far; `centred` where a bias takes the shift of the means."""
+    def moments(self, *, centred: bool, last: bool = False) -> Moments:
+        """Returns the moments so far; `centred` where a bias takes the shift of the means.
+
+        With `last` the sums become the moments, which takes half the memory.
+        """
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
-        totals = [own.total for own in self._sums]
-        if self._same is not None:
-            totals = [total + self._same.total for total in totals]
+        pairs = _PAIRS
+        if self._same is not None and all(own.is_empty for own in self._sums):
+            totals, pairs = [self._same.total], _PAIRS[:1]  # one for all three
+        else:
+            totals = [own.total for own in self._sums]
+            if self._same is not None:
+                totals = [total + self._same.total for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
             hint = "repair the checkpoint, or convert this model without data: `--calib none`"
             raise FitError("calibration activations hold NaN or infinity", hint)
         shifts = [total / self._weight for total in self._means]
         means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
         parts = []
-        for total, (one, two) in zip(totals, _PAIRS, strict=True):
-            parts.append(total / self._weight - torch.outer(shifts[one], shifts[two]))
+        for total, (one, two) in zip(totals, pairs, strict=True):
+            parts.append(total.div_(self._weight) if last else total / self._weight)
+            parts[-1] -= torch.outer(shifts[one], shifts[two])
             if not centred:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
-        gram, cross, dense = parts
+        gram, cross, dense = parts if len(parts) > 1 else 3 * parts
         rows = round(self._weight**2 / self._squares)
         return Moments(gram, cross, dense, mean, dense_mean, max(1, rows))
 
@@ -237,13 +300,14 @@ def safe_cholesky(gram: Tensor) -> Tensor:
     """Factors a positive semidefinite matrix, raising its floor until it succeeds."""
     if not bool(torch.isfinite(gram).all()):
         raise FitError("a moment matrix holds NaN or infinity")
-    gram = (gram + gram.mT) / 2
-    scale = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].abs()
-    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    gram = (gram + gram.mT).div_(2)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
+    scale = diagonal.mean(-1)[..., None].abs()
     exact = gram.dtype == torch.float64
     for floor in (0.0, 1e-12, 1e-10, 1e-8, 1e-6) if exact else (0.0, 1e-6, 1e-5, 1e-4, 1e-3):
         least = 1e-300 if exact else 1e-30
-        factor, info = torch.linalg.cholesky_ex(gram + (floor * scale + least) * eye)
+        gram.diagonal(dim1=-2, dim2=-1).copy_(diagonal + (floor * scale + least))
+        factor, info = torch.linalg.cholesky_ex(gram)
         if not bool(info.any()):
             return factor
     raise FitError("a moment matrix is not positive semidefinite")

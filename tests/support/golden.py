@@ -29,7 +29,7 @@ _PATTERNS = {
     rf"(?<= ){re.escape(tcompress.__version__)}\b": "<version>",
 }
 # Keys of documents whose values differ from run to run, from machine to machine, or with versions.
-_VARYING = {"created", "seconds", "fingerprint", "tool_version", "environment"}
+_VARYING = {"created", "seconds", "stage_seconds", "fingerprint", "tool_version", "environment"}
 
 
 class Golden:

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project", "stage_times",
+    "options", "fields", "project", "stage_times", "memory",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors"},
     "progress": set(),
     "stage_times": {"progress"},
+    "memory": set(),
     "linalg": {"errors"},
     "fields": set(),
     "project": set(),

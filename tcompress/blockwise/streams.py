@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
+from tcompress.memory import free_memory
 from tcompress.models import SourceModel, read_finite
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
@@ -306,6 +307,15 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 
+LEAST_ROOM = 2**28  # bytes of readings that are kept, at least
+ROOM_SHARE = 8  # else so much of what is free: what is not kept is computed again for every layer
+
+
+def room_on(device: torch.device) -> float:
+    """Return the bytes of readings that a device has room for beside all else."""
+    return max(LEAST_ROOM, (free_memory(device) or 0) / ROOM_SHARE)
+
+
 class Readings:
     """Inputs of modules of a block in passes that wait at it, and answers of the block.
 
@@ -317,7 +327,7 @@ class Readings:
         block: nn.Module,
         forward: Callable[..., Any],
         paths: Collection[str] = (),
-        room: float = 2**28,
+        room: float = LEAST_ROOM,
     ) -> None:
         self._block = block
         self._forward = forward

@@ -23,6 +23,7 @@ from tcompress.blockwise.comparison import OutputComparison
 from tcompress.conversion.choosing import choose
 from tcompress.conversion.model_fits import Conversion, fit
 from tcompress.conversion.outputs import Outputs, check_written, write_rest
+from tcompress.conversion.room import check_room
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
@@ -36,8 +37,8 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
-from tcompress.stage_times import StageTimes
 from tcompress.search.search import Statistics
+from tcompress.stage_times import StageTimes
 from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 
@@ -116,6 +117,7 @@ def convert(
             workdir.discard()
             return Converted(output, done, resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
+        check_room(plan, source, recipe, workdir, conversion.device, times.tell)
         conversion, outputs = choose(conversion, workdir)
         # Fits are kept until what they yield is written.
         workdir.need(sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors))

@@ -3,25 +3,29 @@
 Disk is exact but for the headers of files. Memory counts what comes on top of the interpreter with
 its libraries, and is meant to be right within a third. Without data it is what the fit of one group
 of layers takes (weights as stored and in float64, dense summands, temporaries, the gradient of a
-fitted transform); with data parameters outside the blocks, the largest block twice, activations
-of two streams and the moments of the largest input. Time is rough: floating-point operations at an
-assumed speed. A text has `TOKENS` tokens in the built-in data, or a quarter of the longest length
-allowed; pictures and sounds have as many as their model makes of them.
+fitted transform); with data parameters outside the blocks, the largest block, activations of two
+streams, what layers read, and the moments of the largest input, or those of all layers of a block
+where sensitivity is measured. Time is rough: floating-point operations at an assumed speed, those
+in float64 counted twice. A text has `TOKENS` tokens in the built-in data, or a quarter of the
+longest length allowed; pictures and sounds have as many as their model makes of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from tcompress.blockwise.streams import room_on
 from tcompress.conversion.model_fits import TRIAL_SAMPLES
 from tcompress.conversion.outputs import groups_of
-from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
+from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
 from tcompress.fitting.block_rewrite import Group
 from tcompress.hf.opening import pick_device
+from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import AutoSpec
@@ -43,8 +47,8 @@ from tcompress.structures.flops import FitCost, fit_cost, svd_flops
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
 
-FLOPS = {"cpu": 3e10, "cuda": 5e12, "mps": 5e11}
-"""Floating-point operations in a second: of one thread of a CPU, of a whole GPU."""
+FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
+"""Operations in float32 in a second: of one thread of a CPU, of a whole GPU."""
 
 _STEPS = 150  # of the fit of a transform
 _ROUNDS = 7  # over the summands of a sum
@@ -60,6 +64,8 @@ class Estimate(BaseModel):
     memory_bytes: int  # peak above the interpreter with its libraries
     disk_bytes: int  # tensors of the output
     seconds: float  # very roughly
+    scratch_bytes: int = 0  # most that lies beside the output meanwhile, fits included
+    read_bytes: int = 0  # of the model's weights, each as often as it is read
     candidates: int = 0  # to be tried, each alone in the dense model
 
 
@@ -75,15 +81,27 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     shared = _shared_costs(plan, calibrated=tokens > 0)
     memory = max([copied, *fits])
     flops = sum(_fit_flops(group, calibrated=tokens > 0) for group in groups)
+    scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
+    walks = 0  # through the whole model
     if tokens and groups:
-        walk_memory, walk_flops = _walk(plan, source, groups, tokens)
-        moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
-        memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
+        weighs = recipe.measures_sensitivity
+        size = _walk(plan, source, recipe, tokens)
+        moments = [_moments_memory(group, curved=weighs) for group in groups]
+        memory = size.memory + max(map(sum, zip(fits, moments, strict=True)))
+        walk_flops = _walk_flops(plan, source, groups, tokens)
+        walks = 3 if weighs else 1
+        if weighs:
+            memory = max(memory, size.memory + size.statistics)
+            scratch = max(scratch + size.kept, size.inputs)
+            walks += recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
             flops += (1 + len(singles)) * part * (flops + walk_flops)
-        flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)
+        flops += walk_flops
+        if weighs or shared:  # a pass forward, another one with gradients, and sums over both
+            spectra = (svd_flops(e.out_features, e.in_features) for e in plan.layers)
+            flops += 2 * walk_flops + sum(spectra)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
@@ -101,11 +119,14 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     tried = _tried_alone(source, recipe, plan) if tokens else []
     flops += sum(flops for _, flops in tried)
     disk = disk_bytes(source, plan, recipe.dtype)
-    moved = (source.store.total_bytes + disk) / _DISK_SPEED
+    read = source.store.total_bytes * (1 + walks)
+    moved = (read + 2 * scratch + disk) / _DISK_SPEED
     return Estimate(
         memory_bytes=memory + random,
         disk_bytes=disk,
         seconds=round(flops / _speed(recipe.device) + moved, 1),
+        scratch_bytes=scratch,
+        read_bytes=read,
         candidates=sum(count for count, _ in tried),
     )
 
@@ -177,22 +198,80 @@ def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
     return costs
 
 
-def _walk(
-    plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int
-) -> tuple[int, float]:
-    """Memory and operations of both streams through all blocks, as often as there are groups."""
+def _moments_memory(group: Group, *, curved: bool) -> int:
+    """Bytes of the moments that a group is fitted by, with what is computed from them.
+
+    G and C in float64, D and those of what is held out too where the input is not wide; then G
+    damped, and two more while it is factored. Moments of gradients are read one by one.
+    """
+    first, widest = group[0], max(entry.out_features for entry in group)
+    sums = 32 if first.in_features >= WIDE else 48
+    curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if curved else 0
+    return (sums + 24) * first.in_features**2 * first.copies + curvature
+
+
+@dataclass(frozen=True)
+class _WalkSize:
+    """Bytes of a walk through all blocks."""
+
+    memory: int  # weights outside the blocks, those of a block, activations
+    statistics: int  # moments of all layers of a block
+    inputs: int  # of all blocks, on disk
+    kept: int  # moments of all layers, on disk
+
+
+def _walk(plan: Plan, source: SourceModel, recipe: Convert, tokens: int) -> _WalkSize:
+    """Size up both streams through all blocks."""
+    keymap, roles = source.keymap, roles_of(source)
+    planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
+    blocks = [block for block in roles.blocks if block.name in planned]
+    parameters = [_parameters(keymap.model.get_submodule(block.name)) for block in blocks]
+    outside = _parameters(keymap.model) - sum(parameters)
+    width = max(group[0].in_features for group in blocks[0].groups[:1])
+    reads = max(sum(group[0].in_features for group in block.groups) for block in blocks)
+    readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
+    single = [[layer for layer in b.layers if layer.kind != "experts"] for b in blocks]
+    outputs = [[sum(part.size for part in layer.parts) for layer in ls] for ls in single]
+    sides = [
+        [(layer.in_features, size) for layer, size in zip(*pair, strict=True)]
+        for pair in zip(single, outputs, strict=True)
+    ]
+    together = min(tokens, most_tokens(source, max(e.in_features for e in plan.layers)))
+    widest = max(max(it.in_features, it.out_features) for it in plan.layers)
+    activations = 4 * together * 4 * widest
+    rows = min(tokens, 2 * ROWS_AT_ONCE)
+    statistics = 0
+    for of_block in filter(None, sides):
+        sums = sum(8 * (x * x + y * y) + 4 * rows * (x + y) for x, y in of_block)
+        largest = max(max(x, y) ** 2 for x, y in of_block)
+        products = max(x * y for x, y in of_block)
+        statistics = max(statistics, sums + 24 * largest + 32 * products)
+    kept = sum(4 * y * y for of_block in sides for _, y in of_block)
+    scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
+    return _WalkSize(
+        memory=4 * (outside + max(parameters) + 2 * tokens * width)
+        + max(readings + activations, activations + scores),
+        statistics=statistics,
+        inputs=4 * tokens * width * len(blocks),
+        kept=kept if recipe.calibration.output_moments is not False else 0,
+    )
+
+
+def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int) -> float:
+    """Operations of both streams through all blocks, and of their moments.
+
+    The dense stream runs once, the other one once for every group, up to it, with what is fitted
+    by then in place of the rest.
+    """
     keymap = source.keymap
-    sizes = {}
+    flops = 0.0
     for block in dict.fromkeys(entry.block for entry in plan.layers):
         path = keymap.runtime_name(block) or block
-        sizes[block] = _parameters(keymap.model.get_submodule(path))
-    flops = sum(4.0 * size * tokens for size in sizes.values())
+        flops += 2.0 * 2 * _parameters(keymap.model.get_submodule(path)) * tokens
     for group in groups:
-        flops += 2 * sizes[group[0].block] * tokens + 6 * tokens * group[0].in_features ** 2
+        flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
         flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in group)
-    outside = _parameters(keymap.model) - sum(sizes.values())
-    width = max(entry.in_features for entry in groups[0])
-    return 4 * (outside + 2 * max(sizes.values()) + 2 * tokens * width), flops
+    return flops
 
 
 def _parameters(module: nn.Module) -> int:

@@ -20,6 +20,7 @@ from tcompress.blockwise.streams import (
     first_tensor,
     listed_item,
     queries_and_keys,
+    room_on,
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
@@ -149,7 +150,8 @@ class SplitSums:
     ) -> None:
         """Add paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
         if holdout not in self._sums:
-            self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
+            size = (dense.shape[-1], new.shape[-1])
+            self._sums[holdout] = MomentSums(*size, dense.device, narrow=holdout)
         self._sums[holdout].add(dense, new, weights)
 
     def moments(self, *, centred: bool, last: bool = False) -> LayerMoments:
@@ -267,7 +269,8 @@ def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[...,
     # Which experts run, and on which tokens, is heard from every run.
     experts = any(layer.kind == "experts" or layer.routed for layer in layers)
     chosen = experts or any(listed_item(dense, path) for path in paths)
-    return Readings(dense, forward, () if chosen else paths)
+    device = next(dense.parameters()).device
+    return Readings(dense, forward, () if chosen else paths, room_on(device))
 
 
 @dataclass(frozen=True, eq=False)

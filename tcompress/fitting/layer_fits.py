@@ -492,7 +492,7 @@ def _collect(
             errors[-1]["held_out"] = held.error(weight, dense)
         if held is not None and shift is not None:  # the bias was chosen on other rows
             gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = float((weight @ held.dense).mul(weight).sum())
+            norm = float((weight @ held.dense.double()).mul(weight).sum())
             errors[-1]["held_out"] += relative_error(float(gap.square().sum()), norm)
     if any(isnan(value) for of_expert in errors for value in of_expert.values()):
         raise FitError(

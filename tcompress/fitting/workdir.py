@@ -14,7 +14,13 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
-from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
+from tcompress.artifact.disk_cache import (
+    DAMAGED,
+    StoredTensors,
+    read_record,
+    read_tensors,
+    save_tensors,
+)
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
 from tcompress.fitting.layer_fits import BlockResult, FittedLayer
@@ -103,12 +109,12 @@ class FitWorkplace(Workplace):
         name and batch; the order of `channels`.
         """
         (self._measured / kind).mkdir(exist_ok=True)
-        tensors = {name: _narrowed(item) for name, item in moments.items()}
+        tensors = {name: narrowed(item) for name, item in moments.items()}
         save_tensors(tensors, self._measured / kind / f"{block}.safetensors")
 
-    def moments(self, kind: str, block: str) -> dict[str, Tensor]:
-        """Read them back, onto the device; none where they were not measured."""
-        return read_tensors(self._measured / kind / f"{block}.safetensors", self._device) or {}
+    def moments(self, kind: str, block: str) -> Mapping[str, Tensor]:
+        """Read them back, each when it is asked for; there are none where none were kept."""
+        return StoredTensors(self._measured / kind / f"{block}.safetensors", self._device)
 
     def copy_moments(self, folder: Path) -> None:
         """Copy all that was measured, and nothing that was fitted."""
@@ -149,7 +155,7 @@ class FitWorkplace(Workplace):
     def answers(self) -> dict[str, Plan] | None:
         """Read them, as an interrupted run had made them; none if what led to them is gone."""
         moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        readable = all(read_tensors(path, CPU) is not None for path in moments)
+        readable = all(StoredTensors(path, CPU).is_readable for path in moments)
         return (
             read_record(self.folder / "answers.json", _ANSWERS.validate_json) if readable else None
         )
@@ -209,8 +215,8 @@ class FitWorkplace(Workplace):
         return self._blocks / f"{block}.safetensors"
 
 
-def _narrowed(moment: Tensor) -> Tensor:
-    """A moment as float32, unless its range is too small for it."""
+def narrowed(moment: Tensor) -> Tensor:
+    """Give a moment as float32, unless its range is too small for it."""
     largest = float(moment.abs().amax()) if moment.numel() else 0.0
     narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
     return moment.float() if narrow else moment

@@ -20,14 +20,18 @@ from tcompress.errors import FitError
 # a token costs the squared gradient there, so tokens that the output hardly follows hardly count.
 
 _TILE = 256  # columns of a Gram matrix that are taken at a time
-_ROWS = 2048  # whose products are added at a time
+ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
+WIDE = 2048  # inputs from which a sum is kept in float32 where no fit depends on it
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Second moments of one layer input, float64; x' may have fewer channels than x."""
+    """Second moments of one layer input; x' may have fewer channels than x.
+
+    float64, but for those of wide inputs that only tell errors.
+    """
 
     gram: Tensor  # G = E[x' x'^T]  # (d', d')
     cross: Tensor  # C = E[x x'^T]  # (d, d')
@@ -65,18 +69,19 @@ class Moments:
 
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
-        weight, fitted = weight.to(self.gram), fitted.to(self.gram)
-        norm = (weight @ self.dense).mul(weight).sum()
+        weight, fitted = (it.to(self.gram.device, torch.float64) for it in (weight, fitted))
+        norm = (weight @ self.dense.double()).mul(weight).sum()
         if weight.shape != fitted.shape:
-            explained = (fitted @ self.gram - 2 * weight @ self.cross).mul(fitted).sum()
+            explained = fitted @ self.gram.double() - 2 * weight @ self.cross.double()
+            explained = explained.mul(fitted).sum()
             return relative_error(float(norm + explained), float(norm))
         # With W - V apart, nothing cancels where both streams are the same or the fit is close.
         missed = weight - fitted
-        lost = (missed @ self.gram).mul(missed).sum()
+        lost = (missed @ self.gram.double()).mul(missed).sum()
         if self.gram is self.cross is self.dense and bool(lost.isfinite()):
             return relative_error(float(lost), float(norm))
-        drifted = (missed @ (self.cross - self.gram).mT).mul(weight).sum()
-        moves = (self.dense - self.cross).sub_(self.cross.mT).add_(self.gram)
+        drifted = (missed @ (self.cross.double() - self.gram).mT).mul(weight).sum()
+        moves = (self.dense.double() - self.cross).sub_(self.cross.mT).add_(self.gram)
         moved = (weight @ moves).mul(weight).sum()
         return relative_error(float(lost + 2 * drifted + moved), float(norm))
 
@@ -109,7 +114,7 @@ class DampedMoments:
     def dense(self) -> Tensor:
         """D.  # (d, d)."""
         same = self.moments.dense is self.moments.gram
-        return self.gram if same else with_ridge(self.moments.dense, self.level)
+        return self.gram if same else with_ridge(self.moments.dense.double(), self.level)
 
     @property
     def lift(self) -> Tensor | None:
@@ -153,7 +158,7 @@ def add_gram(total: Tensor, rows: Tensor) -> None:
 
 @dataclass
 class ProductSum:
-    """A sum of products of paired rows, a_i b_i^T, float64.
+    """A sum of products of paired rows, a_i b_i^T, float64 unless less is asked for.
 
     Rows wait until there are many: the sum is larger than a batch, and is read and written whole.
     It takes no memory before there are some.
@@ -161,12 +166,24 @@ class ProductSum:
 
     _shape: tuple[int, int]
     _device: torch.device | str
+    _dtype: torch.dtype = torch.float64
     _sum: Tensor | None = None
     _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @classmethod
-    def zero(cls, left: int, right: int, device: torch.device | str) -> ProductSum:
-        return cls((left, right), device)
+    def zero(
+        cls,
+        left: int,
+        right: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.float64,
+    ) -> ProductSum:
+        return cls((left, right), device, dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the sum."""
+        return self._dtype
 
     @property
     def is_empty(self) -> bool:
@@ -182,13 +199,13 @@ class ProductSum:
     @property
     def _total(self) -> Tensor:
         if self._sum is None:
-            self._sum = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
+            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         return self._sum
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
         self._waiting.append((left, right))
-        if sum(len(own) for own, _ in self._waiting) >= _ROWS:
+        if sum(len(own) for own, _ in self._waiting) >= ROWS_AT_ONCE:
             self._take()
 
     def _take(self) -> None:
@@ -219,14 +236,27 @@ def token_weights(gradients: Tensor) -> Tensor:
 
 
 class MomentSums:
-    """Accumulates moments of token rows in float64, about the means of the first batch."""
+    """Accumulates moments of token rows in float64, about the means of the first batch.
+
+    Of wide inputs those are float32 that no fit depends on: D, and with `narrow` all of them.
+    """
 
     def __init__(
-        self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
+        self,
+        dense: int,
+        new: int | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        narrow: bool = False,
     ) -> None:
         new = dense if new is None else new
         sizes = new, dense
-        self._sums = [ProductSum.zero(sizes[i], sizes[j], device) for i, j in _PAIRS]
+        wide = dense >= WIDE
+        dtypes = [torch.float32 if wide and (narrow or one) else torch.float64 for one in (0, 0, 1)]
+        self._sums = [
+            ProductSum.zero(sizes[i], sizes[j], device, dtype)
+            for (i, j), dtype in zip(_PAIRS, dtypes, strict=True)
+        ]
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
         self._centres: list[Tensor] = []  # means of the first rows, of both streams
         self._same: ProductSum | None = None  # of rows that are part of all three
@@ -259,7 +289,9 @@ class MomentSums:
                 own.add(scaled[i], scaled[j])
         else:
             width = scaled[0].shape[-1]
-            self._same = self._same or ProductSum.zero(width, width, new.device)
+            self._same = self._same or ProductSum.zero(
+                width, width, new.device, self._sums[0].dtype
+            )
             self._same.add(scaled[0], scaled[0])
         self.rows += len(dense)
         self._weight += float(weights.sum())
@@ -278,7 +310,7 @@ class MomentSums:
         else:
             totals = [own.total for own in self._sums]
             if self._same is not None:
-                totals = [total + self._same.total for total in totals]
+                totals = [total + self._same.total.to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
             hint = "repair the checkpoint, or convert this model without data: `--calib none`"
             raise FitError("calibration activations hold NaN or infinity", hint)
@@ -321,10 +353,41 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """
     tall = matrix.shape[-2] >= matrix.shape[-1]
     a = matrix if tall else matrix.mT
-    _, vectors = torch.linalg.eigh(a.mT @ a)
-    leading = vectors[..., -rank:]
+    leading = leading_vectors(a.mT @ a, rank)
     left, right = a @ leading, leading.mT
     return (left, right) if tall else (right.mT, left.mT)
+
+
+_LARGE = 1024  # rows of a matrix of which only those eigenvectors are computed that are asked for
+
+
+def leading_vectors(gram: Tensor, rank: int) -> Tensor:
+    """Find eigenvectors of the largest eigenvalues of a symmetric matrix.
+
+    Of a large matrix, on the CPU, no others are computed, which takes less than half the time.
+
+    (..., n, n) -> (..., n, rank), orthonormal, the largest last
+    """
+    rows = gram.shape[-1]
+    if gram.ndim > 2 or rows < _LARGE or 2 * rank > rows or gram.device.type != "cpu":
+        return torch.linalg.eigh(gram)[1][..., -rank:]
+    from scipy.linalg import LinAlgError, eigh
+
+    numbers = gram.numpy() if is_finite(gram) else None
+    try:
+        if numbers is None:
+            raise LinAlgError("it holds NaN or infinity")
+        # Rows and columns may be exchanged: so the solver may write over the copy that it is given.
+        _, vectors = eigh(
+            numbers.T.copy(order="F"),
+            subset_by_index=(rows - rank, rows - 1),
+            driver="evr",
+            overwrite_a=True,
+            check_finite=False,
+        )
+    except LinAlgError:  # what is wrong is said as for small ones
+        return torch.linalg.eigh(gram)[1][..., -rank:]
+    return torch.from_numpy(vectors)
 
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

@@ -308,7 +308,7 @@ FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 
 LEAST_ROOM = 2**28  # bytes of readings that are kept, at least
-ROOM_SHARE = 8  # else so much of what is free: what is not kept is computed again for every layer
+ROOM_SHARE = 12  # else so much of what is free: what is not kept is computed again for every layer
 
 
 def room_on(device: torch.device) -> float:

@@ -33,9 +33,10 @@ from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_b
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import offered_by, roles_of
+from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
-from tcompress.search.substitution import FITTED, JUDGED, count_of, some_of
+from tcompress.search.substitution import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.structures.base import (
     SIDES,
     SharesFactors,
@@ -52,6 +53,7 @@ FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
 
 _STEPS = 150  # of the fit of a transform
 _ROUNDS = 7  # over the summands of a sum
+_TRIED = 2  # answers that are so near that they are fitted too, beside that which is taken
 _TRIALS = 4  # conversions that a search for the number of blocks makes
 _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
 
@@ -80,28 +82,28 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
     shared = _shared_costs(plan, calibrated=tokens > 0)
     memory = max([copied, *fits])
-    flops = sum(_fit_flops(group, calibrated=tokens > 0) for group in groups)
+    weighs = tokens > 0 and recipe.measures_sensitivity
+    flops = sum(_fit_flops(group, calibrated=tokens > 0, curved=weighs) for group in groups)
     scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
     walks = 0  # through the whole model
     if tokens and groups:
-        weighs = recipe.measures_sensitivity
         size = _walk(plan, source, recipe, tokens)
         moments = [_moments_memory(group, curved=weighs) for group in groups]
-        memory = size.memory + max(map(sum, zip(fits, moments, strict=True)))
+        memory = size.fitting + max(map(sum, zip(fits, moments, strict=True)))
         walk_flops = _walk_flops(plan, source, groups, tokens)
         walks = 3 if weighs else 1
         if weighs:
-            memory = max(memory, size.memory + size.statistics)
+            memory = max(memory, size.statistics)
             scratch = max(scratch + size.kept, size.inputs)
             walks += recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
-            flops += (1 + len(singles)) * part * (flops + walk_flops)
+            flops += min(len(singles), _TRIED) * part * (flops + walk_flops)
         flops += walk_flops
-        if weighs or shared:  # a pass forward, another one with gradients, and sums over both
-            spectra = (svd_flops(e.out_features, e.in_features) for e in plan.layers)
-            flops += 2 * walk_flops + sum(spectra)
+        if weighs or shared:
+            flops += size.statistics_flops
+            flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
@@ -134,7 +136,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
 def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple[int, float]]:
     """Candidates of every block that are tried in the dense model, and their operations.
 
-    They are fitted to some samples, and all that comes after the block runs on some others.
+    They are fitted to some samples, whose moments are summed up for each, and all that comes after
+    the block runs on some others.
     """
     if not recipe.by_loss or recipe.attention is not None or recipe.method is None:
         return []
@@ -148,6 +151,9 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     attentions = attentions_of(keymap.model, roles)
     own = recipe.calibration
     text = TOKENS if own.source == ("builtin",) else own.max_length // 4
+    count = own.count
+    fitted = text * min(FITTED, round(count * (1 - own.holdout)))
+    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
     planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
     some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
     found, after = list[tuple[int, float]](), 0
@@ -155,7 +161,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
         size = _parameters(keymap.model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            flops = 2.0 * text * (2 * size * FITTED + (size + after) * JUDGED)
+            flops = 2.0 * (size * fitted + (size + after) * judged)
             found.append((count, count * flops))
         after += size
     return found
@@ -174,14 +180,16 @@ def _fit_memory(group: Group, source: SourceModel, *, calibrated: bool) -> int:
     return total
 
 
-def _fit_flops(group: Group, *, calibrated: bool) -> float:
+def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
+    """Operations of the fits of a group, with roots of moments, products with them, and errors."""
     flops = 0.0
     for entry in group:
         for part in entry.parts:
             rounds = 1 if len(part.terms) == 1 else _ROUNDS
             for layout in part.terms:
                 m, n = layout.out_features, layout.in_features
-                measured = 4 * m * n * n if calibrated else 2 * m * n * 64
+                measured = 14.0 * m * n * n + n**3 if calibrated else 2.0 * m * n * 64
+                measured += 4.0 * m * m * n + m**3 if curved else 0.0
                 own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
                 fitted = sum(bool(transform_shapes(layout, side)) for side in SIDES)
                 flops += (own + _STEPS * 6 * m * n * fitted) * entry.copies
@@ -201,11 +209,11 @@ def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
 def _moments_memory(group: Group, *, curved: bool) -> int:
     """Bytes of the moments that a group is fitted by, with what is computed from them.
 
-    G and C in float64, D and those of what is held out too where the input is not wide; then G
+    G and C in float64, and where the input is not wide D and those of what is held out too; then G
     damped, and two more while it is factored. Moments of gradients are read one by one.
     """
     first, widest = group[0], max(entry.out_features for entry in group)
-    sums = 32 if first.in_features >= WIDE else 48
+    sums = 20 if first.in_features >= WIDE else 48
     curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if curved else 0
     return (sums + 24) * first.in_features**2 * first.copies + curvature
 
@@ -214,47 +222,53 @@ def _moments_memory(group: Group, *, curved: bool) -> int:
 class _WalkSize:
     """Bytes of a walk through all blocks."""
 
-    memory: int  # weights outside the blocks, those of a block, activations
-    statistics: int  # moments of all layers of a block
+    fitting: int  # weights outside the blocks, those of a block, activations, what layers read
+    statistics: int  # the same without what they read, and moments of all layers of a block
+    statistics_flops: float  # operations of passes forward, again, and backward, and of moments
     inputs: int  # of all blocks, on disk
     kept: int  # moments of all layers, on disk
 
 
 def _walk(plan: Plan, source: SourceModel, recipe: Convert, tokens: int) -> _WalkSize:
     """Size up both streams through all blocks."""
-    keymap, roles = source.keymap, roles_of(source)
-    planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
-    blocks = [block for block in roles.blocks if block.name in planned]
-    parameters = [_parameters(keymap.model.get_submodule(block.name)) for block in blocks]
-    outside = _parameters(keymap.model) - sum(parameters)
-    width = max(group[0].in_features for group in blocks[0].groups[:1])
-    reads = max(sum(group[0].in_features for group in block.groups) for block in blocks)
+    keymap = source.keymap
+    paths = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
+    parameters = [_parameters(keymap.model.get_submodule(path)) for path in paths]
+    blocks = [block for block in roles_of(source).blocks if block.name in paths]
+    width = plan.layers[0].in_features
+    widest = max(entry.in_features for entry in plan.layers)
+    together = min(tokens, most_tokens(source, widest))
+    reads = max((sum(group[0].in_features for group in b.groups) for b in blocks), default=widest)
     readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
-    single = [[layer for layer in b.layers if layer.kind != "experts"] for b in blocks]
-    outputs = [[sum(part.size for part in layer.parts) for layer in ls] for ls in single]
-    sides = [
-        [(layer.in_features, size) for layer, size in zip(*pair, strict=True)]
-        for pair in zip(single, outputs, strict=True)
-    ]
-    together = min(tokens, most_tokens(source, max(e.in_features for e in plan.layers)))
-    widest = max(max(it.in_features, it.out_features) for it in plan.layers)
-    activations = 4 * together * 4 * widest
-    rows = min(tokens, 2 * ROWS_AT_ONCE)
-    statistics = 0
-    for of_block in filter(None, sides):
-        sums = sum(8 * (x * x + y * y) + 4 * rows * (x + y) for x, y in of_block)
-        largest = max(max(x, y) ** 2 for x, y in of_block)
-        products = max(x * y for x, y in of_block)
-        statistics = max(statistics, sums + 24 * largest + 32 * products)
-    kept = sum(4 * y * y for of_block in sides for _, y in of_block)
+    outside = _parameters(keymap.model) - sum(parameters)
+    both = 4 * (outside + max(parameters) + 2 * tokens * width) + 16 * together * widest
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
+    shapes = [_shapes(block) for block in blocks]
+    statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
+    sums = sum(float(x * x + y * y) for of_block in shapes for x, y in of_block)
+    kept = sum(4 * y * y for of_block in shapes for _, y in of_block)
     return _WalkSize(
-        memory=4 * (outside + max(parameters) + 2 * tokens * width)
-        + max(readings + activations, activations + scores),
-        statistics=statistics,
-        inputs=4 * tokens * width * len(blocks),
+        fitting=both + readings,
+        statistics=both + scores + statistics,
+        statistics_flops=tokens * (6.0 * sum(parameters) + sums),
+        inputs=4 * tokens * width * len(paths),
         kept=kept if recipe.calibration.output_moments is not False else 0,
     )
+
+
+def _shapes(block: Block) -> list[tuple[int, int]]:
+    """Inputs and outputs of the layers of a block; of experts nothing is summed up."""
+    layers = (layer for layer in block.layers if layer.kind != "experts")
+    return [(layer.in_features, sum(part.size for part in layer.parts)) for layer in layers]
+
+
+def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
+    """Bytes of the moments of all layers of a block, and of what follows from those of one."""
+    if not shapes:
+        return 0
+    rows = min(tokens, 2 * ROWS_AT_ONCE)
+    sums = sum(8 * (x * x + y * y) + 4 * rows * (x + y) for x, y in shapes)
+    return sums + max(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)
 
 
 def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int) -> float:
@@ -270,7 +284,6 @@ def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens
         flops += 2.0 * 2 * _parameters(keymap.model.get_submodule(path)) * tokens
     for group in groups:
         flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
-        flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in group)
     return flops
 
 

@@ -36,7 +36,7 @@ from tcompress.fitting.layer_fits import (
     fit_layers,
 )
 from tcompress.hf.build import SEED, fill, install_attention, install_layers
-from tcompress.linalg.moments import MomentSums
+from tcompress.linalg.moments import WIDE, Moments, MomentSums, PairedRows
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
@@ -143,15 +143,18 @@ class SplitSums:
     """Moments of one layer input, of rows to fit on and of rows held out."""
 
     def __init__(self) -> None:
-        self._sums: dict[bool, MomentSums] = {}
+        self._sums: dict[bool, MomentSums | PairedRows] = {}
 
     def add(
         self, dense: Tensor, new: Tensor, *, holdout: bool, weights: Tensor | None = None
     ) -> None:
         """Add paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
         if holdout not in self._sums:
-            size = (dense.shape[-1], new.shape[-1])
-            self._sums[holdout] = MomentSums(*size, dense.device, narrow=holdout)
+            if holdout and dense.shape[-1] >= WIDE:
+                self._sums[holdout] = PairedRows()
+            else:
+                size = (dense.shape[-1], new.shape[-1])
+                self._sums[holdout] = MomentSums(*size, dense.device)
         self._sums[holdout].add(dense, new, weights)
 
     def moments(self, *, centred: bool, last: bool = False) -> LayerMoments:
@@ -162,8 +165,10 @@ class SplitSums:
         train, held = self._sums.get(False), self._sums.get(True)
         if train is None or not train.rows:
             return LayerMoments()
+        fitted = train.moments(centred=centred, last=last)
+        assert isinstance(fitted, Moments)
         return LayerMoments(
-            train.moments(centred=centred, last=last),
+            fitted,
             held.moments(centred=centred, last=last) if held is not None and held.rows else None,
         )
 

@@ -15,7 +15,13 @@ from torch import Tensor
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
-from tcompress.linalg.moments import DampedMoments, Moments, is_finite, relative_error
+from tcompress.linalg.moments import (
+    DampedMoments,
+    Moments,
+    RowErrors,
+    is_finite,
+    relative_error,
+)
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Structure, Target, structure
@@ -65,7 +71,7 @@ class LayerMoments:
     """Moments of one layer input."""
 
     train: Moments | None = None  # to fit on; None for a data-free fit
-    holdout: Moments | None = None  # to measure on, if rows were held out
+    holdout: Moments | RowErrors | None = None  # to measure on, if rows were held out
 
 
 @dataclass(frozen=True)
@@ -157,7 +163,8 @@ class _Split:
         """Target of one summand: what the others leave over."""
         m = self.moments
         weight: Tensor | None = self.weight
-        product = self.weight if m is None else self._product
+        product = weight if m is None else self._product
+        assert product is not None
         if m is not None and m.lift is not None:  # of other channels than what is fitted
             weight = None
         for other in self.terms:
@@ -492,7 +499,7 @@ def _collect(
             errors[-1]["held_out"] = held.error(weight, dense)
         if held is not None and shift is not None:  # the bias was chosen on other rows
             gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = float((weight @ held.dense.double()).mul(weight).sum())
+            norm = held.norm(weight)
             errors[-1]["held_out"] += relative_error(float(gap.square().sum()), norm)
     if any(isnan(value) for of_expert in errors for value in of_expert.values()):
         raise FitError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor
@@ -67,23 +67,58 @@ class Moments:
         own = ("gram", "cross", "dense", "mean", "dense_mean")
         return replace(self, **{name: getattr(self, name).to(device) for name in own})
 
+    def norm(self, weight: Tensor) -> float:
+        """Returns E||W x||^2.  # (out, d)."""
+        weight = weight.to(self.gram.device, self._dtype)
+        return float((weight @ self.dense.to(weight)).mul(weight).sum(dtype=torch.float64))
+
     def error(self, weight: Tensor, fitted: Tensor) -> float:
         """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d)."""
+        norm = self.norm(weight)
         weight, fitted = (it.to(self.gram.device, torch.float64) for it in (weight, fitted))
-        norm = (weight @ self.dense.double()).mul(weight).sum()
         if weight.shape != fitted.shape:
             explained = fitted @ self.gram.double() - 2 * weight @ self.cross.double()
-            explained = explained.mul(fitted).sum()
-            return relative_error(float(norm + explained), float(norm))
+            return relative_error(norm + float(explained.mul(fitted).sum()), norm)
         # With W - V apart, nothing cancels where both streams are the same or the fit is close.
-        missed = weight - fitted
-        lost = (missed @ self.gram.double()).mul(missed).sum()
-        if self.gram is self.cross is self.dense and bool(lost.isfinite()):
-            return relative_error(float(lost), float(norm))
-        drifted = (missed @ (self.cross.double() - self.gram).mT).mul(weight).sum()
+        missed, weight = (weight - fitted).to(self._dtype), weight.to(self._dtype)
+
+        def energy(left: Tensor, moment: Tensor, right: Tensor) -> float:
+            return float((left @ moment.to(self._dtype)).mul(right).sum(dtype=torch.float64))
+
+        lost = energy(missed, self.gram, missed)
+        if self.gram is self.cross is self.dense and isfinite(lost):
+            return relative_error(lost, norm)
+        drifted = energy(missed, (self.cross - self.gram).mT, weight)
         moves = (self.dense.double() - self.cross).sub_(self.cross.mT).add_(self.gram)
-        moved = (weight @ moves).mul(weight).sum()
-        return relative_error(float(lost + 2 * drifted + moved), float(norm))
+        return relative_error(lost + 2 * drifted + energy(weight, moves, weight), norm)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Dtype that is exact enough for errors, and no slower than need be."""
+        return torch.float32 if len(self.dense) >= WIDE else torch.float64
+
+
+@dataclass(frozen=True, eq=False)
+class RowErrors:
+    """Paired rows of both streams, to measure errors by."""
+
+    dense: Tensor  # times the roots of their shares of all weights, float32  # (rows, d)
+    new: Tensor  # (rows, d')
+    dense_mean: Tensor  # E[x], zero where nothing is centred, float64  # (d,)
+    mean: Tensor  # E[x'], likewise  # (d',)
+
+    def norm(self, weight: Tensor) -> float:
+        """Returns E||W x||^2.  # (out, d)."""
+        return _energy(self.dense @ weight.to(self.dense).mT)
+
+    def error(self, weight: Tensor, fitted: Tensor) -> float:
+        """Returns E||W x - V x'||^2 / E||W x||^2.  # (out, d), (out, d')."""
+        exact = self.dense @ weight.to(self.dense).mT
+        return relative_error(_energy(exact - self.new @ fitted.to(self.new).mT), _energy(exact))
+
+
+def _energy(values: Tensor) -> float:
+    return float(values.double().square().sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,21 +273,16 @@ def token_weights(gradients: Tensor) -> Tensor:
 class MomentSums:
     """Accumulates moments of token rows in float64, about the means of the first batch.
 
-    Of wide inputs those are float32 that no fit depends on: D, and with `narrow` all of them.
+    Of wide inputs D, which no fit depends on, is float32.
     """
 
     def __init__(
-        self,
-        dense: int,
-        new: int | None = None,
-        device: torch.device | str = "cpu",
-        *,
-        narrow: bool = False,
+        self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
         new = dense if new is None else new
         sizes = new, dense
-        wide = dense >= WIDE
-        dtypes = [torch.float32 if wide and (narrow or one) else torch.float64 for one in (0, 0, 1)]
+        last = torch.float32 if dense >= WIDE else torch.float64
+        dtypes = (torch.float64, torch.float64, last)
         self._sums = [
             ProductSum.zero(sizes[i], sizes[j], device, dtype)
             for (i, j), dtype in zip(_PAIRS, dtypes, strict=True)
@@ -312,8 +342,7 @@ class MomentSums:
             if self._same is not None:
                 totals = [total + self._same.total.to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
-            hint = "repair the checkpoint, or convert this model without data: `--calib none`"
-            raise FitError("calibration activations hold NaN or infinity", hint)
+            raise _not_finite()
         shifts = [total / self._weight for total in self._means]
         means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
         parts = []
@@ -326,6 +355,51 @@ class MomentSums:
         gram, cross, dense = parts if len(parts) > 1 else 3 * parts
         rows = round(self._weight**2 / self._squares)
         return Moments(gram, cross, dense, mean, dense_mean, max(1, rows))
+
+
+class PairedRows:
+    """Collects paired rows of a wide input, where nothing but errors is asked for.
+
+    They are fewer numbers than three moments, and errors by them take fewer operations.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.rows = 0  # of tokens, so far
+
+    def add(self, dense: Tensor, new: Tensor, weights: Tensor | None = None) -> None:
+        """Adds paired rows; arguments as for `MomentSums`."""
+        if weights is None:
+            weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
+        self._parts.append((dense, new, weights))
+        self.rows += len(dense)
+
+    def merge(self, other: PairedRows) -> PairedRows:
+        """Adds what another one has collected."""
+        self._parts += other._parts
+        self.rows += other.rows
+        return self
+
+    def moments(self, *, centred: bool, last: bool = False) -> RowErrors:
+        """Returns the rows so far; arguments as for `MomentSums`."""
+        dense, new, weights = (torch.cat(items) for items in zip(*self._parts, strict=True))
+        if last:
+            self._parts.clear()
+        if not (is_finite(dense) and is_finite(new)):
+            raise _not_finite()
+        shares = weights / weights.sum()
+        root, means = shares.sqrt().float()[:, None], []
+        scaled = []
+        for rows in (dense.float(), new.float()):
+            mean = shares @ rows.double()
+            means.append(mean if centred else torch.zeros_like(mean))
+            scaled.append((rows - means[-1].float()).mul_(root))
+        return RowErrors(*scaled, *means)
+
+
+def _not_finite() -> FitError:
+    hint = "repair the checkpoint, or convert this model without data: `--calib none`"
+    return FitError("calibration activations hold NaN or infinity", hint)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

@@ -157,12 +157,15 @@ class _Measuring:
         blocks = roles_of(self.inputs.source).blocks
         self.inputs.progress.stage("looking at weights", len(blocks), "blocks")
         for block in reversed(blocks):
-            statistics = {}
+            statistics, grams = {}, dict[int, Tensor]()
             for layer in block.layers:
                 if (entry := self.entries.get(layer.name)) is None:
                     continue
                 weight = self._weight(layer.name, entry)
-                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.inputs.device)
+                size = entry.in_features
+                if size not in grams:
+                    grams[size] = torch.eye(size, dtype=torch.float64, device=self.inputs.device)
+                gram = grams[size]
                 moments = EvaluationMoments(gram, None)
                 statistics[entry.name] = LayerStatistics(weight, moments, gram.new_zeros(len(gram)))
             yield block, statistics

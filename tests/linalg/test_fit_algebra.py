@@ -26,6 +26,7 @@ from tcompress.linalg.fits import (
 from tcompress.linalg.moments import (
     Moments,
     MomentSums,
+    PairedRows,
     balanced,
     best_factors,
     fit_lowrank,
@@ -194,21 +195,27 @@ def test_rows_of_one_stream_have_one_moment() -> None:
     assert found.error(weight, fitted) == pytest.approx(expected.error(weight, fitted))
 
 
-def test_wide_moments_that_tell_errors_alone_are_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("centred", [False, True])
+def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     (x, new), found = _rows(), {}
+    worth = 1.0 + torch.arange(ROWS).double()
     for least in (WIDTH, WIDTH + 1):
         monkeypatch.setattr("tcompress.linalg.moments.WIDE", least)
-        sums = [MomentSums(WIDTH), MomentSums(WIDTH, narrow=True)]
+        sums = [MomentSums(WIDTH), PairedRows()]
         for item in sums:
-            item.add(x, new)
-        found[least] = [item.moments(centred=True, last=True) for item in sums]
-    fitting, judging = found[WIDTH]
-    assert (fitting.gram.dtype, fitting.cross.dtype) == (torch.float64, torch.float64)
-    assert {fitting.dense.dtype, judging.gram.dtype, judging.cross.dtype} == {torch.float32}
+            item.add(x[:20], new[:20], worth[:20])
+            item.add(x[20:], new[20:], worth[20:])
+        found[least] = [item.moments(centred=centred, last=True) for item in sums]
+    moments, rows = found[WIDTH]
+    expected = found[WIDTH + 1][0]
+    assert (moments.gram.dtype, moments.cross.dtype) == (torch.float64, torch.float64)
+    assert (moments.dense.dtype, expected.dense.dtype) == (torch.float32, torch.float64)
+    assert_close(rows.mean, expected.mean)
+    assert_close(rows.dense_mean, expected.dense_mean)
     weight, fitted = randn(OUTPUTS, WIDTH, seed=5), randn(OUTPUTS, WIDTH, seed=6)
-    expected = found[WIDTH + 1][0].error(weight, fitted)
-    for moments in (fitting, judging):
-        assert moments.error(weight, fitted) == pytest.approx(expected, rel=1e-5)
+    for item in (moments, rows):
+        assert item.norm(weight) == pytest.approx(expected.norm(weight), rel=1e-5)
+        assert item.error(weight, fitted) == pytest.approx(expected.error(weight, fitted), rel=1e-5)
 
 
 @pytest.mark.parametrize("rank", [1, 5])

@@ -76,7 +76,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     source = cut_to(source, plan.depth) if plan.depth else source
     widest = max((entry.in_features for entry in plan.layers), default=0)
-    tokens = _tokens(source, recipe.calibration, widest)
+    samples, length = _data(source, recipe.calibration, widest)
+    tokens = samples * length
     groups = groups_of(plan.layers)
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
@@ -87,7 +88,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
     walks = 0  # through the whole model
     if tokens and groups:
-        size = _walk(plan, source, recipe, tokens)
+        size = _walk(plan, source, recipe, samples, length)
         moments = [_moments_memory(group, curved=weighs) for group in groups]
         memory = size.fitting + max(map(sum, zip(fits, moments, strict=True)))
         walk_flops = _walk_flops(plan, source, groups, tokens)
@@ -229,15 +230,16 @@ class _WalkSize:
     kept: int  # moments of all layers, on disk
 
 
-def _walk(plan: Plan, source: SourceModel, recipe: Convert, tokens: int) -> _WalkSize:
-    """Size up both streams through all blocks."""
-    keymap = source.keymap
+def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length: int) -> _WalkSize:
+    """Size up both streams of samples of some length through all blocks."""
+    keymap, tokens = source.keymap, samples * length
     paths = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
     parameters = [_parameters(keymap.model.get_submodule(path)) for path in paths]
     blocks = [block for block in roles_of(source).blocks if block.name in paths]
     width = plan.layers[0].in_features
     widest = max(entry.in_features for entry in plan.layers)
-    together = min(tokens, most_tokens(source, widest))
+    batch = length * min(samples, recipe.calibration.batch_size)
+    together = max(length, min(batch, most_tokens(source, widest)))
     reads = max((sum(group[0].in_features for group in b.groups) for b in blocks), default=widest)
     readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
     outside = _parameters(keymap.model) - sum(parameters)
@@ -291,10 +293,14 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
-    """Tokens in the calibration data of a model, whose widest layer has so many inputs."""
+def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, int]:
+    """Samples of the calibration data of a model, whose widest layer has so many inputs.
+
+    Returns:
+        Their number, and the tokens of one.
+    """
     if options.is_none:
-        return 0
+        return 0, 0
     config = source.config
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
@@ -307,7 +313,7 @@ def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
     sounds = getattr(config, "max_source_positions", None)
     if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
         tokens, samples = tokens + sounds, min(samples, MOST_SOUNDS)
-    return samples * tokens
+    return samples, tokens
 
 
 def _speed(device: str) -> float:

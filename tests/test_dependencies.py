@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project", "processes", "launched", "stage_times", "memory",
+    "options", "fields", "project", "processes", "stage_times", "memory",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -25,8 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "progress": set(),
-    "launched": set(),
-    "processes": {"errors", "launched"},
+    "processes": {"errors"},
     "stage_times": {"progress"},
     "memory": set(),
     "linalg": {"errors"},

@@ -11,11 +11,11 @@ from tcompress.cli import terminal
 from tcompress.cli.first_look import Look, first_look
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
-from tcompress.launched import is_first, is_launched
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
 from tcompress.options.read import Given
+from tcompress.processes import is_first, is_launched
 
 if TYPE_CHECKING:
     from tcompress.conversion.converter import Converted

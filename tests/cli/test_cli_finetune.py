@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from transformers.utils.logging import disable_progress_bar
 
-from tcompress import launched
+from tcompress import processes
 from tcompress.cli.finetune import default_output
 from tcompress.options import Finetune
 from tests.support.cli import completed, error, run
@@ -217,9 +217,9 @@ def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) 
     done = run("finetune", "bert-small", "--data", "texts.txt", "-o", "out", *SHORT)
     assert (done.code, done.out, done.err) == (0, "", "")
     missing = ("finetune", "bert-small", "--data", "missing.txt", "-o", "out", *SHORT)
-    monkeypatch.setattr(launched, "speaks", lambda: True)
+    monkeypatch.setattr(processes, "speaks", lambda: True)
     assert "missing.txt" in run(*missing).err
-    monkeypatch.setattr(launched, "speaks", lambda: False)
+    monkeypatch.setattr(processes, "speaks", lambda: False)
     done = run(*missing)
     assert (done.code, done.out, done.err) == (2, "", "")
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from accelerate.utils import DistributedType
 from transformers.utils.logging import disable_progress_bar
 
 from tcompress import processes
@@ -149,6 +150,14 @@ def test_options_change_the_recipe(tmp_path: Path) -> None:
     assert (longer.steps, longer.epochs) == (None, 3.0)  # the recipe has steps
     assert kept.steps == 5
     assert kept.data.source == ("a.txt",)
+
+
+def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = property(lambda _: DistributedType.FSDP)
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", sharded)
+    done = run("finetune", "bert-small", "--quiet", "--data", "texts.txt", "-o", "out", *SHORT)
+    assert done.code == 2
+    assert done.err.startswith("error: accelerate is told to shard the model (FSDP), and training")
 
 
 @pytest.mark.parametrize(

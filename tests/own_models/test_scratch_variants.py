@@ -58,7 +58,7 @@ def _changes(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.often("r8-tsa", "tweetqa-tam without-fusing")
-@pytest.mark.parametrize("case", _cases())
+@pytest.mark.parametrize("case", [*_cases()])
 def test_a_variant_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     name, *variants = case.split()

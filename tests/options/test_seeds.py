@@ -86,7 +86,10 @@ def test_a_run_with_seeds_keeps_each_and_shows_their_mean(
     assert "made, 2 seeds" in shown
     assert run("report", *both, "--html", "page.html").code == 0
     page = Path("page.html").read_text("utf-8").partition("<h3>made, 2 seeds</h3>")[2]
-    cells = [deviation_text(number["mean"], number["deviation"]), *map(value_text, number["values"])]
+    cells = [
+        deviation_text(number["mean"], number["deviation"]),
+        *map(value_text, number["values"]),
+    ]
     row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
     assert f'<tr><th scope="row">accuracy</th>{row}</tr>' in page.partition("</table>")[0]
     weights = [Path(f"made-seed-{seed}/model.safetensors").read_bytes() for seed in (42, 43)]

@@ -33,7 +33,12 @@ def _cases() -> Iterator[str]:
 
 def _changes(name: str, folder: Path) -> list[str]:
     """Tiny sizes and data in place of a recipe's own."""
-    said = ["finetune.steps=2", "finetune.batch_size=4", "finetune.device=cpu", "evaluate.0.limit=6"]
+    said = [
+        "finetune.steps=2",
+        "finetune.batch_size=4",
+        "finetune.device=cpu",
+        "evaluate.0.limit=6",
+    ]
     if name == "adrenal-hot":
         file, sizes = archive_file(folder / "volumes.npz"), VOLUMES
         said += [f"finetune.data.validation={file}"]
@@ -74,3 +79,17 @@ def test_a_variant_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert bool(report["attention"]) == (recipe.convert.attention is not None)
     measured = {metric["name"] for metric in report["metrics"]}
     assert {row.metric for row in recipe.paper} <= measured
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("convert.attention.axes=[0,1,2,3]", "names `2`, `3`, and a grid of 7 x 6 has 2 axes"),
+        ("architecture.rotary_axes=[2]", "cannot rotate heads of width 4 over 2 axes; name each"),
+    ],
+)
+def test_axes_that_are_not_there_are_named(change: str, words: str, tmp_path: Path) -> None:
+    said = (*_changes("etth1-hot", tmp_path), "architecture.positions=rotary", change)
+    done = run("run", "scratch/etth1-hot", *(f"--set={it}" for it in said), "--dry-run", "-q")
+    assert done.code == 2
+    assert sum(words in line for line in done.err.splitlines()) == 1

@@ -37,7 +37,7 @@ def _changes(name: str, folder: Path) -> list[str]:
         "finetune.steps=2",
         "finetune.batch_size=4",
         "finetune.device=cpu",
-        "evaluate.0.limit=6",
+        "evaluate.0.limit=11",
     ]
     if name == "adrenal-hot":
         file, sizes = archive_file(folder / "volumes.npz"), VOLUMES
@@ -58,7 +58,7 @@ def _changes(name: str, folder: Path) -> list[str]:
     if not name.endswith("-hot"):
         said += [f"architecture.tokenizer={{words: {file}, size: 60}}"]
     if name in SMALL:
-        said += [f"evaluate.1.data={file}", "evaluate.1.limit=6"]
+        said += [f"evaluate.1.data={file}", "evaluate.1.limit=11"]
     return said
 
 

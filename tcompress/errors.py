@@ -214,6 +214,10 @@ class DiskError(TCompressError, OSError):
     exit_code = 2
 
 
+class ProcessError(TCompressError, RuntimeError):
+    """A process that works together with this one is gone; work that was begun can go on."""
+
+
 class FitError(TCompressError, ArithmeticError):
     """A factorisation failed or met values that are not finite."""
 

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project",
+    "options", "fields", "project", "processes", "launched",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -25,6 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "progress": set(),
+    "launched": set(),
+    "processes": {"errors", "launched"},
     "linalg": {"errors"},
     "fields": set(),
     "project": set(),
@@ -37,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors", "progress", "models", "roles", "options"},
     "artifact": {
         "errors", "files", "fields", "linalg", "structures", "models", "options", "planning",
-        "project",
+        "project", "processes",
     },
     "vocabulary": {"errors", "files", "progress", "models", "roles", "options", "data"},
     "own_models": {"errors", "models", "options", "data", "attention"},
@@ -55,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FOUNDATION - {"linalg", "attention"} | {"data", "artifact", "hf", "runtimes"},
     "timing_model": {
         "errors", "files", "structures", "models", "planning", "artifact", "hf", "latency",
+        "processes",
     },
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {

@@ -19,8 +19,9 @@ from filelock import FileLock, Timeout
 
 from tcompress import files
 from tcompress.artifact.disk_cache import read_record
-from tcompress.errors import DiskError, InputError, TCompressError, WriteError
+from tcompress.errors import DiskError, InputError, ProcessError, TCompressError, WriteError
 from tcompress.models.names import MANIFEST
+from tcompress.processes import by_first
 
 _MARK, _LOCK = "publishing", "lock"
 SWEEP = ".sweep"  # folder inside the output of a sweep with what is known so far
@@ -174,12 +175,23 @@ class Workplace:
         self._needed: int | None = None
         self._finished = False
         self._identity = hashlib.sha256(identity.encode()).hexdigest()
+        self._lock: FileLock | None = None  # which the first of several processes has
+        self.published, self.resumed = self._opened(identity, force)
+        if not self.folder.is_dir():
+            raise InputError(
+                f"not all processes see the working folder `{self.folder}`",
+                "write to a folder that all machines share, with `-o`",
+            )
+
+    @by_first
+    def _opened(self, identity: str, force: bool) -> tuple[bool, bool]:
+        """Lock the folder and make it ready; tell if it is published, and if work is left in it."""
         self._lock = self._locked()
         try:
-            self.published = self._recover()
-            if not self.published:
-                _check_contents(self.output, force=force)
-            self.resumed = self.published or self._prepare(identity)
+            if self._recover():
+                return True, True
+            _check_contents(self.output, force=force)
+            return False, self._prepare(identity)
         except BaseException:
             begun = (self.folder / "identity").is_file()
             self.close() if begun else self.discard()
@@ -243,6 +255,7 @@ class Workplace:
             self._clear({_LOCK})  # it is not known what `model` is
         return False
 
+    @by_first
     def note(self, kind: str, **facts: Any) -> None:
         """Append a line to the journal; it is on disk when this returns."""
         with self._journal.open("a", encoding="utf-8") as file:
@@ -261,6 +274,7 @@ class Workplace:
                 facts.append(json.loads(line))
         return [fact for fact in facts if isinstance(fact, dict) and fact.get("kind") == kind]
 
+    @by_first
     def need(self, size: int) -> None:
         """Refuse to go on where the disk has no room for so many bytes, written ones included."""
         self._needed = size
@@ -279,6 +293,7 @@ class Workplace:
         facts: dict[str, Any] | None = _read_mark(self.folder).get("result")
         return facts
 
+    @by_first
     def publish(self, *, force: bool, result: Mapping[str, Any] | None = None) -> None:
         """Put the finished model folder in the place of the output, and remove the rest.
 
@@ -314,9 +329,9 @@ class Workplace:
             failure = refused or error
             # The same command may end well later, on a mended disk or with other versions.
             passing = not isinstance(failure, TCompressError)
-            passing = passing or isinstance(failure, DiskError | WriteError)
+            passing = passing or isinstance(failure, DiskError | WriteError | ProcessError)
             stays = keeps(failure) if keeps is not None else passing
-            if isinstance(error, WriteError):
+            if isinstance(error, WriteError) and self._lock is not None:
                 self._distrust()
                 state = (_LOCK, _MARK, "identity", self._journal.name)
                 present = (path for path in self.folder.rglob("*") if path.is_file())
@@ -325,6 +340,7 @@ class Workplace:
                         f"{error.hint}; what was fitted is kept in `{self.folder}`, where the same "
                         "command goes on, with the same versions of tcompress and torch"
                     )
+            # Without looking for other processes, which may be gone: what lasts, the first has.
             self.close() if stays else self.discard()
             if refused is not None:
                 raise refused from error
@@ -340,17 +356,18 @@ class Workplace:
 
     def discard(self) -> None:
         """Remove the working folder; what is finished and could not be moved stays."""
-        if not self._finished:
+        if not self._finished and self._lock is not None:
             with suppress(OSError):
                 self._clear({_LOCK, _MARK})
                 # In this order: what a kill leaves says that the output is finished.
                 (self.folder / _LOCK).unlink(missing_ok=True)
                 (self.folder / _MARK).unlink(missing_ok=True)
                 self.folder.rmdir()
-        self._lock.release()
+        self.close()
 
     def close(self) -> None:
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()
 
     def _clear(self, spared: set[str]) -> None:
         for item in self.folder.iterdir():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
 from math import exp, fsum, log
 from statistics import fmean
 from typing import Any
@@ -14,35 +15,61 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tcompress import processes
 from tcompress.blockwise.output_sampler import OutputSampler
 
 
+@dataclass(frozen=True)
+class _Difference:
+    """Differences of both models' outputs for one batch."""
+
+    index: int  # of the batch
+    source: str
+    samples: int
+    change: float
+    same: int  # scores whose best class or token stays the best
+    scored: int
+    vectors: tuple[tuple[Tensor, Tensor], ...]
+
+
 class OutputComparison:
-    """Sums of the differences of both models' outputs, by source of the samples."""
+    """Differences of both models' outputs, by source of the samples."""
 
-    def __init__(self, sampler: OutputSampler) -> None:
+    def __init__(self, sampler: OutputSampler, differences: Iterable[_Difference] = ()) -> None:
         self._sampler = sampler
-        self._distance: dict[str, float] = defaultdict(float)
-        self._samples: Counter[str] = Counter()
-        self._same: Counter[str] = Counter()  # scores whose best class or token stays the best
-        self._scored: Counter[str] = Counter()
-        self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._differences = [*differences]
 
-    def add(self, source: str, dense: Any, new: Any, batch: Mapping[str, Tensor]) -> float:
+    def add(
+        self, source: str, dense: Any, new: Any, batch: Mapping[str, Tensor], index: int = 0
+    ) -> float:
         """Add what both models put out for a batch, and return its change per sample."""
         change, samples = self._sampler.change(dense, new, batch), len(next(iter(batch.values())))
-        self._distance[source] += change
-        self._samples[source] += samples
         scored, pairs = self._sampler.pairs(dense, new, batch)
+        unchanged = counted = 0
+        vectors: list[tuple[Tensor, Tensor]] = []
         for exact, changed, mask in pairs:
             if scored and exact.shape[-1] > 1:
                 same = exact.argmax(-1) == changed.argmax(-1)
                 counts = torch.ones_like(same) if mask is None else mask.bool()
-                self._same[source] += int((same & counts).sum())
-                self._scored[source] += int(counts.sum())
+                unchanged += int((same & counts).sum())
+                counted += int(counts.sum())
             elif not scored:
-                self._vectors[source].append((_mean(exact, mask), _mean(changed, mask)))
+                vectors.append((_mean(exact, mask), _mean(changed, mask)))
+        facts = (index, source, samples, change, unchanged, counted, tuple(vectors))
+        self._differences.append(_Difference(*facts))
         return change / samples
+
+    def merged(self) -> OutputComparison:
+        """Return the comparison of all batches, of which every process has seen its own."""
+        differences = chain.from_iterable(processes.gathered(self._differences))
+        return OutputComparison(self._sampler, sorted(differences, key=lambda item: item.index))
+
+    @property
+    def _by_source(self) -> dict[str, list[_Difference]]:
+        sources: dict[str, list[_Difference]] = {}
+        for item in self._differences:
+            sources.setdefault(item.source, []).append(item)
+        return sources
 
     @property
     def change(self) -> float:
@@ -51,14 +78,19 @@ class OutputComparison:
         Of several sources it is the geometric mean: none counts more because its samples change
         more, whatever the model.
         """
-        if len(self._samples) == 1 or not all(self._distance.values()):
-            return fsum(self._distance.values()) / self._samples.total()
-        return exp(fmean(map(log, self.changes.values())))
+        changes = self.changes
+        if len(changes) == 1 or not all(changes.values()):
+            whole = fsum(item.change for item in self._differences)
+            return whole / sum(item.samples for item in self._differences)
+        return exp(fmean(map(log, changes.values())))
 
     @property
     def changes(self) -> dict[str, float]:
         """The same by source."""
-        return {name: self._distance[name] / count for name, count in self._samples.items()}
+        return {
+            source: fsum(item.change for item in items) / sum(item.samples for item in items)
+            for source, items in self._by_source.items()
+        }
 
     @property
     def agreement(self) -> dict[str, float]:
@@ -67,14 +99,18 @@ class OutputComparison:
         Of scores it is the share whose best class or token is the same, of embeddings and states
         the rank correlation of the similarities of all samples.
         """
-        agreements = {name: self._same[name] / count for name, count in self._scored.items()}
-        for name, pairs in self._vectors.items():
+        agreements: dict[str, float] = {}
+        for source, items in self._by_source.items():
+            if counted := sum(item.scored for item in items):
+                agreements[source] = sum(item.same for item in items) / counted
+            if not (pairs := [pair for item in items for pair in item.vectors]):
+                continue
             exact, changed = (
                 _similarities(torch.cat(vectors)) for vectors in zip(*pairs, strict=True)
             )
             ranked = spearmanr(exact, changed).statistic if len(exact) > 2 else np.nan
             if not np.isnan(ranked):
-                agreements[name] = float(ranked)
+                agreements[source] = float(ranked)
         return agreements
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from tcompress.data.sentences import SentenceEncoder, embeds_texts
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, FitError
 from tcompress.models import SourceModel
 
@@ -19,21 +19,19 @@ _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
 
-LEFT_OUT = (0.2, 0.45)
-"""Shares of the tokens that variants of a text lack."""
+LEFT_OUT = (0.2, 0.45)  # shares of the tokens that variants of a text lack
+VARIANTS = 1 + len(LEFT_OUT)  # of a text, itself among them
 
-VARIANTS = 1 + len(LEFT_OUT)
-"""Of a text, itself among them."""
+_APART = 1_000_003  # seeds of batches; of such generators the lowest 32 bits count
 
 Kind = Literal["scores", "embeddings", "states"]
 
-Part = tuple[Tensor, Tensor | None]
-"""What a model puts out, and the mask of its tokens."""
+Part = tuple[Tensor, Tensor | None]  # what a model puts out, and the mask of its tokens
 
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Choose what to draw by what a model is for."""
-    sentences = SentenceEncoder.of(source, last=False) if embeds_texts(source) else None
+    sentences = SentenceEncoder.of(source, last=False) if source.embeds_texts else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
     return OutputSampler(sentences, seed, independent=several or per_token, per_token=per_token)
@@ -70,10 +68,16 @@ class OutputSampler:
         self._sentences = sentences
         self._independent = independent
         self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
-        self._generator = torch.Generator().manual_seed(seed)
+        self._seed, self._generator = seed, torch.Generator()
 
-    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Sequence[tuple[Tensor, Tensor]]:
-        """Return tensors of the output, and a gradient for each."""
+    def __call__(
+        self, output: Any, batch: Mapping[str, Tensor], index: int = 0
+    ) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return tensors of the output, and a gradient for each.
+
+        What is drawn for a batch, by its index, does not depend on those before.
+        """
+        self._generator.manual_seed(self._seed + _APART * index)
         kind, parts = self._parts(output, batch)
         _require_numbers(parts)
         self.weighs_tokens = kind != "scores"
@@ -291,9 +295,7 @@ def _distance(dense: Tensor, new: Tensor) -> Tensor:
     return (dense - new).square()
 
 
-_RUN = 2**22
-"""Numbers of an output that are compared at a time: logits are large."""
-
+_RUN = 2**22  # numbers of an output that are compared at a time: logits are large
 _MASKS = ("decoder_attention_mask", "attention_mask")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from tcompress import processes
 from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.streams import PartialModel, Stream, TokenRows, common_block, first_tensor
@@ -85,6 +86,20 @@ class Sensitivity:
         if weighed:
             self.weights[batch] = weights
 
+    def merge(self, other: Sensitivity) -> Sensitivity:
+        """Add what another sum has taken, about a centre of its own."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        shift = other.centre.double() - self.centre.double()
+        self.grams.merge(other.grams)
+        self.gram.addr_(other.total, shift).addr_(shift, other.total + other.weight * shift)
+        self.curvatures.merge(other.curvatures)
+        self.total += other.total + other.weight * shift
+        self.rows += other.rows
+        self.weight += other.weight
+        self.weights |= other.weights
+        return self
+
     @property
     def mean(self) -> Tensor:
         """Weighed mean of the inputs.  # (in,)."""
@@ -144,8 +159,12 @@ class BackwardWalk:
         self._folder = folder
         self._device = device
         self._anchor = torch.zeros((), requires_grad=True, device=device)
-        self._streams = [self._model.stream(batch, keep=True, gradients=True) for batch in batches]
-        self._visits: list[list[_Visit]] = [[] for _ in batches]
+        self._count = len(batches)
+        self._streams = {
+            index: self._model.stream(batches[index], keep=True, gradients=True)
+            for index in processes.own_batches(self._count)
+        }
+        self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
 
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
@@ -153,23 +172,25 @@ class BackwardWalk:
         """Yield a block's name and the sensitivity of its layers, from the last block on."""
         order: list[str] = []
         try:
-            with self._model.paused(self._streams):
-                while name := common_block(self._streams):
+            streams = [*self._streams.values()]
+            with self._model.paused(streams):
+                while name := common_block(streams):
                     progress(name, "forward")
                     with self._model.loaded(name):
-                        for index, stream in enumerate(self._streams):
+                        for index in self._streams:
                             file = self._folder / f"{len(order)}-{index}.safetensors"
-                            self._visit(stream, self._visits[index], file)
+                            self._visit(index, file)
                     order.append(name)
             for name in reversed(order):
                 progress(name, "backward")
                 yield name, self._backward(self._blocks[name])
         finally:
-            for visit in chain(*self._visits):
+            for visit in chain(*self._visits.values()):
                 visit.file.unlink(missing_ok=True)
 
-    def _visit(self, stream: Stream, visits: list[_Visit], file: Path) -> None:
+    def _visit(self, index: int, file: Path) -> None:
         """Answer a call of a block with what it computes; its graph begins anew there."""
+        stream = self._streams[index]
         call = stream.waiting
         arguments = (call.args, call.kwargs)
         leaves = filter(_floating, pytree.tree_leaves(arguments))
@@ -184,7 +205,7 @@ class BackwardWalk:
         save_file(tensors, file)
         values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
         visit = _Visit(call.block, file, values, form, edges, [])
-        visits.append(visit)
+        self._visits[index].append(visit)
         with torch.no_grad():
             answer = self._model.forwards[call.block](*bare[0], **bare[1])
         state = answer[0] if isinstance(answer, tuple | list) else answer
@@ -195,7 +216,7 @@ class BackwardWalk:
             )
         stream.answer(pytree.tree_map(lambda value: self._marked(value, visit), answer))
         if stream.call is None:  # before the next pass ends: outputs may be large
-            self._start_backward(stream)
+            self._start_backward(stream, index)
 
     def _marked(self, value: Any, visit: _Visit) -> Any:
         if not _floating(value):
@@ -204,9 +225,9 @@ class BackwardWalk:
         with torch.enable_grad():
             return _Mark.apply(self._anchor, value, visit.sinks[-1])  # type: ignore[no-untyped-call]
 
-    def _start_backward(self, stream: Stream) -> None:
+    def _start_backward(self, stream: Stream, index: int) -> None:
         output, stream.output = stream.output, None
-        _propagate(self._sampler(output, stream.batch))
+        _propagate(self._sampler(output, stream.batch, index))
 
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
@@ -215,11 +236,12 @@ class BackwardWalk:
             self._model.loaded(block.name) as module,
             _watched(module, block, layers, self._device, gradients=True) as watch,
         ):
-            for index, (stream, visits) in enumerate(zip(self._streams, self._visits, strict=True)):
-                watch.begin(stream.batch, index)
-                watch.weighed = self._sampler.weighs_tokens
-                self._backward_visit(visits.pop())
-        return watch.sums
+            for run in watch.runs():
+                for index in processes.batches_of(run, self._count):
+                    watch.begin(self._streams[index].batch, index)
+                    watch.weighed = self._sampler.weighs_tokens
+                    self._backward_visit(self._visits[index].pop())
+            return watch.total
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_tensors(visit.file, self._device)
@@ -274,7 +296,8 @@ def input_moments(
     """
     blocks = {block.name: block for block in roles.blocks}
     model = PartialModel(source, list(blocks), device)
-    streams = [model.stream(batch) for batch in batches]
+    own = {i: model.stream(batches[i]) for i in processes.own_batches(len(batches))}
+    streams = [*own.values()]
     with model.paused(streams):
         while blocks and (name := common_block(streams)):
             block = blocks.pop(name, None)
@@ -289,12 +312,14 @@ def input_moments(
                 model.loaded(name) as module,
                 _watched(module, block, layers, device, gradients=False) as watch,
             ):
-                for stream in streams:
-                    watch.begin(stream.batch)
-                    answer = model.answer_of(stream)
-                    if blocks:  # the output head was never loaded
-                        stream.answer(answer)
-            yield name, watch.sums
+                for run in watch.runs():
+                    for index in processes.batches_of(run, len(batches)):
+                        watch.begin(own[index].batch)
+                        answer = model.answer_of(own[index])
+                        if blocks:  # the output head was never loaded
+                            own[index].answer(answer)
+                sums = watch.total
+            yield name, sums
 
 
 @contextmanager
@@ -307,10 +332,8 @@ def _watched(
     gradients: bool,
 ) -> Iterator[_Watch]:
     """Sum over what some layers of a block read while the block of code runs."""
-    watch, handles = _Watch(TokenRows(module, block), gradients), []
+    watch, handles = _Watch(TokenRows(module, block), gradients, device, layers), []
     for layer in layers:
-        outputs = sum(part.size for part in layer.parts) if gradients else 0
-        watch.sums[layer.name] = Sensitivity.empty(layer.in_features, outputs, device)
         hooked = module.get_submodule(layer.name.removeprefix(f"{block.name}."))
         hook = partial(watch.ran, layer.name, layer.role)
         handles.append(hooked.register_forward_hook(hook, with_kwargs=True))
@@ -322,6 +345,10 @@ def _watched(
             handle.remove()
 
 
+def _merged(total: dict[str, Sensitivity], more: dict[str, Sensitivity]) -> dict[str, Sensitivity]:
+    return {name: sums.merge(more[name]) for name, sums in total.items()}
+
+
 @dataclass
 class _Watch:
     """Sums over what the linear layers of a block read, and the gradients that come back to them.
@@ -331,11 +358,33 @@ class _Watch:
 
     rows: TokenRows
     gradients: bool
+    device: torch.device
+    layers: Sequence[Layer]
     sums: dict[str, Sensitivity] = field(default_factory=dict)  # by name of a layer
     weighed: bool = False
     """Whether tokens count as much as the gradients that come back to them."""
+    _total: processes.Total[dict[str, Sensitivity]] = field(init=False)
     _called: set[str] = field(default_factory=set)  # layers that have run on this batch
     _index: int = 0  # of the batch
+
+    def __post_init__(self) -> None:
+        self._total = processes.Total(_merged, self.device)
+
+    def runs(self) -> Iterator[int]:
+        """Runs of batches that this process is to look at; their sums are added up."""
+        for run in self._total.runs():
+            self.sums = {}
+            for layer in self.layers:
+                outputs = sum(part.size for part in layer.parts) if self.gradients else 0
+                empty = Sensitivity.empty(layer.in_features, outputs, self.device)
+                self.sums[layer.name] = empty
+            yield run
+            self._total.add(self.sums)
+
+    @property
+    def total(self) -> dict[str, Sensitivity]:
+        """Sums over all batches, by name of a layer."""
+        return self._total.value
 
     def begin(self, batch: Mapping[str, Tensor], index: int = 0) -> None:
         """Look at another batch."""

@@ -16,6 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
+from tcompress import processes
 from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
 from tcompress.models import SourceModel, read_finite
@@ -245,8 +246,9 @@ class Branch(nn.Module):
 
 
 def common_block(streams: Sequence[Stream]) -> str:
-    """Return the block at which all these passes wait; nothing once they have ended."""
+    """Return the block at which all passes of all processes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
+    names = set[str]().union(*processes.gathered(names))
     if len(names) > 1:
         hint = "convert this model without data: `--calib none`"
         raise DataError(f"forward passes differ in their blocks: {', '.join(sorted(names))}", hint)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import Look, first_look
-from tcompress.errors import listed
+from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
+from tcompress.launched import is_first, is_launched
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
@@ -27,6 +28,7 @@ EXAMPLES = (
     "tcompress convert minilm --method svd --target 0.25 --calib train.csv -o small",
     "tcompress convert minilm --method auto --speedup 2,4,8 -o faster",
     "tcompress convert vit-base --method hot --structure lprod --p 4",
+    "torchrun --nproc_per_node 2 -m tcompress convert llama --method svd --target 0.5",
 )
 DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress methods NAME`.",)
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
@@ -116,7 +118,8 @@ def perform(job: Job) -> None:
     with terminal.resumable(lambda: what, quiet=quiet, output=job.output) as heard:
         progress = heard["progress"]
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
-    _show_result(done, job)
+    if is_first():
+        _show_result(done, job)
 
 
 def _tell_unread(job: Job, plan: Plan) -> None:
@@ -194,6 +197,12 @@ def _convert_family(job: Job, dry_run: bool) -> None:
     from tcompress.cli.sweep import perform_sweep, show_cells
     from tcompress.options.schema import Recipe, Sweep
 
+    if is_launched():
+        raise InputError(
+            "several processes convert one model at a time, and `--speedup` asks for "
+            f"{len(job.convert.speedups)}",
+            "give one speed, or leave the launcher out",
+        )
     cells = Sweep(speedups=job.convert.speedups)
     recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells)
     with first_look() as look:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +10,8 @@ from typing import TYPE_CHECKING
 from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
-from tcompress.errors import InputError, RecipeError, listed
+from tcompress.errors import RecipeError, listed
+from tcompress.launched import is_first
 from tcompress.models.names import default_output_name, local_folder
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
@@ -40,9 +37,6 @@ _START_KEPT = (
 _NO_STEP = "There was no time for a step: give more minutes (`--minutes`)."
 _MOST_POINTS = 12  # of the course of training
 
-GRACE = 20.0
-"""Seconds that the main process has to report what is wrong."""
-
 
 def finetune(
     one: OneModel,
@@ -56,20 +50,18 @@ def finetune(
     begun = time.perf_counter()
     settings = settings_of(said, call.recipe)
     folder = Path(written.output) if written.output else default_output(one.model, settings)
-    with _one_voice():
-        _look(one.model, settings, folder.expanduser().absolute(), written.force)
-        reach(one.model, token=hub.token)
+    _look(one.model, settings, folder.expanduser().absolute(), written.force)
+    reach(one.model, token=hub.token)
     from tcompress.artifact.reader import open_checked
     from tcompress.training.finetuning import finetune as train_model
 
-    quiet = manner.quiet or not _is_main_process()
     what = partial(terminal.unwritten, folder)
-    with _one_voice(), terminal.resumable(what, quiet=quiet, output=folder) as heard:
+    with terminal.resumable(what, quiet=manner.quiet, output=folder) as heard:
         source = open_checked(one.model, token=hub.token, trust=hub.allow_remote_code)
         heard["say"] = terminal.say  # what the user should know is no progress
         heard["begun"] = begun
         done = train_model(source, settings, folder, force=written.force, token=hub.token, **heard)
-    if _is_main_process():
+    if is_first():
         _show_result(done, as_json=manner.as_json)
 
 
@@ -109,29 +101,6 @@ def default_output(model: str, settings: Finetune) -> Path:
     name = default_output_name(model, settings.task or "healed")
     folder = local_folder(model)
     return Path(name) if folder is None else folder.parent / name
-
-
-def _is_main_process() -> bool:
-    """Return whether this process talks to the user; launchers start several."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-@contextmanager
-def _one_voice() -> Iterator[None]:
-    """Leaves it to the main process to report what all processes meet.
-
-    Launchers end all processes as soon as one ends, so the others wait; then they report too.
-    """
-    try:
-        yield
-    except terminal.Interrupted as error:
-        if _is_main_process():
-            raise
-        sys.exit(error.exit_code)
-    except InputError:
-        if not _is_main_process():
-            time.sleep(GRACE)
-        raise
 
 
 def _show_sources(facts: TrainingFacts) -> None:

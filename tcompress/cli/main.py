@@ -6,14 +6,22 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tcompress.cli.terminal import INTERRUPTED, TERMINATED, outliving_readers, report_failure
+from tcompress import launched
+from tcompress.cli.terminal import (
+    INTERRUPTED,
+    TERMINATED,
+    describe,
+    outliving_readers,
+    report_failure,
+)
+from tcompress.errors import InputError
 from tcompress.progress import Silent, listening
 
 _EPILOG = """\
@@ -50,6 +58,10 @@ _COMMANDS = {
     "demo": "Make a small language model that ships smaller, and heal it; needs no network.",
     "recipes": "List, show, copy, check and explain recipes.",
 }
+
+
+_TOGETHER = ("convert", "finetune", "lm-eval")
+"""Commands that several processes do together."""
 
 
 def program(typed: Sequence[str] | None = None) -> typer.Typer:
@@ -107,7 +119,7 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command, by default what was typed, and ends the program with its exit code."""
     typed = _asking_for_help(list(sys.argv[1:] if arguments is None else arguments))
-    with outliving_readers(), _stoppable() as heard:
+    with outliving_readers(), _one_voice(), _stoppable() as heard:
         code = _run(typed)
     sys.exit(TERMINATED if code == INTERRUPTED and heard else code)
 
@@ -115,6 +127,31 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 def _asking_for_help(typed: list[str]) -> list[str]:
     """Read `help`, and `help convert`, as the option that other programs mean by it."""
     return [*typed[1:], "--help"] if typed[:1] == ["help"] else typed
+
+
+@contextmanager
+def _one_voice() -> Iterator[None]:
+    """Leave it to the first of several processes to show results and progress."""
+    if launched.is_first():
+        yield
+        return
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
+        yield
+
+
+def _check_processes(typed: Sequence[str]) -> None:
+    """Refuse to have several processes write the same files, each by itself."""
+    command = next((word for word in typed if word in _COMMANDS), None)
+    if launched.is_launched() and command not in (None, *_TOGETHER):
+        raise InputError(
+            f"`{command}` runs in one process, and a launcher has started several",
+            "leave the launcher out; with one, `convert` and `finetune` share their work out",
+        )
+
+
+def _failed(error: BaseException, *, as_json: bool) -> int:
+    """Report what went wrong, unless another process has: launchers end all as soon as one ends."""
+    return report_failure(error, as_json=as_json) if launched.speaks() else describe(error).code
 
 
 @contextmanager
@@ -139,6 +176,7 @@ def _stoppable() -> Iterator[list[int]]:
 def _run(typed: list[str]) -> int:
     as_json = "--json" in typed
     try:
+        _check_processes(typed)
         # A shell that asks what may follow says what is typed so far.
         so_far = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS") or ""
         asked = so_far.split()[1:] if _COMPLETION in os.environ else typed
@@ -153,7 +191,7 @@ def _run(typed: list[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             return 2  # the help is already printed
-        return report_failure(error, as_json=as_json)
+        return _failed(error, as_json=as_json)
     if code == INTERRUPTED:  # as newer versions of Typer return it
-        return report_failure(KeyboardInterrupt(), as_json=as_json)
+        return _failed(KeyboardInterrupt(), as_json=as_json)
     return code if isinstance(code, int) else 0

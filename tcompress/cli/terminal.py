@@ -21,6 +21,7 @@ import typer
 
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
+from tcompress.launched import is_first
 from tcompress.progress import Job, Progress, Silent, listening
 from tcompress.reporting.formatting import table as table
 
@@ -91,7 +92,7 @@ def tell_written(paths: Iterable[str]) -> None:
 
 def say(text: str, *, quiet: bool = False) -> None:
     """Print something that is not a result."""
-    if not quiet:
+    if not quiet and is_first():
         notices().print(text, soft_wrap=True)
 
 
@@ -313,7 +314,7 @@ def shown_progress(*, quiet: bool, overview: bool = False) -> Iterator[Progress]
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of loading weights; downloads keep theirs
-    if quiet:
+    if quiet or not is_first():
         yield Silent()
     elif sys.stderr.isatty() and overview:
         from tcompress.cli.live import LiveView

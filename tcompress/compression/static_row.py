@@ -28,7 +28,7 @@ from tcompress.compression.table import Row
 from tcompress.compression.working import DENSE, Work
 from tcompress.data.calibration import CalibrationData, load_batches
 from tcompress.data.inputs import inputs_of
-from tcompress.data.sentences import SentenceEncoder, embeds_texts, unit_length
+from tcompress.data.sentences import SentenceEncoder, unit_length
 from tcompress.errors import InputError
 from tcompress.exports.runtime_files import RuntimeFiles
 from tcompress.hf.opening import load_model
@@ -51,7 +51,7 @@ SHARE, LOOK = 0.2, 0.1
 def is_shown(source: SourceModel, settings: Compress) -> bool:
     """Tell whether a table could be what one would take in a sentence encoder's place."""
     small = settings.most_bytes is not None and settings.most_bytes < BYTES
-    if not (small or (settings.speedup or 0) > SPEEDUP) or not embeds_texts(source):
+    if not (small or (settings.speedup or 0) > SPEEDUP) or not source.embeds_texts:
         return False
     # Layers after pooling read the encoder's width.
     return all(layer is unit_length for layer in SentenceEncoder.of(source, last=False).layers)

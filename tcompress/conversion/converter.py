@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import tcompress
+from tcompress import processes
 from tcompress.artifact.checksums import is_whole
 from tcompress.artifact.format import needed_version, plan_shards, write_index, write_shard
 from tcompress.artifact.manifest import (
@@ -21,12 +22,13 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.workplace import check_apart, check_output, identity_of
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.conversion.choosing import choose
-from tcompress.conversion.model_fits import Conversion, fit
+from tcompress.conversion.model_fits import Conversion, Fits, fit
 from tcompress.conversion.outputs import Outputs, check_written, write_rest
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
+from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
@@ -89,66 +91,91 @@ def convert(
         FitError: A weight or a fit is not finite; the message names the layer.
         WriteError: What was written does not load, or is not what was fitted.
     """
-    start = time.perf_counter()
     output = Path(output).expanduser().absolute()
-    check_output(output, force=force)
-    seed = recipe.seed if recipe.init == "random" else None
-    if isinstance(source, str):
-        source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
-    elif seed is not None:
-        source = source.at_random(seed)
-    check_apart(output, source.origin or source.folder, "the model's own folder")
-    if len(recipe.speedups) > 1:
-        raise InputError(
-            f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
-            "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
-        )
-    source = with_vocabulary(source, recipe, progress)
-    plan = plan or make_plan(recipe, source)
-    conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
-    identity = _identity(conversion)
-    # Bad input leaves nothing behind, a kill or Ctrl-C does.
-    with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
-        if workdir.published and (done := read_manifest(output)) is not None:
-            workdir.discard()
-            return Converted(output, done, resumed=True)
-        conversion, outputs = choose(conversion, workdir)
-        # Fits are kept until what they yield is written.
-        workdir.need(sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors))
-        fits = fit(conversion, outputs, workdir)
+    with processes.joined(pick_device(recipe.device)):
+        start = time.perf_counter()
+        processes.first(lambda: check_output(output, force=force))
+        seed = recipe.seed if recipe.init == "random" else None
+        if isinstance(source, str):
+            source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
+        elif seed is not None:
+            source = source.at_random(seed)
+        check_apart(output, source.origin or source.folder, "the model's own folder")
+        if len(recipe.speedups) > 1:
+            raise InputError(
+                f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
+                "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
+            )
+        source = with_vocabulary(source, recipe, progress)
+        plan = plan or make_plan(recipe, source)
+        conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
+        identity = _identity(conversion)
+        # Bad input leaves nothing behind, a kill or Ctrl-C does.
+        with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
+            if workdir.published and (done := read_manifest(output)) is not None:
+                workdir.discard()
+                return Converted(output, done, resumed=True)
+            conversion, outputs = choose(conversion, workdir)
+            # Fits are kept until what they yield is written.
+            workdir.need(
+                sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
+            )
+            fits = fit(conversion, outputs, workdir)
 
-        @lru_cache(maxsize=1)  # tensors of a block follow each other
-        def fits_of(block: str) -> BlockResult:
-            result = workdir.block(block)
-            assert result is not None  # all are by now
-            return result
+            def publish() -> Manifest:
+                manifest = _write_model(conversion, outputs, fits, workdir, source, paper, start)
+                workdir.publish(force=force)
+                return manifest
 
-        checksums = _write(conversion, outputs, fits_of, workdir)
-        cut, data = conversion.source, conversion.data
-        final = _with_warnings(outputs.plan, conversion, fits.unreached)
-        manifest = Manifest(
-            format_version=needed_version(
-                final.entries,
-                final.attention,
-                drawn=source.seed is not None,
-                rounded=final.storage is not None,
-            ),
-            source=_source_facts(cut, source.whole or source, final),
-            recipe=recipe.model_dump(mode="json"),
-            plan=final,
-            calibration=_calibration_facts(data, fits.comparison),
-            fit=dict(sorted(fits.errors.items())),
-            checksums={**checksums},
-            seconds=round(time.perf_counter() - start, 2),
-            environment=environment(),
-            paper=list(paper),
-        )
-        write_rest(workdir.model, cut, manifest, recipe.dtype)
-        check_written(workdir.model, outputs, fits_of, fits.factors)
-        workdir.publish(force=force)
-    if recipe.counts_time:
-        manifest = _timed(source, output, manifest.plan, recipe) or manifest
-    return Converted(output, manifest, workdir.resumed)
+            manifest = processes.first(publish)
+            workdir.close()
+        if recipe.counts_time:
+            settings = (source, output, manifest.plan, recipe)
+            manifest = processes.first(lambda: _timed(*settings)) or manifest
+        return Converted(output, manifest, workdir.resumed)
+
+
+def _write_model(
+    conversion: Conversion,
+    outputs: Outputs,
+    fits: Fits,
+    workdir: FitWorkplace,
+    source: SourceModel,
+    paper: Sequence[PaperRow],
+    start: float,
+) -> Manifest:
+    """Write the model in the working folder, and prove that it holds what was fitted."""
+
+    @lru_cache(maxsize=1)  # tensors of a block follow each other
+    def fits_of(block: str) -> BlockResult:
+        result = workdir.block(block)
+        assert result is not None  # all are by now
+        return result
+
+    recipe = conversion.recipe
+    checksums = _write(conversion, outputs, fits_of, workdir)
+    cut, data = conversion.source, conversion.data
+    final = _with_warnings(outputs.plan, conversion, fits.unreached)
+    manifest = Manifest(
+        format_version=needed_version(
+            final.entries,
+            final.attention,
+            drawn=source.seed is not None,
+            rounded=final.storage is not None,
+        ),
+        source=_source_facts(cut, source.whole or source, final),
+        recipe=recipe.model_dump(mode="json"),
+        plan=final,
+        calibration=_calibration_facts(data, fits.comparison),
+        fit=dict(sorted(fits.errors.items())),
+        checksums={**checksums},
+        seconds=round(time.perf_counter() - start, 2),
+        environment=environment(),
+        paper=list(paper),
+    )
+    write_rest(workdir.model, cut, manifest, recipe.dtype)
+    check_written(workdir.model, outputs, fits_of, fits.factors)
+    return manifest
 
 
 def _identity(conversion: Conversion) -> str:

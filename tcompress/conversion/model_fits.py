@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tcompress import processes
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.sensitivity import damped_inputs, input_moments
@@ -162,14 +163,19 @@ def fit(conversion: Conversion, outputs: Outputs, workdir: FitWorkplace) -> Fits
     if unfitted:
         conversion.progress.stage("fitting to weights", len(unfitted), "blocks")
     inputs = _inputs(conversion, outputs, workdir, fits.factors)
-    for name in unfitted:
+
+    step = processes.count()  # blocks at a time
+
+    def fit_block(name: str) -> None:
         result = BlockResult(name, {}, {})
         narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
         reductions = inputs.reductions(name) if narrow else {}
         for group in blocks[name]:
             fit_group(inputs, group, result, reductions)
         workdir.keep_block(result)
-        conversion.progress.advance(1, name)
+        conversion.progress.advance(step, name)
+
+    processes.shared_out(fit_block, unfitted, conversion.device)
     errors = {k: e for name in blocks for k, e in (workdir.errors(name) or {}).items()}
     return replace(fits, errors=errors)
 
@@ -210,9 +216,10 @@ def fit_on_data(
     )
     for result in blocks.run(workdir.block, partial(conversion.progress.advance, 1)):
         workdir.keep_block(result)
+    comparison = blocks.comparison and blocks.comparison.merged()
     unreached = {None, *blocks.unreached}  # none: a layer outside of all blocks
     names = (e.name for e in plan.layers if outputs.blocks.get(outputs.path(e)) in unreached)
-    return Fits(factors, blocks.comparison, tuple(names))
+    return Fits(factors, comparison, tuple(names))
 
 
 def _inputs(
@@ -391,14 +398,18 @@ class BlockFitter:
                     branch = Branch(module, TiedTable(table, module))
                     set_module(self._model.model, name, branch)
         judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
-        batches = [
-            (self.sampler.with_variants(batch), True)
+        every = range(len(self.data.batches))
+        self._own = processes.own_batches(len(every))
+        # What attentions begin with is learnt from all that reaches them.
+        batches = {
+            index: (self.sampler.with_variants(self.data.batches[index]), True)
             if self.sampler is not None and index in judged
-            else (batch, False)
-            for index, batch in enumerate(self.data.batches)
-        ]
-        dense = [self._model.stream(batch, keep=keep) for batch, keep in batches]
-        new = [self._model.stream(batch, rewritten=True, keep=keep) for batch, keep in batches]
+            else (self.data.batches[index], False)
+            for index in (every if self.plan.attention else self._own)
+        }
+        stream = self._model.stream
+        dense = {i: stream(batch, keep=keep) for i, (batch, keep) in batches.items()}
+        new = {i: stream(batch, rewritten=True, keep=keep) for i, (batch, keep) in batches.items()}
         self._streams = StreamPairs(self.data, dense, new)
 
     def run(
@@ -409,7 +420,8 @@ class BlockFitter:
         Of a block that an interrupted run finished, `done` returns the stored result.
         """
         rewriter = BlockRewriter(self.inputs, self._streams, self.plan.layers, self.plan.attention)
-        streams, unreached = [*self._streams.dense, *self._streams.new], self.unreached
+        pairs, unreached = self._streams, self.unreached
+        streams = [*pairs.dense.values(), *pairs.new.values()]
         with self._model.paused(streams):
             while (unreached or self.sampler) and (name := common_block(streams)):
                 block = self._blocks.get(name)
@@ -432,7 +444,9 @@ class BlockFitter:
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
-        stream = self._streams.dense[0]
+        stream = next(iter(self._streams.dense.values()), None)
+        if stream is None:
+            return
         answer = readings.answer(stream)
         try:
             stream.answer(answer)
@@ -453,9 +467,9 @@ class BlockFitter:
             new_stream.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
                 origin = self.data.origins.get(index, self.data.name)
-                self.comparison.add(
-                    origin, dense_stream.output, new_stream.output, dense_stream.batch
-                )
+                if index in self._own:
+                    outputs = (dense_stream.output, new_stream.output)
+                    self.comparison.add(origin, *outputs, dense_stream.batch, index)
                 dense_stream.output = new_stream.output = None  # at once: logits are large
 
 

@@ -38,7 +38,7 @@ from tcompress.models.names import (
     shorten_texts,
 )
 from tcompress.models.narrower import with_keys
-from tcompress.planning.costs import Widths, path_of, rewritten_names, weight_keys
+from tcompress.planning.costs import Widths, copied_keys, path_of, rewritten_names, weight_keys
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import roles_of, tied_to
@@ -91,24 +91,16 @@ class Outputs:
                 replaced.setdefault(key, []).append(group)
         tables = {f"{form.name}.weight": form for form in self.positions}
         guards = {self._key(e.guard.name, "weight"): e.guard for e in plan.attention if e.guard}
-        useless = set(source.unread)
-        useless |= {
-            self._key(layer.name, leaf)
-            for entry in plan.attention
-            for layer in entry.unused
-            for leaf in (("weight", "bias") if layer.bias else ("weight",))
-        }
+        copied = {*copied_keys(source, plan)} - replaced.keys()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            copied = partial(copied_value, source, key)
-            if key in useless:
-                continue
+            value = partial(copied_value, source, key)
             if key in guards:
                 name = f"{guards[key].name}.{FACTOR_PREFIX}weight"
-                self._add(name, guards[key].shape, key, copied)
+                self._add(name, guards[key].shape, key, value)
             elif key in tables:
                 self._add(key, store.shape(key), key, partial(self._table, tables[key]))
-            elif key not in replaced:
-                self._add(key, store.shape(key), key, copied)
+            elif key in copied:
+                self._add(key, store.shape(key), key, value)
             for group in replaced.get(key, ()):
                 if not any(group is earlier for earlier in self.groups):
                     self._add_group(group)
@@ -382,14 +374,7 @@ EXACT = 1e-9  # largest difference where the very same numbers are compared, in 
 def check_written(
     folder: Path, outputs: Outputs, fits: Callable[[str], BlockResult], factors: SharedFactors
 ) -> None:
-    """Compare the files with the fits of one block, and of one place of every other kind.
-
-    Args:
-        folder: What was written.
-        outputs: What it should hold.
-        fits: Reads fits by the name under which they are kept.
-        factors: Those that layers share.
-    """
+    """Compare the files with the fits of one block, and of one place of every other kind."""
     source, plan = outputs.source, outputs.plan
     if plan.changes_model:
         with unloadable():

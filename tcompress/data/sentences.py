@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import layer_norm, linear, normalize
 
 from tcompress.data.encoding import TextEncoder, load_tokenizer
-from tcompress.data.inputs import Inputs, inputs_of
+from tcompress.data.inputs import Inputs
 from tcompress.errors import DataError, read_json
 from tcompress.models import SourceModel
 from tcompress.models.names import sentence_root
@@ -104,18 +103,6 @@ class LayerNorm:
         return layer_norm(vectors, tuple(self.weight.shape), scale, shift)
 
 
-def gives_states(source: SourceModel) -> bool:
-    """True where a model reads texts and puts out states alone, without the scores of a head."""
-    kind = source.model_class
-    scores = re.search("For[A-Z]", kind.__name__) or kind.can_generate()
-    return kind.main_input_name == "input_ids" and not scores
-
-
-def embeds_texts(source: SourceModel) -> bool:
-    """True where what a model puts out is pooled to embeddings of texts: no states of a decoder."""
-    return gives_states(source) and not inputs_of(source).decoder
-
-
 def unit_length(vectors: Tensor) -> Tensor:
     """Scales vectors to length 1, but for zeros."""
     return normalize(vectors, dim=-1)
@@ -166,7 +153,7 @@ class SentenceEncoder:
     @classmethod
     def imitated(cls, source: SourceModel) -> SentenceEncoder:
         """Reads the folder of a model that encodes sentences; others read texts as they are."""
-        return cls.of(source, last=False) if gives_states(source) else PLAIN
+        return cls.of(source, last=False) if source.gives_states else PLAIN
 
     @property
     def words(self) -> dict[str, Any]:

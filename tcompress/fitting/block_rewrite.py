@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tcompress import processes
 from tcompress.attention.module import CHILD
 from tcompress.blockwise.streams import (
     Readings,
@@ -151,6 +152,13 @@ class SplitSums:
             self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
         self._sums[holdout].add(dense, new, weights)
 
+    def merge(self, other: SplitSums) -> SplitSums:
+        """Add what another sum has taken."""
+        for holdout, sums in other._sums.items():
+            ours = self._sums.get(holdout)
+            self._sums[holdout] = sums if ours is None else ours.merge(sums)
+        return self
+
     def moments(self, *, centred: bool) -> LayerMoments:
         """Return both moments; without rows to fit on there are none (a data-free fit)."""
         train, held = self._sums.get(False), self._sums.get(True)
@@ -210,16 +218,22 @@ class Routing:
 class StreamPairs:
     """Passes of the calibration data through the dense model, and through the rewritten one.
 
-    They may be the same passes, where nothing before a block is rewritten.
+    They may be the same passes, where nothing before a block is rewritten. Several processes have
+    some of the batches each.
     """
 
     data: CalibrationData  # batches held out are only measured on
-    dense: Sequence[Stream]
-    new: Sequence[Stream]
+    dense: Mapping[int, Stream]  # by index of the batch
+    new: Mapping[int, Stream]
 
     def __iter__(self) -> Iterator[tuple[int, Stream, Stream]]:
-        for index, (dense, new) in enumerate(zip(self.dense, self.new, strict=True)):
-            yield index, dense, new
+        for index, dense in self.dense.items():
+            yield index, dense, self.new[index]
+
+    def of_run(self, run: int) -> Iterator[tuple[int, Stream, Stream]]:
+        """Passes of one of the runs that batches are summed up in."""
+        for index in processes.batches_of(run, len(self.data.batches)):
+            yield index, self.dense[index], self.new[index]
 
     def holds_out(self, index: int) -> bool:
         return index in self.data.holdout
@@ -373,42 +387,47 @@ class BlockRewriter:
 
     def _sums(self, rewritten: RewrittenBlock, group: Group, relative: str) -> SplitSums:
         """Moments of a group's input in both streams; none of what stays as it was."""
-        sums = SplitSums()
         if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
-            return sums
+            return SplitSums()
         name, path = group[0].name, self._path(group[0].name)
         listed = rewritten.rows.is_listed(path)
         weights = self._token_weights(rewritten.block.name, group)
-        for index, dense, new in self.streams:
-            rewritten.rows.batch = dense.batch
-            x, y = rewritten.inputs(relative, dense, new)
-            if listed and x is None:  # an expert that no token of these chose
-                continue
-            tokens = x.shape[:-1] if x is not None else None
-            if listed and (y is None or y.shape[:-1] != tokens or tokens.numel() < _tokens(dense)):
-                y = x  # in the two streams other tokens may choose it
-            if x is None or y is None:
-                raise DataError(f"layer `{name}` did not run on calibration data")
-            same = y is x
-            x = channels_last(rewritten.dense.get_submodule(relative), x)
-            y = x if same else channels_last(rewritten.new.get_submodule(relative), y)
-            rows, mask = rewritten.rows.of(x, path, group[0].role)
-            if y.shape[:-1].numel() != x.shape[:-1].numel():
-                raise DataError(
-                    f"layer `{name}` reads other tokens once others are rewritten",
-                    "convert this model without data: `--calib none`",
-                )
-            new_rows = rows if y is x else y.flatten(0, -2)
-            if y is not x and group[0].reads:
-                new_rows = group[0].reads.gather(new_rows)
-            if mask is not None:
-                same, rows = new_rows is rows, rows[mask]
-                new_rows = rows if same else new_rows[mask]
-            row_weights = weights.get(index)
-            if row_weights is not None and len(row_weights) != len(rows):
-                row_weights = None
-            sums.add(rows, new_rows, holdout=self.streams.holds_out(index), weights=row_weights)
-        return sums
+        total = processes.Total(SplitSums.merge, self.inputs.device)
+        for run in total.runs():
+            sums = SplitSums()
+            for index, dense, new in self.streams.of_run(run):
+                rewritten.rows.batch = dense.batch
+                x, y = rewritten.inputs(relative, dense, new)
+                if listed and x is None:  # an expert that no token of these chose
+                    continue
+                tokens = x.shape[:-1] if x is not None else None
+                if listed and (
+                    y is None or y.shape[:-1] != tokens or tokens.numel() < _tokens(dense)
+                ):
+                    y = x  # in the two streams other tokens may choose it
+                if x is None or y is None:
+                    raise DataError(f"layer `{name}` did not run on calibration data")
+                same = y is x
+                x = channels_last(rewritten.dense.get_submodule(relative), x)
+                y = x if same else channels_last(rewritten.new.get_submodule(relative), y)
+                rows, mask = rewritten.rows.of(x, path, group[0].role)
+                if y.shape[:-1].numel() != x.shape[:-1].numel():
+                    raise DataError(
+                        f"layer `{name}` reads other tokens once others are rewritten",
+                        "convert this model without data: `--calib none`",
+                    )
+                new_rows = rows if y is x else y.flatten(0, -2)
+                if y is not x and group[0].reads:
+                    new_rows = group[0].reads.gather(new_rows)
+                if mask is not None:
+                    same, rows = new_rows is rows, rows[mask]
+                    new_rows = rows if same else new_rows[mask]
+                row_weights = weights.get(index)
+                if row_weights is not None and len(row_weights) != len(rows):
+                    row_weights = None
+                sums.add(rows, new_rows, holdout=self.streams.holds_out(index), weights=row_weights)
+            total.add(sums)
+        return total.value
 
     def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:
         """Worth of the rows of a batch to all layers of a group, by batch."""
@@ -442,23 +461,30 @@ class BlockRewriter:
             shift = None if bias is None else bias[expert]
             return activated(experts, linear(tokens, weight[expert], shift))
 
-        sums = [SplitSums() for _ in up]
-        for index, dense, other in self.streams:
-            routed, rerouted = rewritten.inputs(relative, dense, other, routed_arguments)
-            if routed is None or rerouted is None:
-                raise DataError(f"layer `{entry.name}` did not run on calibration data")
-            hidden, chosen, weights = routed
-            _, mask = token_rows(hidden, dense.batch, rewritten.block.name, entry.role)
-            # A weight of zero means that a token skips its expert, as in some families.
-            alike = weights.shape == chosen.shape
-            counts = weights != 0 if alike else torch.ones_like(chosen).bool()
-            for expert, total in enumerate(sums):
-                rows = ((chosen == expert) & counts).any(-1)
-                rows = rows if mask is None else rows & mask
-                if bool(rows.any()):
-                    pair = read(hidden[rows], up, expert), read(rerouted[0][rows], new_up, expert)
-                    total.add(*pair, holdout=self.streams.holds_out(index))
-        return sums
+        def merge(total: list[SplitSums], more: list[SplitSums]) -> list[SplitSums]:
+            return [*map(SplitSums.merge, total, more)]
+
+        total = processes.Total(merge, self.inputs.device)
+        for run in total.runs():
+            sums = [SplitSums() for _ in up]
+            for index, dense, other in self.streams.of_run(run):
+                routed, rerouted = rewritten.inputs(relative, dense, other, routed_arguments)
+                if routed is None or rerouted is None:
+                    raise DataError(f"layer `{entry.name}` did not run on calibration data")
+                hidden, chosen, weights = routed
+                _, mask = token_rows(hidden, dense.batch, rewritten.block.name, entry.role)
+                # A weight of zero means that a token skips its expert, as in some families.
+                alike = weights.shape == chosen.shape
+                counts = weights != 0 if alike else torch.ones_like(chosen).bool()
+                for expert, split in enumerate(sums):
+                    rows = ((chosen == expert) & counts).any(-1)
+                    rows = rows if mask is None else rows & mask
+                    if bool(rows.any()):
+                        pair = (hidden[rows], up), (rerouted[0][rows], new_up)
+                        x, y = (read(*item, expert) for item in pair)
+                        split.add(x, y, holdout=self.streams.holds_out(index))
+            total.add(sums)
+        return total.value
 
     def _install(self, rewritten: RewrittenBlock, group: Group) -> None:
         """Put fitted layers into the block's copy."""

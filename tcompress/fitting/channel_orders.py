@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING, EvaluationMoments, LayerStatistics
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, LayerStatistics
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
-from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.entries import LayerPlan
+from tcompress.planning.sites import Coupling, couplings
 from tcompress.roles import Block, Layer
 from tcompress.structures.modules.linear import Channels
 
@@ -35,9 +35,7 @@ class Reduction:
         """Return the rows of a weight, or of a bias, that stay.  # (..., channels, in)."""
         if self.lift is None:
             order = self.reduce[..., : channels.kept].long()
-            if order.ndim == 1:
-                return tensor[order]
-            return tensor.gather(1, order[..., None].expand(-1, -1, tensor.shape[-1]))
+            return tensor[order] if order.ndim == 1 else tensor.take_along_dim(order[..., None], 1)
         flat = tensor.unflatten(0, (channels.groups, channels.size))
         bases = self.reduce[:, : channels.kept].to(tensor.dtype)
         return torch.einsum("hrs,hs...->hr...", bases, flat).flatten(0, 1)
@@ -46,9 +44,8 @@ class Reduction:
         """Return columns for the channels that stay, if others are left out.  # (..., channels)."""
         if self.lift is None:
             order = self.reduce[..., : channels.kept].long()
-            if order.ndim == 1:
-                return tensor[..., order]
-            return tensor.gather(2, order[:, None].expand(-1, tensor.shape[1], -1))
+            one = order.ndim == 1
+            return tensor[..., order] if one else tensor.take_along_dim(order[:, None], 2)
         flat = tensor.unflatten(-1, (channels.groups, channels.size))
         bases = self.lift[..., : channels.kept].to(tensor.dtype)
         return torch.einsum("...hs,hsr->...hr", flat, bases).flatten(-2)
@@ -195,8 +192,7 @@ def order_by_weights(
         facts = {}
         for layer, weight in weights.items():
             read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
-            moments = EvaluationMoments(read, None)
-            statistics = LayerStatistics(weight, moments, weight.new_zeros(len(read)))
+            statistics = LayerStatistics(weight, read, weight.new_zeros(len(read)))
             facts[layer.weight_name] = LayerFacts(entries[layer.weight_name], statistics, None)
         orders.append(order_channels(coupling, facts, DAMPING / len(gram)))
     if not experts:
@@ -226,11 +222,11 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
 
 def _metrics(layer: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:
     """Damped moments of a layer's inputs, and of the gradients at its outputs."""
-    moments = layer.statistics.whole
+    moments = layer.statistics
     features = len(moments.gram)
     gram = damped_curvature(moments.gram, damping * features / moments.rows)
     if moments.curvature is None:  # every layer counts alike
-        energy = float(layer.statistics.weight.double().square().sum()) or 1.0
+        energy = float(moments.weight.double().square().sum()) or 1.0
         return gram, torch.eye(layer.entry.out_features).to(gram) / energy
     return gram, damped_curvature(moments.curvature, CURVATURE_DAMPING)
 
@@ -255,7 +251,7 @@ def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) 
     for (key, part), width in widths.items():
         rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
         reductions[key, part, width] = Reduction(rows[ordered.order].flatten())
-    return ChannelOrder(coupling, ordered.losses * reader.statistics.whole.rows, reductions)
+    return ChannelOrder(coupling, ordered.losses * reader.statistics.rows, reductions)
 
 
 def _by_head(matrix: Tensor, size: int) -> Tensor:
@@ -273,13 +269,10 @@ def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
     weight = reader.statistics.weight.double().unflatten(1, (heads, size))  # (out, heads, size)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
     bases = _shared_bases(_by_head(gram, size), curvatures, owned)
-    losses = bases.losses * reader.statistics.whole.rows
-    many = heads // owned  # query heads that see the same values
-    lift = bases.lift.repeat_interleave(many, 0)
-    reduce = bases.reduce.repeat_interleave(many, 0)
+    losses = bases.losses * reader.statistics.rows
     reductions = {
         (facts[writer.weight_name].entry.key, part.name, size): Reduction(bases.reduce, bases.lift),
-        (reader.entry.key, READ, size): Reduction(reduce, lift),
+        (reader.entry.key, READ, size): _repeated(bases, heads // owned),
     }
     return ChannelOrder(coupling, losses, reductions)
 
@@ -302,22 +295,25 @@ def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float)
 
     many = heads // owned
     curvatures = _by_head(curvature[rows, rows], size)
-    if querying.statistics.whole.curvature is None:  # scores of independent inputs
+    if querying.statistics.curvature is None:  # scores of independent inputs
         start = _offset(second.parts, keys)
         key_rows = facts[second.weight_name].statistics.weight[start : start + keys.size].double()
         cut = key_rows.unflatten(0, (owned, size))
         curvatures = (cut @ cut.mT).repeat_interleave(many, 0) / key_rows.square().sum()
     bases = _shared_bases(_by_head(computed, size), curvatures, owned)
-    of_queries = Reduction(
-        bases.reduce.repeat_interleave(many, 0), bases.lift.repeat_interleave(many, 0)
-    )
     # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
     of_keys = Reduction(bases.lift.mT, bases.reduce.mT)
     reductions = {
-        (querying.entry.key, queries.name, size): of_queries,
+        (querying.entry.key, queries.name, size): _repeated(bases, many),
         (facts[second.weight_name].entry.key, keys.name, size): of_keys,
     }
-    return ChannelOrder(coupling, bases.losses * querying.statistics.whole.rows, reductions)
+    return ChannelOrder(coupling, bases.losses * querying.statistics.rows, reductions)
+
+
+def _repeated(bases: HeadBases, many: int) -> Reduction:
+    """Reduction of query heads, so many of which see the same keys and values."""
+    reduce, lift = (tensor.repeat_interleave(many, 0) for tensor in (bases.reduce, bases.lift))
+    return Reduction(reduce, lift)
 
 
 def _offset(parts: Sequence[object], part: object) -> int:

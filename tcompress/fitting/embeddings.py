@@ -1,4 +1,13 @@
-"""Fits of word embeddings, weighted by how often words occur."""
+"""Fits of word embeddings, weighted by how often words occur.
+
+A table is a weight whose input is one word at a time, so that the moments of its input are the
+frequencies of words: rows are weighted by their square roots. Calibration texts hold few of the
+words that a model knows. Unseen words share a smoothed estimate: Good and Turing put it at the
+share of words that were seen once, and it is spread over all words alike.
+
+Reference: Good (1953), The population frequencies of species; Chen et al. (2018), GroupReduce
+(arXiv:1806.06950), weighs rows by frequency.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +27,7 @@ from tcompress.planning.sites import tied_to
 from tcompress.structures import Target, structure
 from tcompress.structures.base import LooksUp
 
-# Tables of word embeddings: what counts is how often a word occurs.
-#
-# A table is a weight whose input is one word at a time, so that the moments of its input are the
-# frequencies of words: rows are weighted by their square roots. Calibration texts hold few of the
-# words that a model knows. Unseen words share a smoothed estimate: Good and Turing put it at the
-# share of words that were seen once, and it is spread over all words alike.
-#
-# Reference: Good (1953), The population frequencies of species; Chen et al. (2018), GroupReduce
-# (arXiv:1806.06950), weighs rows by frequency.
-
-
-EMBEDDINGS = "embeddings"
-"""Name of what is fitted before all blocks."""
+EMBEDDINGS = "embeddings"  # name of what is fitted before all blocks
 
 LEAST = 0.01  # share of the weight that is spread over all words, at least
 

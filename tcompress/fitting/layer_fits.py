@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tcompress import processes
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
@@ -69,26 +70,19 @@ class LayerMoments:
 
 
 @dataclass(frozen=True)
-class EvaluationMoments:
-    """Moments that a fit is judged by, per row and not damped."""
-
-    gram: Tensor  # G  # (in, in)
-    curvature: Tensor | None  # S of the whole layer; None for the identity  # (out, out)
-    rows: int = 1
-
-
-@dataclass(frozen=True)
 class LayerStatistics:
-    """Weight and moments of one layer."""
+    """Weight of one layer, and moments of all rows, per row and not damped."""
 
     weight: Tensor  # dense  # (out, in)
-    whole: EvaluationMoments  # of all rows
+    gram: Tensor  # G  # (in, in)
     mean: Tensor  # of the inputs  # (in,)
+    curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
         gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
-        return cls(weight, EvaluationMoments(gram, curvature, sums.rows), sums.mean)
+        return cls(weight, gram, sums.mean, curvature, sums.rows)
 
 
 @dataclass
@@ -183,7 +177,7 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     return relative_error(error, norm)
 
 
-def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float:
+def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
     start = 0
@@ -203,6 +197,8 @@ def _predicted(splits: Sequence[_Split], evaluation: EvaluationMoments) -> float
 # The summands of a sum are fitted in turn, each to what the others leave over; every step is a
 # closed form, so the error never grows. What is stored is rounded before the next step looks at it.
 
+
+MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
 
 ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
 
@@ -242,7 +238,7 @@ def fit_layers(
     curvatures: Mapping[str, Tensor] = {},
     factors: SharedFactors = NO_FACTORS,
     lifts: Mapping[str, Tensor] = {},
-    evaluation_moments: Mapping[str, EvaluationMoments] = {},
+    evaluation: Mapping[str, LayerStatistics] = {},
     roundings: Mapping[str, Rounding] = {},
 ) -> list[FittedLayer]:
     """Fit layers that read the same input; transforms are shared within this list only.
@@ -258,14 +254,15 @@ def fit_layers(
         factors: What layers share, fitted before.
         lifts: From the inputs that are left to all, by name of layers that read fewer; their
             moments are of those that are left.  # ([experts,] in, left)
-        evaluation_moments: Moments to predict losses of fits on data by, by name of the layer.
+        evaluation: Moments to predict losses of fits on data by, by name of the layer.
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
-    results: dict[str, FittedLayer] = {}
-    for owner, first in enumerate(entries):
-        if first.input_of is not None:
-            continue
+    owners = [owner for owner, entry in enumerate(entries) if entry.input_of is None]
+
+    def fit(owner: int) -> dict[str, FittedLayer]:
+        """Fit a layer, and those that read what it makes of their input."""
+        first, results = entries[owner], dict[str, FittedLayer]()
         members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
         with torch.no_grad():
             splits_of: dict[int, list[_Split]] = {}
@@ -279,15 +276,18 @@ def fit_layers(
                 listed = ", ".join(f"`{entries[i].name}`" for i in members)
                 raise FitError(
                     f"the fit of {listed} failed: {message_of(error)}",
-                    getattr(error, "hint", None)
-                    or "use more calibration data or a larger `damping`, or leave the layer out "
-                    "with `--keep`",
+                    getattr(error, "hint", None) or MORE_DATA,
                 ) from error
             for i, splits in splits_of.items():
                 entry = entries[i]
-                fitted = _collect(entry, splits, moments[i], evaluation_moments.get(entry.name))
+                fitted = _collect(entry, splits, moments[i], evaluation.get(entry.name))
                 fitted.tensors.update(owned_factors(entry, factors))
                 results[entry.key] = fitted
+        return results
+
+    results: dict[str, FittedLayer] = {}
+    for part in processes.shared_out(fit, owners, weights[0].device if weights else "cpu"):
+        results |= part
     return [results[entry.key] for entry in entries]
 
 
@@ -355,8 +355,7 @@ def _term_roundings(
     return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 
-_Summands = Sequence[tuple[_Split, _Term]]
-"""Summands at the same place of several weights."""
+_Summands = Sequence[tuple[_Split, _Term]]  # summands at the same place of several weights
 
 
 def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
@@ -442,7 +441,7 @@ def _collect(
     entry: LayerPlan,
     splits: Sequence[_Split],
     moments: Sequence[LayerMoments],
-    evaluation: EvaluationMoments | None,
+    evaluation: LayerStatistics | None,
 ) -> FittedLayer:
     tensors: dict[str, Tensor] = {}
     for index, part in enumerate(entry.parts):

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
+from tcompress import processes
 from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
@@ -21,6 +22,7 @@ from tcompress.fitting.layer_fits import BlockResult, FittedLayer
 from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
+from tcompress.processes import by_first
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
@@ -58,8 +60,10 @@ class FitWorkplace(Workplace):
         self._device = device
         self._measured = measured or self.folder  # where moments are
         self._blocks = self.folder / "blocks"
-        self._blocks.mkdir(exist_ok=True)
+        if processes.leads():
+            self._blocks.mkdir(exist_ok=True)
 
+    @by_first
     def keep_block(self, result: BlockResult) -> None:
         tensors: dict[str, Tensor] = {}
         for name, fitted in result.layers.items():
@@ -94,6 +98,7 @@ class FitWorkplace(Workplace):
         except DAMAGED:
             return None
 
+    @by_first
     def keep_moments(self, kind: str, block: str, moments: Mapping[str, Tensor]) -> None:
         """Store what was measured of a block's layers, by name.
 
@@ -108,12 +113,14 @@ class FitWorkplace(Workplace):
         """Read them back, onto the device; none where they were not measured."""
         return read_tensors(self._measured / kind / f"{block}.safetensors", self._device) or {}
 
+    @by_first
     def copy_moments(self, folder: Path) -> None:
         """Copy all that was measured, and nothing that was fitted."""
         for kind in KINDS:
             if (self.folder / kind).is_dir():
                 shutil.copytree(self.folder / kind, folder / kind)
 
+    @by_first
     def keep_factors(self, factors: Mapping[FactorsKey, Mapping[str, Tensor]]) -> None:
         tensors = {
             f"{owner}/{group}/{name}": tensor
@@ -133,6 +140,7 @@ class FitWorkplace(Workplace):
             factors.setdefault((owner, group), {})[name] = tensor
         return factors
 
+    @by_first
     def scratch(self) -> Path:
         """Make an empty folder for what is needed for a while."""
         folder = self.folder / "scratch"
@@ -140,6 +148,7 @@ class FitWorkplace(Workplace):
         folder.mkdir()
         return folder
 
+    @by_first
     def keep_answers(self, answers: Mapping[str, Plan]) -> None:
         """Store plans with final sizes by name: all that are to be tried, or the one taken."""
         write_text(self.folder / "answers.json", _ANSWERS.dump_json(dict(answers)).decode())
@@ -152,6 +161,7 @@ class FitWorkplace(Workplace):
             read_record(self.folder / "answers.json", _ANSWERS.validate_json) if readable else None
         )
 
+    @by_first
     def keep_depth(self, depth: DepthPlan) -> None:
         write_text(self.folder / "depth.json", depth.model_dump_json())
         self.note("depth")
@@ -160,6 +170,7 @@ class FitWorkplace(Workplace):
         """Read which blocks stay, as an interrupted run had chosen them."""
         return read_record(self.folder / "depth.json", DepthPlan.model_validate_json)
 
+    @by_first
     def keep_distance(self, distance: Distance) -> None:
         """Store how far a trial is from the dense model."""
         write_text(self.folder / "change", json.dumps(distance))
@@ -176,6 +187,7 @@ class FitWorkplace(Workplace):
         measured = None if measures else self._measured
         return FitWorkplace(self.folder / TRIALS / name, "", self._device, measured=measured)
 
+    @by_first
     def adopt(self, name: str) -> None:
         """Adopt what a trial has measured and fitted; the choice must be on disk by then."""
         trials = self.folder / TRIALS
@@ -190,6 +202,7 @@ class FitWorkplace(Workplace):
                 item.rename(goal)
         self.drop_trials()
 
+    @by_first
     def drop_trials(self) -> None:
         """Forget all other conversions that were tried out."""
         if (trials := self.folder / TRIALS).exists():

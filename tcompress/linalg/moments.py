@@ -137,6 +137,11 @@ class ProductSum:
         if sum(len(own) for own, _ in self._waiting) >= _ROWS:
             self._take()
 
+    def merge(self, other: ProductSum) -> None:
+        """Adds another sum."""
+        total = self.total
+        total += other.total
+
     def _take(self) -> None:
         if self._waiting:
             left = torch.cat([own for own, _ in self._waiting])
@@ -175,6 +180,7 @@ class MomentSums:
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
         self._centres: list[Tensor] = []  # means of the first rows, of both streams
         self._same: ProductSum | None = None  # of rows that are part of all three
+        self._differs = False  # rows that are not
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
@@ -200,6 +206,7 @@ class MomentSums:
             total += root @ rows
         scaled = multipliable(*scaled)
         if not same:
+            self._differs = True
             for own, (i, j) in zip(self._sums, _PAIRS, strict=True):
                 own.add(scaled[i], scaled[j])
         else:
@@ -209,6 +216,41 @@ class MomentSums:
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())
+
+    def merge(self, other: MomentSums) -> MomentSums:
+        """Add what another sum has taken, about means of its own."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        pairs = zip(other._centres, self._centres, strict=True)
+        shifts = [theirs.double() - ours.double() for theirs, ours in pairs]
+        same = self._same and other._same and not (self._differs or other._differs)
+        sums = (
+            [(self._same, other._same, 0, 0)]
+            if same
+            else [
+                (ours, theirs, i, j)
+                for ours, theirs, (i, j) in zip(self._sums, other._sums, _PAIRS, strict=True)
+            ]
+        )
+        for ours, theirs, i, j in sums:
+            assert ours is not None
+            assert theirs is not None
+            ours.merge(theirs)
+            # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
+            right = other._means[j] + other._weight * shifts[j]
+            ours.total.addr_(other._means[i], shifts[j]).addr_(shifts[i], right)
+        if not same and other._same is not None:
+            if self._same is None:
+                self._same = other._same
+            else:
+                self._same.merge(other._same)
+        for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
+            mean += more + other._weight * shift
+        self._differs |= other._differs
+        self.rows += other.rows
+        self._weight += other._weight
+        self._squares += other._squares
+        return self
 
     def moments(self, *, centred: bool) -> Moments:
         """Returns the moments so far; `centred` where a bias takes the shift of the means."""

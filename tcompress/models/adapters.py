@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tcompress.errors import SourceError, first_line, listed, read_json
+from tcompress.models.names import ADAPTER, adapter_files
 
 Adapter = Literal["merge"]
 """What is done with an adapter; without a word it is refused."""
 
-CONFIG = "adapter_config.json"
-_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-FILES = (CONFIG, *_WEIGHTS)
+CONFIG, *_WEIGHTS = ADAPTER
 
 _KINDS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -35,7 +34,7 @@ def check_adapter(folder: Path, adapter: Adapter | None) -> None:
 
     Without it another model would be read than the one that PEFT loads.
     """
-    present = [name for name in FILES if (folder / name).is_file()]
+    present = adapter_files(folder)
     if adapter is None:
         if present:
             raise SourceError(

@@ -396,3 +396,19 @@ def _coded(store: WeightStore, keymap: KeyMap) -> Iterator[str]:
             f"`{str(dtype).removeprefix('torch.')}`, and no `quantization_config` says what that "
             "means"
         )
+
+
+# What torch.compile, FSDP and activation checkpoints put into names, wherever they wrap a module.
+_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_PARALLEL = "module"  # DDP and DataParallel wrap whole models alone
+
+
+def plain_names(keys: Iterable[str]) -> dict[str, str]:
+    """Give names without what wrappers put into them, by the stored ones; empty if none did."""
+    keys = list(keys)
+    parts = [[part for part in key.split(".") if part not in _WRAPPERS] for key in keys]
+    while parts and all(key[0] == _PARALLEL and len(key) > 1 for key in parts):
+        parts = [key[1:] for key in parts]
+    names = {key: ".".join(left) for key, left in zip(keys, parts, strict=True)}
+    clear = len({*names.values()}) == len(names) and all(names.values())
+    return names if clear and any(key != name for key, name in names.items()) else {}

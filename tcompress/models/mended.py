@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -18,47 +18,9 @@ from weakref import finalize
 from tcompress.errors import SourceError
 from tcompress.files import write_text
 from tcompress.models.names import CARD, auxiliary_files, carry_files
-from tcompress.models.store import DTYPES, WeightStore
+from tcompress.models.store import WeightStore
 
-# What torch.compile, FSDP and activation checkpoints put into names, wherever they wrap a module.
-_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_PARALLEL = "module"  # DDP and DataParallel wrap whole models alone
-
-_TYPES = {kind for kind, _ in DTYPES.values()} | {"float", "double", "half"}
-_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
-          "f16": "float16", "f32": "float32", "f64": "float64"}  # fmt: skip
-_KEYS = ("dtype", "torch_dtype")
 _HELD = {".safetensors", ".bin", ".json"}
-
-
-def plain_names(keys: Iterable[str]) -> dict[str, str]:
-    """Give names without what wrappers put into them, by the stored ones; empty if none did."""
-    keys = list(keys)
-    parts = [[part for part in key.split(".") if part not in _WRAPPERS] for key in keys]
-    while parts and all(key[0] == _PARALLEL and len(key) > 1 for key in parts):
-        parts = [key[1:] for key in parts]
-    names = {key: ".".join(left) for key, left in zip(keys, parts, strict=True)}
-    clear = len({*names.values()}) == len(names) and all(names.values())
-    return names if clear and any(key != name for key, name in names.items()) else {}
-
-
-def plain_types(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Give settings in which dtypes are words of torch; `auto`, as weights say, is left out."""
-    found: dict[str, Any] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and key.endswith("config"):
-            found[key] = plain_types(value, path)
-        elif key not in _KEYS or value is None or (isinstance(value, str) and value in _TYPES):
-            found[key] = value
-        else:
-            word = str(value).strip().lower().removeprefix("torch.")
-            word = _WORDS.get(word, word)
-            if word not in _TYPES and word != "auto":
-                allowed = ", ".join(f"`{name}`" for name in ("float32", "float16", "bfloat16"))
-                text = f"`{path}` has `{str(value)[:40]}` as `{key}`, expected {allowed} or `auto`"
-                raise SourceError(text, f"correct `{key}`, or delete it: weights say it themselves")
-            found |= {} if word == "auto" else {key: word}
-    return found
 
 
 class Copy:

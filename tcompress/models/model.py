@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,14 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from tcompress.errors import SourceError, first_line
 from tcompress.models.adapters import Adapter, base_of, check_adapter, merge
-from tcompress.models.keymap import KeyMap, check_weights
-from tcompress.models.mended import (
-    Copy,
-    copying,
-    plain_names,
-    plain_types,
-    with_names,
-    with_settings,
-)
+from tcompress.models.keymap import KeyMap, check_weights, plain_names
+from tcompress.models.mended import Copy, copying, with_names, with_settings
 from tcompress.models.names import (
     ALIASES,
     METHODS,
     MODULES,
     WEIGHTS,
+    adapter_files,
     auxiliary_files,
     encodes_sentences,
     is_only_rounded,
@@ -49,7 +44,7 @@ from tcompress.models.names import (
     sentence_root,
     without_code,
 )
-from tcompress.models.store import Shard, TensorInfo, WeightStore
+from tcompress.models.store import Shard, TensorInfo, WeightStore, plain_types
 from tcompress.models.vocabulary import Vocabulary
 
 
@@ -158,9 +153,9 @@ class SourceModel:
         """
         origin = resolve(name, revision=revision, token=token, weights=seed is None)
         copies: list[Copy] = []
-        if seed is None:
+        if seed is None and (adapter is not None or adapter_files(origin)):
             check_adapter(origin, adapter)
-            copies += [] if adapter is None else [_merged(origin, token, trust_remote_code)]
+            copies.append(_merged(origin, token, trust_remote_code))
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
         raw = raw if converted else _without_rounding(raw)
@@ -261,6 +256,19 @@ class SourceModel:
         settings = {**self.settings, "architectures": [kind.__name__]}
         headed = self.model_class
         return replace(self, config=config, settings=settings, model_class=kind, headed=headed)
+
+    @property
+    def gives_states(self) -> bool:
+        """True where it reads texts and puts out states alone, without the scores of a head."""
+        kind = self.model_class
+        scores = re.search("For[A-Z]", kind.__name__) or kind.can_generate()
+        return kind.main_input_name == "input_ids" and not scores
+
+    @property
+    def embeds_texts(self) -> bool:
+        """True where what it puts out is pooled to embeddings of texts: no states of a decoder."""
+        decodes = "decoder_input_ids" in signature(self.model_class.forward).parameters
+        return self.gives_states and not decodes
 
     @property
     def unread(self) -> frozenset[str]:

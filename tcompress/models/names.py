@@ -364,6 +364,14 @@ _PATTERNS = (
 )  # fmt: skip
 
 
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+
+
+def adapter_files(folder: Path) -> list[str]:
+    """List the files of an adapter of PEFT in a model's folder."""
+    return [name for name in ADAPTER if (folder / name).is_file()]
+
+
 def auxiliary_files(folder: Path, with_code: bool = False) -> tuple[Path, ...]:
     """List what a converted model needs besides weights and config; with or without Python code."""
     found = (path for path in _candidates(folder, with_code) if _is_inside(path, folder))

@@ -418,3 +418,28 @@ def _locate(
             if found.setdefault(key, file) != file:
                 problems.append(f"`{key}` is both in `{found[key]}` and in `{file}`")
     return found
+
+
+_TYPES = {kind for kind, _ in DTYPES.values()} | {"float", "double", "half"}
+_WORDS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64",
+          "f16": "float16", "f32": "float32", "f64": "float64"}  # fmt: skip
+_KEYS = ("dtype", "torch_dtype")
+
+
+def plain_types(settings: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Give settings in which dtypes are words of torch; `auto`, as weights say, is left out."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and key.endswith("config"):
+            found[key] = plain_types(value, path)
+        elif key not in _KEYS or value is None or (isinstance(value, str) and value in _TYPES):
+            found[key] = value
+        else:
+            word = str(value).strip().lower().removeprefix("torch.")
+            word = _WORDS.get(word, word)
+            if word not in _TYPES and word != "auto":
+                allowed = ", ".join(f"`{name}`" for name in ("float32", "float16", "bfloat16"))
+                text = f"`{path}` has `{str(value)[:40]}` as `{key}`, expected {allowed} or `auto`"
+                raise SourceError(text, f"correct `{key}`, or delete it: weights say it themselves")
+            found |= {} if word == "auto" else {key: word}
+    return found

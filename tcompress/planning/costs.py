@@ -194,8 +194,7 @@ TRANSFORM_BITS = 8
 """Least bits of the generators of an orthogonal transform: an angle that is off turns all that a
 layer reads or writes."""
 
-STAND_IN_BITS = 4
-"""Bits of a word embedding until data tells what a budget of bytes makes of it."""
+STAND_IN_BITS = 4  # bits of a word embedding until data tells what a budget of bytes makes of it
 
 TABLE_RANKS = (0.5, 0.25, 0.125)
 """Kept fractions of a word embedding of low rank that a budget of bytes chooses from, in few bits:
@@ -274,9 +273,7 @@ class Widths:
         return rounding
 
 
-STAND_IN = 0.5
-"""Kept fraction of layers whose sizes nothing but data can tell."""
-
+STAND_IN = 0.5  # kept fraction of layers whose sizes nothing but data can tell
 _MOST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
 _UNSPENT = 0.001  # of a budget, not worth another plan
 _TABLE_SHARE = 0.25  # of a word embedding, where its low rank is pointed to
@@ -404,12 +401,7 @@ def out_of_reach(
 ) -> PlanError:
     """Say that a budget is too small, how small it may be, and what else would make it smaller.
 
-    Args:
-        budget: What was asked for.
-        source: The dense model.
-        recipe: All that was asked for.
-        smallest: A plan with the smallest sizes that layers take.
-        size: What it measures, where candidates are smaller still.
+    The `size` is that of the smallest plan, where candidates are smaller still.
     """
     size = size_of(smallest, source, recipe) if size is None else size
     if budget.unit != "bytes":

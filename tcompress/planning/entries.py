@@ -98,8 +98,7 @@ class DepthPlan(Frozen):
         return tuple(targets)
 
 
-FactorsKey = tuple[str, str]
-"""Name of the layer that owns shared factors, and their own name."""
+FactorsKey = tuple[str, str]  # name of the layer that owns shared factors, and their own name
 
 
 class LayerForm(NamedTuple):

@@ -14,13 +14,11 @@ from tcompress.models.names import stands_alone
 from tcompress.models.narrower import Shape, find_keys
 from tcompress.options import Convert
 from tcompress.planning.costs import STAND_IN, path_of, size_of
-from tcompress.planning.couplings import couplings
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
-from tcompress.planning.sites import roles_of
+from tcompress.planning.sites import couplings, roles_of
 from tcompress.structures.modules.linear import Channels
 
-PlanOf = Callable[[Convert], Plan]
-"""Plan of a recipe that gives the width."""
+PlanOf = Callable[[Convert], Plan]  # plan of a recipe that gives the width
 
 
 def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:

@@ -12,6 +12,7 @@ from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
+from tcompress.options.patterns import matches
 from tcompress.planning.costs import (
     STAND_IN,
     Choice,
@@ -21,7 +22,6 @@ from tcompress.planning.costs import (
     plan_within,
     planned_storage,
 )
-from tcompress.planning.couplings import Coupling, couplings
 from tcompress.planning.depth import cut_to, plan_depth, with_depth, within
 from tcompress.planning.entries import (
     Coverage,
@@ -34,10 +34,11 @@ from tcompress.planning.entries import (
 )
 from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.sites import (
+    Coupling,
     check_patterns,
+    couplings,
     left_out,
     matched_names,
-    matches,
     module_path,
     named_outside,
     offered_by,
@@ -53,8 +54,7 @@ from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
 
-Split = tuple[str, str]
-"""An output split: weight name in the checkpoint, and name of the split."""
+Split = tuple[str, str]  # an output split: weight name in the checkpoint, and name of the split
 
 
 @dataclass

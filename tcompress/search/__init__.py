@@ -1,9 +1,8 @@
 """Which form every site takes: candidates with predicted losses and costs, and limits on them.
 
-`search` is the whole way and calls the others in order: `predictions` lists the candidates of
-`candidates` (of one layer `layer_losses`, of several `joint_width`, of word embeddings `bits`),
-`substitution` corrects their losses, `resources` and `layer_times` say what they take, `budgets`
-spends limits with `knapsack`.
-`trials` compares answers that were fitted; `depth_search` finds blocks to drop.
+`search` is the whole way and calls the others in order: `predictions` lists the `candidates` of
+every layer, which `weight_fits` corrects without data, and of several together (`joint_width`);
+`bits` those of word embeddings. `substitution` corrects losses with data, `resources` says what
+candidates take, and `budgets` spends limits with `knapsack`. `depth_search` finds blocks to drop.
 Open `search.py` first.
 """

@@ -12,12 +12,13 @@ from tcompress.errors import PlanError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
-from tcompress.search.joint_width import is_offered, joined
+from tcompress.search.joint_width import joined
 from tcompress.search.knapsack import (
     Allocation,
     allocate,
@@ -29,10 +30,7 @@ from tcompress.search.predictions import Predictions
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
 UNSPENT = 0.001  # of a budget, not worth another try
-
-TRIES = 6
-"""Numbers that are tried, at most: each takes a plan, a measurement or a fit."""
-
+TRIES = 6  # numbers that are tried, at most: each takes a plan, a measurement or a fit
 _SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
 _SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
 
@@ -81,40 +79,24 @@ def _slope(taken: dict[float, float]) -> float:
 
 @dataclass(frozen=True)
 class Answer:
-    """A plan that keeps to a budget.
-
-    Attributes:
-        plan: The plan.
-        loss: What it is predicted to lose.
-        size: What it is judged by where the smallest is looked for.
-    """
+    """A plan that keeps to a budget."""
 
     plan: Plan
-    loss: float
-    size: int
+    loss: float  # what it is predicted to lose
+    size: int  # what it is judged by where the smallest is looked for
 
 
 @dataclass(frozen=True)
 class BudgetProblem:
-    """One budget, and the sites that it is spent on.
+    """One budget, and the sites that it is spent on."""
 
-    Attributes:
-        recipe: What was asked for.
-        source: The model.
-        plan: A plan of equal sizes.
-        groups: Its layers, those together that read one input.
-        predictions: What may be chosen from.
-        table: What the word embedding may become, where that is chosen too.
-        room: What the sites may take of a resource that is limited too, or alone, by its unit.
-    """
-
-    recipe: Convert
+    recipe: Convert  # what was asked for
     source: SourceModel
-    plan: Plan
-    groups: Sequence[Sequence[LayerPlan]]
-    predictions: Predictions
-    table: TableSite | None = None
-    room: tuple[str, int] | None = None
+    plan: Plan  # a plan of equal sizes
+    groups: Sequence[Sequence[LayerPlan]]  # its layers, those together that read one input
+    predictions: Predictions  # what may be chosen from
+    table: TableSite | None = None  # what the word embedding may become, where that is chosen too
+    room: tuple[str, int] | None = None  # for the sites, by unit of a limited resource
 
     def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.
@@ -236,10 +218,10 @@ class BudgetProblem:
             site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
             for site in self.predictions.layers
         ]
-        widths = self.predictions.widths if is_offered(methods) else ()
+        widths = self.predictions.widths if NARROWING in methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = joined(layers, widths, self.resource, may_stay=may_stay)
+        sites = joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
@@ -265,7 +247,7 @@ class BudgetProblem:
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
-                plan = choice.table.within(plan)
+                plan = choice.within(plan)
         if self.table is None and forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
@@ -279,7 +261,6 @@ class BudgetProblem:
 
     @property
     def budget(self) -> Budget:
-        """What is limited."""
         assert self.plan.budget is not None
         return self.plan.budget.asked
 

@@ -1,27 +1,41 @@
-"""What flows through a search: what it is about, sites, their candidates, and what these cost."""
+"""What flows through a search: what it is about, sites, their candidates, and what these cost.
+
+What one layer may become is predicted here too. One label-free backward pass gives the moments of
+every layer's inputs and output gradients. With them the loss of every way to store a layer is known
+before anything is converted, in one unit for all layers (methods: Which error matters, and where to
+spend parameters).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 
 import torch
+from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING
 from tcompress.fitting.workdir import FitWorkplace
+from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.planning.entries import LayerForm, Plan
+from tcompress.options.method_options import NARROWING
+from tcompress.planning.costs import Choice, plan_terms, term_cost
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.progress import Progress
+from tcompress.structures import Layout, Refusal, Spec, Target, structure
+from tcompress.structures import Site as StructureSite
+from tcompress.structures.base import predicted_loss
+from tcompress.structures.modules.linear import PartLayout
 
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"
 """Resources, by the unit that they are counted in."""
 
-Costs = Mapping[str, int]
-"""A whole number for each resource that is counted."""
+Costs = Mapping[str, int]  # a whole number for each resource that is counted
 
 Forms = tuple[tuple[str, LayerForm | None], ...]
 """What layers become, by weight name in the checkpoint; None for those that stay dense."""
@@ -29,48 +43,29 @@ Forms = tuple[tuple[str, LayerForm | None], ...]
 
 @dataclass(frozen=True, eq=False)
 class SearchInputs:
-    """A model, and what is asked of it.
-
-    Attributes:
-        source: The model.
-        recipe: What was asked for.
-        plan: A plan of equal sizes.
-        data: To measure on; what is held out is for comparisons alone.
-        workdir: Where moments are kept.
-        device: Where to compute.
-        progress: Hears how far it is.
-        several: Whether each method that takes all layers may be an answer by itself.
-    """
+    """A model, and what is asked of it."""
 
     source: SourceModel
-    recipe: Convert
-    plan: Plan
-    data: CalibrationData | None
-    workdir: FitWorkplace
+    recipe: Convert  # what was asked for
+    plan: Plan  # a plan of equal sizes
+    data: CalibrationData | None  # to measure on; what is held out is for comparisons alone
+    workdir: FitWorkplace  # where moments are kept
     device: torch.device
     progress: Progress
-    several: bool = False
+    several: bool = False  # whether each method that takes all layers may be an answer by itself
 
     @property
     def label(self) -> str:
-        """Name of the method."""
         return self.recipe.method.name if self.recipe.method else ""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What could stand at a site.
+    """What could stand at a site."""
 
-    Attributes:
-        method: Name of the structure; empty where there are several, or none.
-        forms: What every layer of the site becomes.
-        loss: Predicted loss of the model, in one unit for all sites.
-        costs: What it takes.
-    """
-
-    method: str
-    forms: Forms
-    loss: float
+    method: str  # name of the structure; empty where there are several, or none
+    forms: Forms  # what every layer of the site becomes
+    loss: float  # predicted loss of the model, in one unit for all sites
     costs: Costs
 
     @property
@@ -91,25 +86,15 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Site:
-    """A layer, or layers that are chosen together, and what may stand there.
+    """A layer, or layers that are chosen together, and what may stand there."""
 
-    Attributes:
-        keys: Names of the weights in the checkpoint.
-        role: Of the layer in its block.
-        dense: What the site takes as it is.
-        candidates: In any order; useless ones do no harm.
-        left_out: Predicted loss of leaving it out.
-        unit: Bytes of one parameter where bytes are limited, else one.
-        may_stay: Whether it may stay as it is, at no loss.
-    """
-
-    keys: tuple[str, ...]
-    role: str
-    dense: Costs
-    candidates: tuple[Candidate, ...]
-    left_out: float = 0.0
-    unit: float = 1.0
-    may_stay: bool = True
+    keys: tuple[str, ...]  # names of the weights in the checkpoint
+    role: str  # of the layer in its block
+    dense: Costs  # what the site takes as it is
+    candidates: tuple[Candidate, ...]  # in any order; useless ones do no harm
+    left_out: float = 0.0  # predicted loss of leaving it out
+    unit: float = 1.0  # bytes of one parameter where bytes are limited, else one
+    may_stay: bool = True  # whether it may stay as it is, at no loss
 
     @property
     def key(self) -> str:
@@ -132,7 +117,6 @@ class Site:
         return tuple(dict.fromkeys(item.method for item in self.candidates))
 
     def of(self, method: str) -> tuple[Candidate, ...]:
-        """List the candidates of one method."""
         return tuple(item for item in self.candidates if item.method == method)
 
     def offering(self, methods: Collection[str], *, may_stay: bool) -> Site:
@@ -164,3 +148,136 @@ class WidthSite(Site):
     def is_attention(self) -> bool:
         """Whether it is about whole heads, of what other sites tell the parts of."""
         return self.orders[0].coupling.kind == "heads"
+
+
+def of_one_layer(methods: Collection[str]) -> list[str]:
+    """List the methods whose candidates are of one layer."""
+    return [name for name in methods if name != NARROWING]
+
+
+# Candidates of one layer, and what they are predicted to lose.
+
+
+Parts = tuple[PartLayout, ...]
+
+SMALLEST, STEP = 0.01, 1.06
+FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
+"""Kept fractions that a layer is offered, up to nine tenths."""
+
+
+FitTarget = tuple[Target, float]
+"""What the fit of one output split of a layer aims at, and what it costs to leave it out."""
+
+
+def layer_candidates(
+    method: str,
+    specs: Sequence[Spec],
+    entry: LayerPlan,
+    sites: Sequence[StructureSite],
+    aims: Sequence[FitTarget],
+    fractions: Sequence[float],
+    *,
+    costs: Callable[[int], Costs],
+    residual_rank: int,
+    rows: int,
+    sharing: int,
+    calibrated: bool,
+) -> tuple[Candidate, ...]:
+    """List what a layer may become with one method.
+
+    Sites and fit targets are those of its output splits. Of the options the first that the layer's
+    dimensions allow counts; fractions ascend. Targets are means over so many rows of data.
+    """
+    readers = sharing * len(sites)
+    for spec in specs:
+        offered: list[tuple[Parts, int]] = []  # layouts that differ, and their parameters
+        before: Parts = ()
+        for fraction in fractions:
+            choice = Choice(spec, residual_rank, fraction)
+            try:
+                terms = [plan_terms(choice, s, readers, calibrated=calibrated) for s in sites]
+            except Refusal:
+                continue
+            cost = sum(term_cost(layout, readers, 1) for split in terms for layout in split)
+            parts = tuple(
+                PartLayout(name=site.role, terms=split)
+                for site, split in zip(sites, terms, strict=True)
+            )
+            if parts != before and cost < entry.dense_parameters:
+                offered.append((parts, round(cost)))
+            before = parts
+        if offered:
+            losses = [
+                _split_losses(aim, [parts[index].terms for parts, _ in offered])
+                for index, aim in enumerate(aims)
+            ]
+            totals = [max(0.0, sum(of_splits)) * rows for of_splits in zip(*losses, strict=True)]
+            return tuple(
+                Candidate(method, ((entry.key, LayerForm(parts)),), loss, costs(parameters))
+                for (parts, parameters), loss in zip(offered, totals, strict=True)
+            )
+    return ()
+
+
+def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
+    """Kept fractions close enough that no rank is passed over."""
+    widest = max(part.dense_features for part in entry.parts)
+    narrowest = min(part.dense_features for part in entry.parts)
+    step = (entry.in_features + narrowest) / (2.0 * entry.in_features * widest)
+    return tuple(step * n for n in range(1, int(1 / step) + 1))
+
+
+def _split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[float]:
+    """Predicts the loss of every way to store one weight.
+
+    A low-rank summand beside another one is judged by what the other leaves over, once for all
+    ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
+    """
+    single = [index for index, terms in enumerate(offered) if len(terms) == 1]
+    pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
+    mains = {offered[index][0] for index in pairs}
+    predicted = _losses(aim, [offered[index][0] for index in single])
+    if len(mains) > 1:
+        main_losses = _losses(aim, [offered[index][0] for index in pairs])
+        middle = len(pairs) // 2
+        main, residual = offered[pairs[middle]]
+        both = _losses(_remainder(aim, main), [residual])[0]
+        ratio = both / main_losses[middle] if main_losses[middle] > 0 else 0.0
+        predicted += [ratio * loss for loss in main_losses]
+    elif mains:
+        rest = _remainder(aim, mains.pop())
+        predicted += _losses(rest, [offered[index][1] for index in pairs])
+    losses = dict(zip([*single, *pairs], predicted, strict=True))
+    return [losses[index] for index in range(len(offered))]
+
+
+def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
+    if not layouts:
+        return []
+    return [*structure(layouts[0].structure).losses(*aim, layouts)]
+
+
+def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
+    """What the first summand leaves to the second."""
+    target, constant = aim
+    dense = structure(main.structure).quick_fit(target, main)
+    remainder = replace(target, product=target.product - dense @ target.full_gram())
+    return remainder, predicted_loss(dense, target, constant)
+
+
+def fit_targets_of(
+    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
+) -> list[FitTarget]:
+    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
+
+    The moments of inputs are damped, those of gradients are not.
+    """
+    aims, start = [], 0
+    for part in entry.parts:
+        stop = start + part.dense_features
+        rows = weight[start:stop].double()
+        curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
+        target = Target(rows @ gram, gram, curvature=curve)
+        aims.append((target, float(curved_constant(rows, gram, curve))))
+        start = stop
+    return aims

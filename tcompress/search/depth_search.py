@@ -1,4 +1,15 @@
-"""Which blocks a model can do without, by what leaving them out changes."""
+"""Which blocks a model can do without, by what leaving them out changes.
+
+A block is left out by handing its input on. The change that this makes to what the model puts out
+is measured on calibration data without labels, in the unit of the losses that a budget predicts
+(`OutputSampler.change`). Blocks are chosen one after another, each the one whose loss, together
+with those chosen before, changes the output least: two blocks that replace each other do not both
+go.
+
+All ways to leave a block out run side by side, in the passes that pause at every block, so that
+only one block holds weights at a time. Until its first missing block a pass is the dense one and
+shares its activations.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +33,9 @@ from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.search.substitution import tokens_of
 
-# A block is left out by handing its input on. The change that this makes to what the model puts out
-# is measured on calibration data without labels, in the unit of the losses that a budget predicts
-# (`OutputSampler.change`). Blocks are chosen one after another, each the one whose loss, together
-# with those chosen before, changes the output least: two blocks that replace each other do not both
-# go.
-#
-# All ways to leave a block out run side by side, in the passes that pause at every block, so that
-# only one block holds weights at a time. Until its first missing block a pass is the dense one and
-# shares its activations.
-
-
-SAMPLES = 128
-"""Most samples to measure on; losses are scaled to all of them."""
-
-MOST_BYTES = 1 << 30
-"""Activations that ways to leave blocks out may hold together."""
-
-Gone = frozenset[str]
-"""Module paths of the blocks that are left out."""
+SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
+MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together
+Gone = frozenset[str]  # module paths of the blocks that are left out
 
 
 def choose_blocks(
@@ -63,11 +58,7 @@ def choose_blocks(
 def dropping(
     source: SourceModel, drops: Mapping[str, int], data: CalibrationData, device: torch.device
 ) -> Iterator[BlockLoss]:
-    """Chooses blocks to drop, one after another, each only when it is asked for.
-
-    Each is the one whose loss, together with those before, changes the output least. How many
-    go is said by `drops`, by the path of their stack.
-    """
+    """Choose blocks to drop, so many by the path of their stack, each only when it is asked for."""
     roles = roles_of(source)
     walk = DepthWalk(source, roles, data, device)
     counts = dict(drops)

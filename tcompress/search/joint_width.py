@@ -5,35 +5,28 @@ The only file of a search that knows how layers around channels are chosen toget
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
 
 import torch
 
 from tcompress.fitting.channel_orders import ChannelOrder
-from tcompress.planning.couplings import Coupling
+from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerForm, LayerPlan
+from tcompress.planning.sites import Coupling
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import Channels, PartLayout
-from tcompress.structures.width import WidthLayout, WidthSpec
-
-WIDTH = WidthSpec().name
+from tcompress.structures.width import WidthLayout
 
 
 def width_site(
     orders: Sequence[ChannelOrder], entries: Mapping[str, LayerPlan], sites: Mapping[str, Site]
 ) -> WidthSite | None:
-    """List what the layers of some couplings may become together.
+    """List what the layers of some couplings may become together; nothing if one is not sized.
 
-    Args:
-        orders: The couplings, with their channels in order.
-        entries: Plans of layers by weight name in the model.
-        sites: Those of the layers by themselves, by weight name in the checkpoint.
-
-    Returns:
-        The site, or nothing where a layer of it is not sized.
+    Entries are by weight name in the model, sites of single layers by that in the checkpoint.
     """
     layers = {layer for order in orders for layer in order.coupling.layers}
     if not {entries[layer.weight_name].key for layer in layers} <= sites.keys():
@@ -48,7 +41,7 @@ def width_site(
             name: round(sum(count * (site.unit if name == BYTES else 1) for count, site in counted))
             for name in counted[0][1].dense
         }
-        candidates.append(Candidate(WIDTH, forms, _loss(orders, chosen), costs))
+        candidates.append(Candidate(NARROWING, forms, _loss(orders, chosen), costs))
     return WidthSite(
         keys=tuple(key for key, _ in candidates[-1].forms),
         role="",
@@ -120,9 +113,7 @@ def joined(
 def with_losses(site: WidthSite, factors: Mapping[Coupling, Mapping[int, float]]) -> WidthSite:
     """Scale what fewer channels lose, and none; nothing loses more than none of them.
 
-    Args:
-        site: The layers.
-        factors: By coupling and by the size that was tried: none of the channels, or some.
+    Factors are by coupling and by the size that was tried: none of the channels, or some.
     """
     orders = tuple(_scaled(order, factors.get(order.coupling, {})) for order in site.orders)
     candidates = tuple(
@@ -148,19 +139,3 @@ def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:
     nothing, sizes = coupling.sizes[:1], coupling.sizes[1:-1]
     nearest = min(sizes, key=lambda size: abs(size - fraction * coupling.size), default=0)
     return sorted({*(nothing if nothing == [0] else []), *([nearest] if nearest else [])})
-
-
-def is_unfitted(entry: LayerPlan) -> bool:
-    """Tell whether what is left of a layer is as it was."""
-    terms = [term for part in entry.parts for term in part.terms]
-    return entry.reads is None and all(term.structure == WIDTH for term in terms)
-
-
-def is_offered(methods: Collection[str]) -> bool:
-    """Tell whether layers may become narrower together."""
-    return WIDTH in methods
-
-
-def without_width(methods: Collection[str]) -> list[str]:
-    """List the methods whose candidates are of one layer."""
-    return [name for name in methods if name != WIDTH]

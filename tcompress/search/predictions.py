@@ -7,8 +7,9 @@ layer counts alike, and so does every direction of its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -20,40 +21,42 @@ from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_in
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
 from tcompress.fitting.channel_orders import order_channels as channel_order
-from tcompress.fitting.layer_fits import EvaluationMoments, LayerStatistics
+from tcompress.fitting.layer_fits import MORE_DATA, LayerStatistics
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
-from tcompress.options.method_options import AutoSpec
+from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
-from tcompress.planning.couplings import couplings, whole_heads
-from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, regrouped, site_of
-from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
+from tcompress.planning.sites import (
+    couplings,
+    module_path,
+    offered_by,
+    roles_of,
+    structure_of,
+    whole_heads,
+)
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
     BYTES,
+    FRACTIONS,
     PARAMETERS,
-    Candidate,
     Costs,
     SearchInputs,
     Site,
     WidthSite,
-)
-from tcompress.search.joint_width import is_offered, width_site, without_width
-from tcompress.search.layer_losses import (
-    FRACTIONS,
-    WeightFits,
-    blocks_to_fit,
     fine_fractions,
     fit_targets_of,
-    options_of,
+    layer_candidates,
+    of_one_layer,
 )
+from tcompress.search.joint_width import width_site
 from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
+from tcompress.search.weight_fits import WeightFits, blocks_to_fit
 from tcompress.structures import Refusal, Spec
 
-USUAL = 0.25
-"""Kept fraction for which structures are offered where a budget limits an error."""
+USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
 
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""
@@ -67,29 +70,17 @@ AnySite = TypeVar("AnySite", bound=Site)
 
 @dataclass(frozen=True)
 class Predictions:
-    """All that a budget may choose from, and what helps to choose.
+    """All that a budget may choose from, and what helps to choose."""
 
-    Attributes:
-        layers: Layers, each by itself.
-        singly: The same with what a method offers where all layers take it.
-        uncorrected: The same before fits of some layers corrected the losses; empty where none did.
-        widths: Layers that have channels in common.
-        offers: Methods of `layers`, in the order of preference.
-        singles: Methods that are answers by themselves, as far as they are tried.
-        complete: Methods that all layers may take.
-        fixed: Weights of layers that have a size of their own.
-        substitutes: Candidates that may be put alone into the dense model.
-    """
-
-    layers: tuple[Site, ...] = ()
-    singly: tuple[Site, ...] = ()
-    uncorrected: tuple[Site, ...] = ()
-    widths: tuple[WidthSite, ...] = ()
-    offers: Offers = field(default_factory=dict)
-    singles: tuple[str, ...] = ()
-    complete: tuple[str, ...] = ()
-    fixed: frozenset[str] = frozenset()
-    substitutes: tuple[Substitute, ...] = ()
+    layers: tuple[Site, ...] = ()  # layers, each by itself
+    singly: tuple[Site, ...] = ()  # the same with what a method offers where all layers take it
+    uncorrected: tuple[Site, ...] = ()  # before fits corrected the losses, if some did
+    widths: tuple[WidthSite, ...] = ()  # layers that have channels in common
+    offers: Offers = field(default_factory=dict)  # methods of `layers`, in the order of preference
+    singles: tuple[str, ...] = ()  # methods that are answers by themselves, if tried
+    complete: tuple[str, ...] = ()  # methods that all layers may take
+    fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
+    substitutes: tuple[Substitute, ...] = ()  # that may be put alone into the dense model
 
     @property
     def methods(self) -> list[str]:
@@ -161,8 +152,8 @@ class _Measuring:
                     continue
                 weight = self._weight(layer.name, entry)
                 gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.inputs.device)
-                moments = EvaluationMoments(gram, None)
-                statistics[entry.name] = LayerStatistics(weight, moments, gram.new_zeros(len(gram)))
+                mean = gram.new_zeros(len(gram))
+                statistics[entry.name] = LayerStatistics(weight, gram, mean)
             yield block, statistics
             self.inputs.progress.advance(1, block.name)
 
@@ -240,7 +231,8 @@ def predictor(inputs: SearchInputs) -> Predictor:
     sized = (entry for entry in plan.layers if entry.kind != "experts")
     entries = {module_path(source, entry.name): entry for entry in sized}
     singles = alone_on(recipe, plan, source) if inputs.several else {}
-    return Predictor(inputs, entries, fraction, offers, singles, WeightFits(fraction))
+    fits = WeightFits(fraction) if inputs.data is None else None
+    return Predictor(inputs, entries, fraction, offers, singles, fits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,11 +244,10 @@ class Predictor:
     fraction: float  # kept fraction that the budget comes to
     offers: Offers
     singles: Mapping[str, Spec]
-    fits: WeightFits
+    fits: WeightFits | None  # where there is no data
 
-    @property
-    def _calibrated(self) -> bool:
-        return self.inputs.data is not None
+    def _keeps(self, method: str, role: str) -> bool:
+        return self.fits is None or self.fits.keeps(method, role)
 
     def run(self) -> Predictions:
         """Predict all losses; the model runs once over the calibration data, if there is any."""
@@ -267,7 +258,7 @@ class Predictor:
         widths: list[WidthSite] = []
         substitutes: list[Substitute] = []
         weights = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
-        offers_width = is_offered(self.offers)  # wherever all layers around channels are sized
+        offers_width = NARROWING in self.offers  # wherever all layers around channels are sized
         narrows = offers_width or any(entry.is_narrow for entry in self.inputs.plan.layers)
         measuring = _Measuring(self.inputs, self.entries, narrows)
         for block, statistics in measuring.blocks():
@@ -284,7 +275,7 @@ class Predictor:
             sites, single = self._sites(block, measured, statistics)
             narrow = [width_site(group, weights, sites) for group in orders if offers_width]
             new = [site for site in narrow if site is not None]
-            if sites and self._calibrated and recipe.attention is None:
+            if sites and self.fits is None and recipe.attention is None:
                 substitutes += layer_substitutes(block, sites, self.entries, self.fraction)
                 for site in new:
                     substitutes += channel_substitutes(block, site.orders, weights, self.fraction)
@@ -292,15 +283,14 @@ class Predictor:
             singly |= single
             widths += new
         sized, roles = tuple(layers.values()), {site.role for site in layers.values()}
-        keeps = self.fits.keeps
         return Predictions(
-            layers=sized if self._calibrated else tuple(map(self.fits.corrected, sized)),
+            layers=tuple(map(self.fits.corrected, sized)) if self.fits else sized,
             singly=tuple(singly.values()),
-            uncorrected=() if self._calibrated else sized,
+            uncorrected=sized if self.fits else (),
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),
-            complete=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            complete=tuple(n for n in self.offers if all(self._keeps(n, role) for role in roles)),
             fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
@@ -321,25 +311,20 @@ class Predictor:
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 raise FitError(
                     f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
-                    "use more calibration data or a larger `damping`, or leave the layer out "
-                    "with `--keep`",
+                    MORE_DATA,
                 ) from error
             layers[entry.key], singly[entry.key] = pair
-        fitted = blocks_to_fit(roles_of(self.inputs.source).blocks)
-        if not self._calibrated and len(self.offers) > 1 and block.name in fitted:
-            exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
-            for name in {*without_width(self.offers)} - {*exact}:
-                self._fit(name, block, layers, statistics)
-            self.fits.drop(layers.values(), exact)
+        fits, blocks = self.fits, roles_of(self.inputs.source).blocks
+        if fits and len(self.offers) > 1 and block.name in blocks_to_fit(blocks):
+            self._fit(fits, block, layers, statistics)
         return layers, singly
 
     def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
     ) -> tuple[Site, Site]:
         """List what a layer may become: beside others, and where all take one method."""
-        inputs, moments = self.inputs, statistics.whole
-        recipe, budget = inputs.recipe, inputs.recipe.budget
-        gram, curvature, rows = moments.gram, moments.curvature, moments.rows
+        inputs, recipe, budget = self.inputs, self.inputs.recipe, self.inputs.recipe.budget
+        gram, curvature, rows = statistics.gram, statistics.curvature, statistics.rows
         if curvature is None:  # every layer counts alike
             energy = float(statistics.weight.double().square().sum()) or 1.0
             curvature = torch.eye(entry.out_features).to(gram) / energy
@@ -351,39 +336,33 @@ class Predictor:
         where = (inputs.source, entry, inputs.plan, recipe.dtype)
         unit = parameter_bytes(*where) if counts_bytes else 1.0
         fine = budget is not None and budget.limits_each
-        sharing = next(len(group) for group in block.groups if layer in group)
 
         def costs(parameters: int) -> Costs:
             bytes_ = {BYTES: round(parameters * unit)} if counts_bytes else {}
             return {PARAMETERS: parameters, **bytes_}
 
-        def candidates(name: str, specs: Sequence[Spec]) -> tuple[Candidate, ...]:
-            offered = options_of(
-                entry,
-                [site_of(block, layer, part) for part in layer.parts],
-                aims,
-                specs,
-                fine_fractions(entry) if fine else FRACTIONS,
-                residual_rank=recipe.residual_rank,
-                rows=rows,
-                sharing=sharing,
-                calibrated=self._calibrated,
-            )
-            return tuple(
-                Candidate(name, ((entry.key, LayerForm(parts)),), loss, costs(parameters))
-                for parts, parameters, loss in offered
-            )
-
+        candidates = partial(
+            layer_candidates,
+            entry=entry,
+            sites=[site_of(block, layer, part) for part in layer.parts],
+            aims=aims,
+            fractions=fine_fractions(entry) if fine else FRACTIONS,
+            costs=costs,
+            residual_rank=recipe.residual_rank,
+            rows=rows,
+            sharing=next(len(group) for group in block.groups if layer in group),
+            calibrated=self.fits is None,
+        )
         together = {
             name: candidates(name, self.offers[name])
-            for name in without_width(self.offers)
-            if self.fits.keeps(name, entry.role)
+            for name in of_one_layer(self.offers)
+            if self._keeps(name, entry.role)
         }
         singly = {
             name: together[name]
             if self.offers.get(name) == (self.singles[name],) and name in together
             else candidates(name, [self.singles[name]])
-            for name in without_width(self.singles)
+            for name in of_one_layer(self.singles)
         }
         left_out = sum(constant for _, constant in aims) * rows
         dense = costs(entry.dense_parameters)
@@ -394,17 +373,22 @@ class Predictor:
         return first, second
 
     def _fit(
-        self, name: str, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics
+        self, fits: WeightFits, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics
     ) -> None:
-        """Fit the layers of a block with one method, of sizes close to the budget."""
-        closest = {key: site.closest(name, self.fraction) for key, site in sites.items()}
-        chosen = {key: item.form for key, item in closest.items() if item is not None}
-        for group in block.groups:
-            entries = [self.entries[layer.name] for layer in group if layer.name in self.entries]
-            entries = [entry for entry in entries if entry.key in chosen]
-            members, _ = regrouped(entries, chosen)
-            if members:
-                self.fits.fit(name, members, sites, statistics)
+        """Fit the layers of a block with each method, of sizes close to the budget."""
+        exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
+        for name in {*of_one_layer(self.offers)} - {*exact}:
+            closest = {key: site.closest(name, self.fraction) for key, site in sites.items()}
+            chosen = {key: item.form for key, item in closest.items() if item is not None}
+            for group in block.groups:
+                entries = [
+                    self.entries[layer.name] for layer in group if layer.name in self.entries
+                ]
+                entries = [entry for entry in entries if entry.key in chosen]
+                members, _ = regrouped(entries, chosen)
+                if members:
+                    fits.fit(name, members, sites, statistics)
+        fits.drop(sites.values(), exact)
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:

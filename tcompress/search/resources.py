@@ -1,5 +1,8 @@
 """What a model takes that has to be measured, and plans that take no more than is allowed.
 
+Of time, layers are timed by themselves and models of planned forms as a whole. Plain models have
+one width for all layers: the largest that is fast enough is looked for.
+
 To add a resource: a subclass of `Resource`, and a field of `Convert` with
 `limits=Limit("resource", unit)`; `tests/search/test_resource_contract.py` tries it.
 """
@@ -7,34 +10,55 @@ To add a resource: a subclass of `Resource`, and a field of `Convert` with
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from math import inf
 from typing import Any, ClassVar
 
 import torch
 
 from tcompress.errors import PlanError
+from tcompress.latency.paired_timing import threads
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
-from tcompress.planning.entries import Plan
+from tcompress.planning.costs import path_of
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.plain_widths import possible_widths, width_of, with_width
+from tcompress.planning.planner import make_plan
+from tcompress.planning.sites import Coupling, Kind
 from tcompress.search.budgets import TRIES, approach
-from tcompress.search.candidates import Site
+from tcompress.search.candidates import (
+    NANOSECONDS,
+    PARAMETERS,
+    Candidate,
+    Forms,
+    SearchInputs,
+    Site,
+    WidthSite,
+)
+from tcompress.search.joint_width import forms_of
 from tcompress.search.predictions import Predictions
+from tcompress.timing_model.clocks import (
+    USUAL_PASS,
+    LayerTimes,
+    ModelClock,
+    Workload,
+    interpolated,
+)
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
 
-RESOURCES: dict[str, type[Resource]] = {}
-"""By the unit that they are counted in."""
+RESOURCES: dict[str, type[Resource]] = {}  # by the unit that they are counted in
 
 
 class Resource(ABC):
     """Something that a model takes, and its candidates, in whole numbers of a unit."""
 
-    unit: ClassVar[str]
-    """Its name among costs, and in the limit of its option."""
+    unit: ClassVar[str]  # its name among costs, and in the limit of its option
     stage: ClassVar[str] = "measuring layers"
     """What is done while candidates are priced, for people."""
 
@@ -91,17 +115,11 @@ class Resource(ABC):
 
 @dataclass(frozen=True)
 class Goal:
-    """Models are to take so little; what they are predicted to take is corrected by whole ones.
+    """Models are to take so little; what they are predicted to take is corrected by whole ones."""
 
-    Attributes:
-        resource: What is limited.
-        budget: The limit.
-        rest: What the model takes beside the layers that are sized.
-    """
-
-    resource: Resource
+    resource: Resource  # what is limited
     budget: Budget
-    rest: int
+    rest: int  # what the model takes beside the layers that are sized
 
     @property
     def ratio(self) -> float:
@@ -114,11 +132,7 @@ class Goal:
         return self.resource.dense / self.ratio - self.rest
 
     def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
-        """Plan with room for layers until a model takes as little as asked for.
-
-        Args:
-            solve: Plans with so much room.
-            least: What the smallest candidates take.
+        """Plan with room for layers, `least` at least, until a model takes as little as asked for.
 
         Returns:
             The plan, and how many times less than the dense model it takes.
@@ -148,3 +162,234 @@ class Goal:
             plan, ratio = max(tried.values(), key=lambda item: item[1])
             raise self.resource.out_of_reach(self.budget, plan, ratio)
         return min(fine, key=lambda item: (item[1] < self.ratio, item[1]))
+
+
+POINTS = 6  # sizes of a method that are timed, for each shape of layers
+_NANO = 1e9
+
+
+def clock_of(source: SourceModel, recipe: Convert, device: torch.device) -> ModelClock:
+    """Times a dense model at the pass that a recipe is about."""
+    work, dtype = Workload.read(recipe.at or USUAL_PASS), getattr(torch, recipe.dtype or "float32")
+    return ModelClock(source, work, device, dtype, named=recipe.at is not None)
+
+
+def speedup_asked(budget: Budget, clock: ModelClock) -> float:
+    """Return how many times as fast as the dense model a pass is to be."""
+    return budget.limit if budget.kind == "speedup" else 1e3 * clock.seconds / budget.limit
+
+
+@dataclass(frozen=True)
+class Time(Resource):
+    """Time of a pass: layers are timed by themselves, planned models as a whole."""
+
+    unit = NANOSECONDS
+    stage = "timing layers"
+
+    clock: ModelClock
+    times: LayerTimes
+    entries: Mapping[str, LayerPlan]  # by weight name in the checkpoint
+    threads: int | None
+
+    @classmethod
+    def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Time:
+        entries = {entry.key: entry for entry in plan.layers if entry.kind != "experts"}
+        width = min(entry.in_features for entry in entries.values())
+        with threads(recipe.threads):
+            clock = clock_of(source, recipe, device)
+            return cls(clock, clock.layer_times(width), entries, recipe.threads)
+
+    @property
+    def dense(self) -> float:
+        return _NANO * self.clock.seconds
+
+    @property
+    def where(self) -> str:
+        return str(self.clock.work)
+
+    def ratios(self, *plans: Plan) -> list[float]:
+        with threads(self.threads):
+            return self.clock.speedups(*plans)
+
+    def reduction(self, budget: Budget) -> float:
+        return speedup_asked(budget, self.clock)
+
+    def facts(self, ratio: float) -> dict[str, Any]:
+        return {"speedup": ratio, "at": self.where, "seconds": self.clock.seconds}
+
+    def out_of_reach(self, budget: Budget, plan: Plan, ratio: float) -> PlanError:
+        error = plan.budget and plan.budget.error
+        lost = f", at a predicted error of {error:.2g}" if error is not None else ""
+        return PlanError(
+            f"`{budget}` is out of reach at {self.where}: the fastest candidates make "
+            f"the model {ratio:.3g} x as fast{lost}",
+            "allow more time, offer `--method width` or `auto`, or drop blocks too",
+        )
+
+    def priced(self, predictions: Predictions) -> Predictions:
+        with threads(self.threads):
+            return self._priced(predictions)
+
+    def _priced(self, predictions: Predictions) -> Predictions:
+        widths = predictions.widths
+        seconds_of = self._beside([order.coupling for site in widths for order in site.orders])
+        attentions = {site.key: seconds_of["attention"] for site in widths if site.is_attention}
+        extra = defaultdict(float, attentions)  # beside structures all channels are there
+        timed: dict[int, WidthSite] = {}
+        for index in sorted(range(len(widths)), key=lambda index: widths[index].is_attention):
+            site = widths[index]
+            if site.is_attention:  # by now all that it does beside products is known
+                heads = site.orders[0].coupling
+                of_head = sum(extra[key] for key in site.keys) / heads.size
+                extras = [of_head * size for size in heads.sizes]
+            else:
+                fixed = sum(attentions.get(key, 0.0) for key in site.keys)
+                kinds = [order.coupling.kind for order in site.orders]
+                extras = [
+                    fixed + sum(seconds_of[kind] * n for kind, n in zip(kinds, sizes, strict=True))
+                    for sizes in site.sizes
+                ]
+                extra[site.key] += extras[-1] - fixed
+            candidates = (
+                item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
+                for item, seconds in zip(site.candidates, extras, strict=True)
+            )
+            timed[index] = replace(site, candidates=tuple(candidates))
+
+        def of_layer(site: Site) -> Site:
+            entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
+            methods = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
+            dense = {**site.dense, NANOSECONDS: round(_NANO * self._unchanged(entry)) + nanos}
+            return replace(site, candidates=tuple(chain.from_iterable(methods)), dense=dense)
+
+        sized = tuple(timed[index] for index in range(len(widths)))
+        return replace(predictions.mapped(of_layer), widths=sized)
+
+    def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
+        """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
+
+        Models without feed-forwards, and without attentions, say what these take as a whole: more
+        than their products by themselves, or less, and then all products are less.
+        """
+        kinds: tuple[Kind, ...] = ("neurons", "heads")
+        gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
+        inner = [coupling for coupling in couplings if coupling.kind in ("values", "scores")]
+        narrow = {coupling: coupling.near(0.25) for coupling in inner}
+        *saved, narrower = self._saved(*gone, narrow)
+        products = [self._products_saved(coupling) for coupling in gone]
+        if sum(saved) < sum(products):
+            self.times.share *= max(0.0, sum(saved)) / sum(products)
+        neurons, attentions = (
+            seconds - self._products_saved(coupling)
+            for seconds, coupling in zip(saved, gone, strict=True)
+        )
+        rest = narrower - self._products_saved(narrow)
+        dimension = max(0.0, rest) / max(
+            1, sum(coupling.size - narrow[coupling] for coupling in inner)
+        )
+        attention_layers = {layer for coupling in gone[1] for layer in coupling.layers}
+        attentions -= dimension * sum(
+            coupling.size for coupling in inner if attention_layers.issuperset(coupling.layers)
+        )
+        return {
+            "neurons": max(0.0, neurons) / max(1, sum(coupling.size for coupling in gone[0])),
+            "values": dimension,
+            "scores": dimension,
+            "attention": max(0.0, attentions) / max(1, len(gone[1])),
+        }
+
+    def _saved(self, *sizes: Mapping[Coupling, int]) -> list[float]:
+        """Seconds that models of these sizes save."""
+        plans = [
+            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in pairs))
+            for pairs in map(self._narrow, filter(None, sizes))
+        ]
+        speeds = iter(self.clock.speedups(*plans) if plans else ())
+        return [self.clock.seconds * (1 - 1 / next(speeds)) if pairs else 0.0 for pairs in sizes]
+
+    def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
+        pairs = self._narrow(chosen)
+        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in pairs)
+
+    def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, LayerForm]]:
+        entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
+        forms = forms_of(chosen, entries)
+        return [(self.entries[key], form) for key, form in forms]
+
+    def _layer_candidates(
+        self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
+    ) -> list[Candidate]:
+        sizes = [item.costs[PARAMETERS] for item in candidates]
+        order = sorted(range(len(candidates)), key=lambda index: sizes[index])
+        measured = interpolated(
+            [sizes[index] for index in order],
+            lambda place: self.times.of(candidates[order[place]].form, entry.bias),
+            POINTS,
+        )
+        seconds = dict(zip(order, measured, strict=True))
+        return [
+            item.costing(self.unit, round(_NANO * seconds[index]) + nanos)
+            for index, item in enumerate(candidates)
+        ]
+
+    def _products(self, forms: Forms) -> float:
+        return _NANO * sum(self._matrix(self.entries[key], form) for key, form in forms if form)
+
+    def _unchanged(self, entry: LayerPlan) -> float:
+        return self.times.matrix(entry.in_features, entry.out_features, entry)
+
+    def _matrix(self, entry: LayerPlan, form: LayerForm) -> float:
+        inputs = form.parts[0].terms[0].in_features
+        return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
+
+
+def plan_in_time(inputs: SearchInputs) -> Plan:
+    """Plan the largest width of a plain model with which a pass is as fast as asked for.
+
+    Time is taken to grow evenly between two widths that were timed; a size may be limited too.
+    """
+    source, recipe, plan = inputs.source, inputs.recipe, inputs.plan
+    assert recipe.time_budget is not None
+    widths = possible_widths(source)
+    with threads(recipe.threads):
+        clock = clock_of(source, recipe, inputs.device)
+        speedup = speedup_asked(recipe.time_budget, clock)
+
+        def timed(width: int) -> tuple[Plan, float]:
+            narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
+            [speed] = clock.speedups(narrow)
+            return narrow, speed
+
+        widest = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
+        chosen, speed = _fast_enough(widths, widest, timed, speedup)
+    if speed < speedup:
+        raise PlanError(
+            f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
+            f"{widths[0]} neurons {speed:.3g} x was reached",
+            "allow more time, drop blocks too, or leave `--plain` out",
+        )
+    facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
+    kept = {"chosen": "uniform", "fraction": chosen.kept}
+    return chosen.model_copy(update={"budget": plan.budget}).with_facts({**facts, **kept})
+
+
+def _fast_enough(
+    widths: range, widest: int, timed: Callable[[int], tuple[Plan, float]], speedup: float
+) -> tuple[Plan, float]:
+    """Look for the largest width of this speed; take the smallest where none has it."""
+    tried: dict[float, tuple[Plan, float]] = {}
+    seconds = {float(widths.stop): 1.0}
+
+    def largest() -> float:
+        return max((width for width, (_, speed) in tried.items() if speed >= speedup), default=0)
+
+    def placed(width: float) -> float:
+        steps = max(int(width) // widths.step, largest() // widths.step + 1)
+        return min(widest, steps * widths.step)
+
+    for width in approach(seconds, widths[0], 1 / speedup, placed):
+        tried[width] = timed(int(width))
+        seconds[width] = 1 / tried[width][1]
+        if not largest() or tried[largest()][1] <= (1 + CLOSE) * speedup:
+            break
+    return tried[largest() or widths[0]]

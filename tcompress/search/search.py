@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
+from tcompress import processes
 from tcompress.data.calibration import samples_in
 from tcompress.errors import PlanError
 from tcompress.options.convert_options import TIMES
-from tcompress.options.limits import Budget
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of
@@ -25,9 +25,8 @@ from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
-from tcompress.search.layer_times import Time, plan_in_time
 from tcompress.search.predictions import Predictions, predictor
-from tcompress.search.resources import RESOURCES, Goal, Resource
+from tcompress.search.resources import RESOURCES, Goal, Resource, Time, plan_in_time
 from tcompress.search.substitution import (
     Factors,
     SubstitutionWalk,
@@ -36,23 +35,8 @@ from tcompress.search.substitution import (
     to_try,
 )
 
-FAR = 1.5
-"""Answers predicted to lose so many times as much as the best are not tried."""
-
-HOPELESS = 2.5
-"""The same before candidates are tried, which changes predictions."""
-
-
-@dataclass(frozen=True)
-class Priced:
-    """Candidates with what they take of a resource."""
-
-    resource: Resource
-    predictions: Predictions
-
-    def goal(self, budget: Budget) -> Goal:
-        """Ask for models that take so little."""
-        return Goal(self.resource, budget, self.resource.rest(self.predictions.layers))
+FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
+HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +46,8 @@ class Measurements:
     inputs: SearchInputs
     changes: dict[int, float] = field(default_factory=dict)
     """What the output changes by with the substitutes that were tried, by their place."""
-    resources: dict[str, Priced] = field(default_factory=dict)
-    """Those that were measured, by unit."""
+    resources: dict[str, tuple[Resource, Predictions]] = field(default_factory=dict)
+    """Those that were measured, and candidates with what they take of them, by unit."""
     tables: dict[float, TableSite] = field(default_factory=dict)
     """Word embeddings, by what the output changes by for a predicted loss of one."""
 
@@ -72,15 +56,14 @@ class Measurements:
         """Candidates and what they are predicted to lose."""
         return predictor(self.inputs).run()
 
-    def priced(self, unit: str) -> Priced:
+    def priced(self, unit: str) -> tuple[Resource, Predictions]:
         """Measure what candidates take of a resource, once."""
         if unit not in self.resources:
             kind, inputs = RESOURCES[unit], self.inputs
             inputs.progress.stage(kind.stage, 1, "")
             resource = kind.of(inputs.source, inputs.recipe, inputs.plan, inputs.device)
-            predictions = resource.priced(self.predictions)
+            self.resources[unit] = resource, resource.priced(self.predictions)
             inputs.progress.advance(1, resource.where)
-            self.resources[unit] = Priced(resource, predictions)
         return self.resources[unit]
 
     def factors(self, methods: Collection[str], inputs: SearchInputs) -> Factors:
@@ -91,17 +74,15 @@ class Measurements:
         if untried:
             blocks = len({item.block for item in chosen.values()})
             inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            walk = SubstitutionWalk(inputs, [*untried.values()])
-            changes = walk.changes(lambda block: inputs.progress.advance(1, block))
-            self.changes.update(zip(untried, changes, strict=True))
+            walk = SubstitutionWalk(inputs, untried, lambda name: inputs.progress.advance(1, name))
+            count = processes.count()
+            shares = [[*untried][start::count] for start in range(min(count, len(untried)))]
+            for changes in processes.shared_out(walk.changes, shares, inputs.device):
+                self.changes.update(changes)
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
-        """Measure what the word embedding may become, once.
-
-        Args:
-            usual: What the output changes by for a predicted loss of one, where that is known.
-        """
+        """Measure what the word embedding may become, once; `usual` as `Factors` have it."""
         data = self.inputs.data
         assert data is not None
         unit = usual or 1 / sum(map(samples_in, data.fitted_batches))
@@ -145,11 +126,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     """Return plans with final sizes, in the order of preference, none of them twice.
 
     Each method that takes all layers is an answer too where it was measured alone, beside what
-    `auto` makes of all of them.
-
-    Args:
-        inputs: A model, and what is asked of it.
-        measured: What is known of the model, and is added to.
+    `auto` makes of all of them. What is `measured` of the model is added to.
     """
     measured = measured or Measurements(inputs)
     recipe, plan, label = inputs.recipe, inputs.plan, inputs.label
@@ -171,9 +148,9 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         )
     goal, limit = None, recipe.resource_budget
     if limit is not None or recipe.counts_time:
-        priced = measured.priced(limit.unit if limit else Time.unit)
-        predictions = priced.predictions
-        goal = None if limit is None else priced.goal(limit)
+        resource, predictions = measured.priced(limit.unit if limit else Time.unit)
+        rest = resource.rest(predictions.layers)
+        goal = None if limit is None else Goal(resource, limit, rest)
     groups = grouped(plan, inputs.source)
     problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
     names = predictions.methods
@@ -189,19 +166,15 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
-    return _solved(problem, names, label, goal)
+    return processes.agreed(_solved(problem, names, label, goal))
 
 
 def _solved(
     problem: BudgetProblem, names: Sequence[str], label: str, goal: Goal | None
 ) -> dict[str, Plan]:
-    """Spend the budget on all methods, and on each alone; whole models are timed where it counts.
+    """Spend the budget on all these methods, an answer called `label`, and on each alone.
 
-    Args:
-        problem: The budget, and what it may be spent on.
-        names: Methods that are worth it.
-        label: Name of the answer that uses all of them.
-        goal: What models are to take little of, if anything.
+    Whole models are measured where there is a goal.
     """
     predictions = problem.predictions
     complete = [name for name in predictions.complete if name in names]
@@ -277,7 +250,7 @@ def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> 
         return None
     if not inputs.recipe.counts_time or not measured.resources or plan.budget is None:
         return plan
-    time = measured.priced(Time.unit).resource
+    time, _ = measured.priced(Time.unit)
     [speedup] = time.ratios(plan)
     return plan.with_facts(time.facts(speedup))
 

@@ -31,62 +31,40 @@ from tcompress.fitting.block_rewrite import (
 from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.planner import regrouped
-from tcompress.planning.sites import roles_of
+from tcompress.planning.planner import is_refitted, regrouped
+from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.candidates import SearchInputs, Site
-from tcompress.search.joint_width import (
-    forms_of,
-    is_offered,
-    is_unfitted,
-    kept_sizes,
-    without_width,
-)
+from tcompress.search.candidates import SearchInputs, Site, of_one_layer
+from tcompress.search.joint_width import forms_of, kept_sizes
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
-FITTED = 256
-"""Samples that candidates are fitted to, about."""
+FITTED = 256  # samples that candidates are fitted to, about
 
 JUDGED = 120
 """Samples held out that candidates are judged by, at most; variants of texts are some too."""
 
-JUDGED_TOKENS = 2**12
-"""Their tokens, at most."""
+JUDGED_TOKENS = 2**12  # their tokens, at most
 
 BLOCKS = 8
 """Blocks whose candidates are tried, at most; between them, what is found is interpolated."""
 
-MOST_BYTES = 2**29
-"""Of the states of all passes."""
-
-LEAST, MOST = 1 / 30, 30.0
-"""Bounds of a factor that is believed, in units of the usual one."""
+MOST_BYTES = 2**29  # of the states of all passes
+LEAST, MOST = 1 / 30, 30.0  # bounds of a factor that is believed, in units of the usual one
 
 
 @dataclass(frozen=True, eq=False)
 class Substitute:
-    """Layers of one block in another form.
-
-    Attributes:
-        method: Its structure.
-        kind: Alike in all blocks for candidates of one method at the same place.
-        block: Name of the block.
-        entries: Plans of the layers that change.
-        predicted: Predicted loss, above zero.
-        keys: Weights whose losses by this method it tells of; none where it is about channels.
-        coupling: The channels that are fewer, and how many stay.
-    """
+    """Layers of one block in another form."""
 
     method: str
-    kind: tuple[str, ...]
+    kind: tuple[str, ...]  # alike in all blocks for candidates of one method at the same place
     block: str
-    entries: tuple[LayerPlan, ...]
-    predicted: float
-    keys: tuple[str, ...] = ()
-    coupling: tuple[Coupling, int] | None = None
+    entries: tuple[LayerPlan, ...]  # plans of the layers that change
+    predicted: float  # predicted loss, above zero
+    keys: tuple[str, ...] = ()  # weights whose losses it tells of; none where channels are fewer
+    coupling: tuple[Coupling, int] | None = None  # the channels that are fewer, and how many stay
 
 
 @dataclass
@@ -95,14 +73,11 @@ class SubstitutionWalk:
 
     A pass follows the dense one up to the block of its substitute, which is fitted there, and
     computes from there on.
-
-    Attributes:
-        inputs: The model, what substitutes are fitted to and judged by, and their statistics.
-        substitutes: What is put into the dense model.
     """
 
-    inputs: SearchInputs
-    substitutes: Sequence[Substitute] = ()
+    inputs: SearchInputs  # what substitutes are fitted to and judged by
+    substitutes: Mapping[int, Substitute]  # what is put into the dense model, by number
+    advance: Callable[[str], None] = lambda _: None  # hears of the blocks that all passes have run
 
     def __post_init__(self) -> None:
         source, device = self.inputs.source, self.inputs.device
@@ -117,29 +92,31 @@ class SubstitutionWalk:
             reductions=lambda block: read_reductions(moments("channels", block)),
             dtype_of=lambda _: torch.float32,
             device=device,
-            is_unfitted=is_unfitted,
+            is_unfitted=lambda entry: entry.reads is None and is_refitted(entry),
         )
 
-    def changes(self, advance: Callable[[str], None]) -> list[float]:
-        """Return the change of the output per sample, for every substitute."""
-        stream, run, count = self._model.stream, self._model.answer_of, len(self.substitutes)
+    def changes(self, numbers: Sequence[int]) -> dict[int, float]:
+        """Return the change of the output per sample, for substitutes by number."""
+        stream, run, passes = self._model.stream, self._model.answer_of, len(self.substitutes) + 1
         data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
-        batches = judged_batches(data, self._sampler, self.inputs.source, count + 1)
+        batches = judged_batches(data, self._sampler, self.inputs.source, passes)
         data = _to_fit(data)
         fitted = [stream(batch) for batch in data.batches]
-        pairs = StreamPairs(data, fitted, fitted)  # up to its own block nothing changes
+        by_index = dict(enumerate(fitted))
+        pairs = StreamPairs(data, by_index, by_index)  # up to its own block nothing changes
         unchanged = [stream(batch, keep=True) for batch in batches]
-        changed = [[stream(batch, keep=True) for batch in batches] for _ in self.substitutes]
+        changed = {n: [stream(batch, keep=True) for batch in batches] for n in numbers}
         reached: set[int] = set()  # substitutes whose passes differ by now
-        changes = [0.0] * count
-        with self._model.paused([*fitted, *unchanged, *chain(*changed)]):
+        changes = dict.fromkeys(numbers, 0.0)
+        with self._model.paused([*fitted, *unchanged, *chain(*changed.values())]):
             while name := common_block([*fitted, *unchanged]):
                 with self._model.loaded(name) as dense:
                     forward = self._model.forwards[name]
                     readings = dense_readings(self._blocks.get(name), dense, forward)
                     answers: dict[int, list[Any]] = {}
-                    for number, item in enumerate(self.substitutes):
+                    for number in numbers:
+                        item = self.substitutes[number]
                         if item.block == name:
                             rewriter = BlockRewriter(self._fits, pairs, item.entries, attention)
                             rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
@@ -149,8 +126,8 @@ class SubstitutionWalk:
                     for index, exact in enumerate(unchanged):
                         answer = run(exact)
                         exact.answer(answer)
-                        for number, passes in enumerate(changed):
-                            follower = passes[index]
+                        for number, followers in changed.items():
+                            follower = followers[index]
                             if number in reached:
                                 follower.answer(run(follower))
                             else:
@@ -163,9 +140,9 @@ class SubstitutionWalk:
                                 follower.output = None  # at once: logits are large
                         exact.output = None
                     reached |= answers.keys()
-                advance(name)
+                self.advance(name)
         samples = sum(map(samples_in, batches))
-        return [change / samples for change in changes]
+        return {number: change / samples for number, change in changes.items()}
 
     def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> list[Any]:
         """Run the block of a substitute."""
@@ -215,11 +192,8 @@ def layer_substitutes(
 ) -> Iterator[Substitute]:
     """Take the layers of each half of a block, by each of the structures they are offered.
 
-    Args:
-        block: The block.
-        sites: Its layers by weight name in the checkpoint.
-        entries: Their plans by name in the model.
-        fraction: Kept fraction that sizes are taken close to.
+    Sites are by weight name in the checkpoint, entries by name in the model; sizes are close to a
+    kept fraction.
     """
     for half in _halves(block):
         sized = [entries[layer.name] for layer in half if layer.name in entries]
@@ -293,12 +267,7 @@ class Factors:
 
 
 def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, float]) -> Factors:
-    """Compare what the output changes by with what was predicted.
-
-    Args:
-        substitutes: All by the methods in question, by number.
-        changes: Changes of the output with those that were tried, by number.
-    """
+    """Compare what the output changes by, with those that were tried, with what was predicted."""
     order = [*dict.fromkeys(item.block for item in substitutes.values())]
     tried = to_try(substitutes)
     ratios = [max(0.0, changes[n]) / item.predicted for n, item in tried.items()]
@@ -341,9 +310,8 @@ def count_of(
     block: Block, methods: Collection[str], fraction: float, attentions: Sequence[Attention]
 ) -> int:
     """Count the substitutes of a block, by what it is made of alone."""
-    structured = without_width(methods)
-    count = len(_halves(block)) * len(structured)
-    if is_offered(methods):
+    count = len(_halves(block)) * len(of_one_layer(methods))
+    if NARROWING in methods:
         heads = [whole_heads(item) for item in attentions if item.block == block.name]
         coupled = [*couplings(block), *filter(None, heads)]
         count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)

@@ -1,7 +1,7 @@
 """Width: an ordinary matrix between fewer channels (method ``width``).
 
 Neurons of feed-forwards and dimensions of heads lie between layers. Which of them stay is chosen
-for the layers on both sides together (`planning.couplings`); what is stored is a smaller matrix.
+for the layers on both sides together (`planning.sites`); what is stored is a smaller matrix.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tcompress import processes
 from tcompress.artifact.disk_cache import fingerprint
 from tcompress.errors import InputError, first_line
 from tcompress.hf.build import install_layers
@@ -97,7 +98,7 @@ class ModelClock:
         model = (self.source.model_class.__name__, config)
         self._cache = TimingCache.of(self.device, *model, str(self.work), self.dtype)
         if _DENSE not in self._cache.values:
-            self._cache.values[_DENSE] = self._median(self._dense)
+            self._cache.values[_DENSE] = processes.first(lambda: self._median(self._dense))
         self.seconds = self._cache.values[_DENSE]
         """Of one pass of the dense model."""
 
@@ -119,10 +120,14 @@ class ModelClock:
         """Speed of models of these forms over that of the dense one; all are timed in turn."""
         keys = [_key_of(plan) for plan in plans]
         new = {k: p for k, p in zip(keys, plans, strict=True) if k not in self._cache.values}
-        models = [*map(self._small, new.values())]
-        with torch.inference_mode():
-            ratios = self._ratios([*map(self._pass, models)]) if models else []
-        self._cache.values.update(zip(new, ratios, strict=True))
+
+        def measure() -> list[float]:
+            models = [*map(self._small, new.values())]
+            with torch.inference_mode():
+                return self._ratios([*map(self._pass, models)])
+
+        if new:
+            self._cache.values.update(zip(new, processes.first(measure), strict=True))
         self._cache.keep()
         return [self._cache.values[key] for key in keys]
 
@@ -131,7 +136,7 @@ class ModelClock:
         measured = self._cache.values
         times = LayerTimes(self.rows, width, self.device, self.dtype, measured)
         if times.unit_key not in measured:
-            [ratio] = self._ratios([times.unit_pass])
+            [ratio] = processes.first(lambda: self._ratios([times.unit_pass]))
             measured[times.unit_key] = self.seconds / ratio
         return times
 
@@ -237,9 +242,13 @@ class LayerTimes:
         key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
         if key not in self.measured:
             options = self._factory_options
-            layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **options)
-            fill_at_random(layer)
-            self.measured[key] = self._measure(layer.eval())
+
+            def measure() -> float:
+                layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **options)
+                fill_at_random(layer)
+                return self._measure(layer.eval())
+
+            self.measured[key] = processes.first(measure)
         return self.share * self.measured[key]
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
@@ -260,7 +269,7 @@ class LayerTimes:
         key = repr((inputs, outputs, bias))
         if key not in self.measured:
             layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
-            self.measured[key] = self._measure(layer)
+            self.measured[key] = processes.first(lambda: self._measure(layer))
         return self.share * self.measured[key]
 
     def _measure(self, layer: nn.Module) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import cached_assets_path
 
+from tcompress import processes
 from tcompress.artifact.disk_cache import fingerprint, read_record
 from tcompress.files import write_text
 
@@ -38,12 +39,12 @@ class TimingCache:
         except (OSError, ValueError):  # of users without a home there is nowhere to keep anything
             return cls()
         path = folder / f"{fingerprint(*machine, *facts)}.json"
-        since, values = read_record(path, _parsed) or (0.0, {})
+        since, values = processes.first(lambda: read_record(path, _parsed)) or (0.0, {})
         return cls(path, since, values) if 0 <= time.time() - since < LASTING else cls(path)
 
     def keep(self) -> None:
         """Write all times that were measured so far."""
-        if self.path is not None:
+        if self.path is not None and processes.leads():
             with suppress(OSError):
                 write_text(self.path, json.dumps({"since": self.since, "values": self.values}))
 

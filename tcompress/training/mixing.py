@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from tcompress.artifact.manifest import SourceAgreement
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import VARIANTS, sampler_of
-from tcompress.data.sentences import embeds_texts
 from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
@@ -67,7 +66,7 @@ def mixing_validations(setup: Setup) -> float:
     if not setup.imitates or (setup.kind == "states" and not alike):
         return 0.0  # they put out other things
     count = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
-    count *= VARIANTS if embeds_texts(setup.source) else 1
+    count *= VARIANTS if setup.source.embeds_texts else 1
     # The teacher and each share, where a validation is of the teacher and the student.
     return (len(SHARES) + 1) * count / (2 * len(setup.data.validation)) / LIGHTER
 

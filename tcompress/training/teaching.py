@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tcompress.data.encoding import load_tokenizer
 from tcompress.data.labels import few, label_names, order_of
-from tcompress.data.sentences import SentenceEncoder, embeds_texts
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, InputError, Problems, listed
 from tcompress.hf.opening import has_head
 from tcompress.models import SourceModel
@@ -184,7 +184,7 @@ def _kind(student: SourceModel, options: Finetune) -> Kind | None:
         return "logits"
     if what in ("classes", "scores") and options.task in (None, "classification", "regression"):
         return "classes"
-    return "vectors" if embeds_texts(student) and options.task in (None, "sts") else None
+    return "vectors" if student.embeds_texts and options.task in (None, "sts") else None
 
 
 def _check(student: SourceModel, teacher: SourceModel, kind: Kind, options: Finetune) -> None:
@@ -208,7 +208,7 @@ def _check(student: SourceModel, teacher: SourceModel, kind: Kind, options: Fine
 
 
 def _check_encoder(student: SourceModel, teacher: SourceModel) -> None:
-    if not embeds_texts(teacher):
+    if not teacher.embeds_texts:
         raise InputError(
             f"the model is an encoder of texts, its teacher `{teacher.id}`, a "
             f"`{teacher.model_class.__name__}`, embeds none",

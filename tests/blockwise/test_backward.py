@@ -65,9 +65,9 @@ def _plain(
 
         model.get_submodule(layer.name).register_forward_hook(keep, with_kwargs=True)
     block_of = {layer.name: block.name for block in roles.blocks for layer in block.layers}
-    for batch in batches:
+    for index, batch in enumerate(batches):
         seen.clear()
-        tensors, gradients = zip(*sampler(model(**batch), batch), strict=True)
+        tensors, gradients = zip(*sampler(model(**batch), batch, index), strict=True)
         torch.autograd.backward(tensors, gradients)
         for layer, x, own in seen:
             rows, mask = token_rows(x, batch, block_of[layer.name], layer.role)

@@ -237,9 +237,9 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
     held: list[int] = []
     start = walk._start_backward
 
-    def counting(item: Any) -> None:
-        held.append(sum(one.output is not None for one in walk._streams))
-        start(item)
+    def counting(item: Any, index: int) -> None:
+        held.append(sum(one.output is not None for one in walk._streams.values()))
+        start(item, index)
 
     monkeypatch.setattr(walk, "_start_backward", counting)
     assert len(list(walk.run())) == 2
@@ -307,7 +307,7 @@ def test_scores_that_are_a_yes_or_no_each() -> None:
     chance = dense.sigmoid()
     wanted = (chance * (1 - chance) * change.square() * batch["attention_mask"]).sum()
     assert moved == pytest.approx(float(wanted), rel=0.05)
-    drawn = torch.stack([sampler(Output(dense), batch)[0][1] for _ in range(4000)])
+    drawn = torch.stack([sampler(Output(dense), batch, index)[0][1] for index in range(4000)])
     own = (drawn * change).sum(-1).square().mean(0).sum()
     assert float(own) == pytest.approx(float(wanted), rel=0.1)
     assert (drawn[:, 1, 2:] == 0).all()

@@ -23,7 +23,7 @@ from tcompress.options import Convert
 from tcompress.options.choose import conversion
 from tcompress.planning.planner import make_plan
 from tcompress.reporting.model_report import report_of
-from tcompress.search import layer_times
+from tcompress.search import resources
 from tcompress.search.budgets import TRIES
 from tcompress.timing_model.clocks import ModelClock
 from tcompress.timing_model.random_weights import RandomWeights
@@ -313,13 +313,13 @@ def test_the_largest_width_that_is_fast_enough() -> None:
         return width, 1 / (0.1 + 0.9 * width / 1536)
 
     widths = range(16, 1536, 16)
-    assert layer_times._fast_enough(widths, widths[-1], speed, 2.0) == (
+    assert resources._fast_enough(widths, widths[-1], speed, 2.0) == (
         672,
         pytest.approx(2.025, abs=0.01),
     )
     assert len(timed) <= TRIES
-    assert layer_times._fast_enough(widths, 320, speed, 2.0)[0] == 320
-    assert layer_times._fast_enough(widths, widths[-1], speed, 50.0)[0] == 16
+    assert resources._fast_enough(widths, 320, speed, 2.0)[0] == 320
+    assert resources._fast_enough(widths, widths[-1], speed, 50.0)[0] == 16
 
 
 def test_a_time_chooses_the_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from tcompress.errors import FitError
 from tcompress.fitting import layer_fits as fitting
-from tcompress.fitting.layer_fits import EvaluationMoments, FittedLayer, LayerMoments, fit_layers
+from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, LayerStatistics, fit_layers
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
@@ -349,8 +349,8 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
     options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
     entry = _plan([LOW], sizes)
     gram = Rows.drawn(seed=7).moments(centred=False).gram
-    evaluation = EvaluationMoments(gram, curvature)
-    given = {"curvatures": {"b.q": curvature}, "evaluation_moments": {"b.q": evaluation}, **options}
+    evaluation = LayerStatistics(weight, gram, gram.new_zeros(WIDTH), curvature)
+    given = {"curvatures": {"b.q": curvature}, "evaluation": {"b.q": evaluation}, **options}
     fused = fit_layers([entry], [weight], [moments], **given)[0]
     start, lost, whole = 0, list[Tensor](), list[Tensor]()
     for index, size in enumerate(sizes):

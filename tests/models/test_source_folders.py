@@ -15,7 +15,8 @@ from tcompress.errors import InputError, SourceError
 from tcompress.hf.opening import load_model
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
-from tcompress.models.mended import plain_names, plain_types
+from tcompress.models.keymap import plain_names
+from tcompress.models.store import plain_types
 from tcompress.training.teacher import find_teacher
 from tests.support.cli import run
 from tests.support.model_folders import edited, save_tokenizer

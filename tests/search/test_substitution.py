@@ -1,5 +1,6 @@
 """Candidates put alone into the dense model, and what changes of embeddings count."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,9 @@ def test_substitutes_in_idle_blocks_change_nothing(
     found: list[tuple[str, float]] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, advance: object) -> list[float]:
-        made = own(walk, advance)  # type: ignore[arg-type]
-        found.extend((item.block, one) for item, one in zip(walk.substitutes, made, strict=True))
+    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
+        made = own(walk, numbers)
+        found.extend((walk.substitutes[number].block, one) for number, one in made.items())
         return made
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
@@ -92,9 +93,9 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     seen: list[float] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, advance: object) -> list[float]:
-        seen.extend(own(walk, advance))  # type: ignore[arg-type]
-        return [0.0 for _ in walk.substitutes]
+    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
+        seen.extend(own(walk, numbers).values())
+        return dict.fromkeys(numbers, 0.0)
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
     recipe = Convert.model_validate({"method": {"name": method}, "target": 0.5})
@@ -111,9 +112,9 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     source = SourceModel.open(str(tiny(family)))  # type: ignore[operator]
     tried: list[int] = []
 
-    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
+    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
         tried.append(len(walk.substitutes))
-        return [0.0 for _ in walk.substitutes]
+        return dict.fromkeys(numbers, 0.0)
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
     method = {"name": "auto", "offer": ["svd", "width"], "trials": False}
@@ -133,13 +134,12 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
     tried: list[str] = []
 
-    def changes(walk: SubstitutionWalk, _: object) -> list[float]:
-        tried.extend(item.block for item in walk.substitutes)
-        blocks = [int(item.block.rpartition(".")[2]) for item in walk.substitutes]
-        return [
-            item.predicted * 4.0 ** (block / 6)  # scores, values and neurons alike
-            for item, block in zip(walk.substitutes, blocks, strict=True)
-        ]
+    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
+        items = {number: walk.substitutes[number] for number in numbers}
+        tried.extend(item.block for item in items.values())
+        blocks = {n: int(item.block.rpartition(".")[2]) for n, item in items.items()}
+        # Scores, values and neurons alike.
+        return {n: item.predicted * 4.0 ** (blocks[n] / 6) for n, item in items.items()}
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
 

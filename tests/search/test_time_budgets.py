@@ -25,8 +25,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.search import predictions
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import allocate_within
-from tcompress.search.layer_times import Time
-from tcompress.search.resources import Goal
+from tcompress.search.resources import Goal, Time
 from tcompress.timing_model import clocks
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.timing_model.random_weights import RandomWeights

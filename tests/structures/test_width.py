@@ -21,9 +21,8 @@ from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
-from tcompress.planning.couplings import Coupling, couplings, whole_heads
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.planning.sites import roles_of
+from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import PARAMETERS, Candidate, Site

@@ -12,11 +12,11 @@ from torch.nn.functional import cosine_similarity
 
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import VARIANTS, OutputSampler
+from tcompress.conversion.choosing import AIM, CLOSE, largest_error
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.search.budgets import TRIES
-from tcompress.search.trials import AIM, CLOSE, largest_error
 from tests.support.conversions import calibration, make
 
 ALLOWED = 0.03

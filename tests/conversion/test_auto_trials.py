@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tcompress.blockwise.output_sampler import sampler_of
+from tcompress.conversion.choosing import CLEAR, STOP, simplest, try_out
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
@@ -19,7 +20,6 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import search
 from tcompress.search.predictions import alone_on
-from tcompress.search.trials import CLEAR, STOP, simplest, try_out
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import run
 from tests.support.depth import change_of, deep, drawn

@@ -1,0 +1,292 @@
+"""Processes that do one conversion together, as `torchrun` and `accelerate launch` start them.
+
+All of them run the same program on the same input. What takes long is shared out among them and
+gathered in an order that does not depend on how many there are, so that any number of processes
+comes to the same bytes: batches are summed up in `RUNS` runs, whose sums are added in their order
+whoever made them. Where there is one process alone, nothing here does anything but call.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+from tcompress.errors import ProcessError
+from tcompress.launched import is_launched
+
+if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
+    import torch
+
+T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
+
+RUNS = 8
+"""Runs of batches that are summed up by themselves; so many processes at most share them."""
+
+_PATIENCE = timedelta(days=7)  # that one process works while the others wait
+
+_group: ContextVar[Any] = ContextVar("group", default=None)
+"""What this process shares work in; None where it works alone, or does its share of something."""
+
+
+@contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Work together with the processes that a launcher has started, while the block runs.
+
+    Args:
+        device: What this process computes on. On GPUs every process takes one of its own.
+
+    Raises:
+        ProcessError: Another process has ended, or does not answer.
+    """
+    if not is_launched() or _group.get() is not None:
+        yield
+        return
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    with _lost_processes():
+        PartialState(cpu=device.type == "cpu")  # or as who called has set it up
+        # Tensors travel by way of the CPU, whatever the processes compute on.
+        token = _group.set(dist.new_group(backend="gloo", timeout=_PATIENCE))
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+def count() -> int:
+    """Number of processes that work together."""
+    group = _group.get()
+    return 1 if group is None else int(group.size())
+
+
+def rank() -> int:
+    """Number of this process; the first is 0."""
+    group = _group.get()
+    return 0 if group is None else int(group.rank())
+
+
+def leads() -> bool:
+    """True in the first process, which alone writes."""
+    return rank() == 0
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Let the block run in this process by itself."""
+    token = _group.set(None)
+    try:
+        yield
+    finally:
+        _group.reset(token)
+
+
+@dataclass(frozen=True)
+class _Outcome(Generic[T]):
+    """What a piece of work came to: a value, or an error."""
+
+    value: T | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, work: Callable[[], T]) -> _Outcome[T]:
+        try:
+            with _alone():
+                return cls(work())
+        except Exception as error:
+            return cls(error=error)
+
+    def result(self) -> T:
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+def first(work: Callable[[], T]) -> T:
+    """Have the first process do something alone, and all know its result, or its error.
+
+    Everything before it has ended in all processes when it begins.
+    """
+    if count() == 1:
+        return work()
+    import torch.distributed as dist
+
+    with _lost_processes():
+        dist.barrier(_group.get())
+        outcome = [_Outcome.of(work) if leads() else None]
+        dist.broadcast_object_list(outcome, 0, _group.get())
+    assert outcome[0] is not None
+    return outcome[0].result()
+
+
+def agreed(value: T) -> T:
+    """Return what the first process has come to: solvers with a time limit may differ."""
+    if count() == 1:
+        return value
+    import torch.distributed as dist
+
+    box = [value]
+    with _lost_processes():
+        dist.broadcast_object_list(box, 0, _group.get())
+    return box[0]
+
+
+def by_first(method: Callable[P, T]) -> Callable[P, T]:
+    """Make a method one that the first process alone runs, as `first` says."""
+
+    @wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return first(lambda: method(*args, **kwargs))
+
+    return run
+
+
+def shared_out(work: Callable[[S], T], items: Sequence[S], device: torch.device | str) -> list[T]:
+    """Do something with every item, each in one process; all get all results, in order.
+
+    Args:
+        work: Makes a result of an item. It shares out nothing itself.
+        items: The same in all processes.
+        device: Where the tensors of the results are wanted.
+
+    Raises:
+        Exception: What the first item that failed has raised, in all processes.
+    """
+    if count() == 1:
+        return [work(item) for item in items]
+    made: dict[int, _Outcome[T]] = {}
+    for number in range(rank(), len(items), count()):
+        made[number] = _Outcome.of(lambda number=number: work(items[number]))  # type: ignore[misc]
+        if made[number].error is not None:
+            break
+    merged: dict[int, _Outcome[T]] = {}
+    for part in gathered(made):
+        merged |= part
+    return [moved(merged[number].result(), device) for number in sorted(merged)]
+
+
+def gathered(value: T) -> list[T]:
+    """Exchange a value with all processes; their tensors are on the CPU then. In order of ranks."""
+    if count() == 1:
+        return [value]
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * count()
+    with _lost_processes():
+        dist.all_gather_object(values, moved(value, "cpu"), _group.get())
+    return values
+
+
+def batches_of(run: int, batches: int) -> list[int]:
+    """Indices of the batches, of so many, in a run; none past the last run."""
+    return [index for index in range(batches) if index * RUNS // batches == run]
+
+
+def own_batches(batches: int) -> list[int]:
+    """Indices of the batches that this process looks at."""
+    return [i for run in range(rank(), RUNS, count()) for i in batches_of(run, batches)]
+
+
+class Total(Generic[T]):
+    """A sum over all batches, taken run by run, and the same in all processes.
+
+        total = Total(merge, device)
+        for run in total.runs():
+            total.add(sum over the batches of the run)
+        total.value
+
+    One process keeps the sum, and every other one no more than the run that it is at.
+
+    Args:
+        merge: Adds the second of two sums to the first.
+        device: Where sums are.
+    """
+
+    def __init__(self, merge: Callable[[T, T], T], device: torch.device | str) -> None:
+        self._merge, self._device = merge, device
+        self._start = 0  # first of the runs that processes are at
+        self._sum: T | None = None
+
+    def runs(self) -> Iterator[int]:
+        """Runs of this process, in their order; those past the last one have no batches."""
+        while self._start < RUNS:
+            yield self._start + rank()
+            self._start += count()
+
+    def add(self, part: T) -> None:
+        """Add the sum of the run that this process is at, after those of the runs before."""
+        for sender in range(min(count(), RUNS - self._start)):
+            sent: T | None = part if sender == rank() else None
+            if sender and (leads() or sender == rank()):
+                sent = _sent(sent, sender, self._device)
+            if leads() and sent is not None:
+                self._sum = sent if self._sum is None else self._merge(self._sum, sent)
+
+    @property
+    def value(self) -> T:
+        """The whole sum."""
+        if count() > 1:
+            import torch.distributed as dist
+
+            shared = [moved(self._sum, "cpu") if leads() else None]
+            with _lost_processes():
+                dist.broadcast_object_list(shared, 0, _group.get())
+            self._sum = self._sum if leads() else moved(shared[0], self._device)
+        assert self._sum is not None
+        return self._sum
+
+
+def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:
+    """Send a value to the first process, which alone gets it."""
+    import torch.distributed as dist
+
+    group = _group.get()
+    with _lost_processes():
+        if rank() == sender:
+            target = dist.get_global_rank(group, 0)
+            dist.send_object_list([moved(value, "cpu")], target, group)
+            return None
+        box: list[Any] = [None]
+        dist.recv_object_list(box, dist.get_global_rank(group, sender), group)
+    return moved(box[0], device)
+
+
+def moved(value: T, device: torch.device | str) -> T:
+    """Copy a value whose tensors, however deep, are on a device."""
+    from torch import Tensor
+
+    result: Any = value
+    if isinstance(value, Tensor):
+        result = value.to(device)
+    elif isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
+        result = copy.copy(value)
+        result.update({key: moved(item, device) for key, item in value.items()})
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        result = type(value)(*(moved(item, device) for item in value))
+    elif isinstance(value, list | tuple):
+        result = type(value)(moved(item, device) for item in value)
+    elif hasattr(value, "__dict__") and type(value).__module__.startswith(__package__ or ""):
+        result = copy.copy(value)
+        for name, item in vars(value).items():
+            object.__setattr__(result, name, moved(item, device))
+    return result  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _lost_processes() -> Iterator[None]:
+    """Say that another process is gone, in place of what the network has to say of it."""
+    try:
+        yield
+    except (RuntimeError, EOFError) as error:  # of gloo, NCCL and the store
+        raise ProcessError(
+            "another of the processes that convert together has ended",
+            "its own message says why; the same command goes on where it stopped",
+        ) from error

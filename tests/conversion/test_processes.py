@@ -1,0 +1,177 @@
+"""Several processes convert a model together: the bytes of one, one message, nothing lost."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tcompress import processes
+from tcompress.artifact.checksums import digest_of
+from tcompress.blockwise.sensitivity import Sensitivity
+from tcompress.linalg.moments import MomentSums
+from tests.support.cli import error, run
+from tests.support.tiny import build
+
+ROOT = Path(__file__).parents[2]
+_CONVERT = """
+import json, sys
+from pathlib import Path
+from tcompress.conversion.converter import convert
+from tcompress.options import Convert
+from tests.support.conversions import calibration
+
+for name, (family, recipe) in json.loads(sys.argv[2]).items():
+    dense = Path(sys.argv[1]) / family
+    data = calibration(family) if "calibration" not in recipe else None
+    settings = Convert.model_validate({**recipe, "device": "cpu"})
+    convert(str(dense), settings, Path(sys.argv[3]) / name, data=data)
+"""
+_CASES = {
+    "svd": ("bert", {"method": {"name": "svd"}, "target": 0.5}),
+    "without data": ("bert", {"method": {"name": "svd"}, "calibration": {"source": "none"}}),
+    "fitted": ("bert", {"method": {"name": "lprod", "p": 2, "transform": "fitted"}}),
+    "tt": ("bert", {"method": {"name": "tt"}, "target": 0.5}),
+    "tucker": ("bert", {"method": {"name": "tucker"}, "target": 0.5}),
+    "auto": ("bert", {"method": {"name": "auto"}, "target": 0.4}),
+    "width": ("llama", {"method": {"name": "width"}, "target": 0.5}),
+    "experts": ("mixtral", {"method": {"name": "svd"}, "target": 0.5}),
+    "depth": ("bert", {"method": {"name": "svd"}, "target": 0.4, "drop_layers": "auto"}),
+}
+
+
+def _environment() -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_"))}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    return {**kept, **own, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _launch(count: int, *command: str) -> "subprocess.Popen[str]":
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program = [sys.executable] if count == 1 else [*launcher, "--nproc_per_node", str(count)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        [*program, *command], env=_environment(), cwd=ROOT, text=True, **pipes
+    )
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): digest_of(p) for p in folder.rglob("*.safetensors")}
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_comes_to_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "convert.py").write_text(_CONVERT, encoding="utf-8")
+    for family in {family for family, _ in _CASES.values()}:
+        build(family).save_pretrained(tmp_path / family)
+    found = []
+    for count in (1, 2, 4):
+        arguments = (str(tmp_path), json.dumps(_CASES), str(tmp_path / str(count)))
+        process = _launch(count, str(tmp_path / "convert.py"), *arguments)
+        _, said = process.communicate(timeout=300)
+        assert process.returncode == 0, said
+        found.append(_checksums(tmp_path / str(count)))
+    assert len(found[0]) == len(_CASES)
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    build("bert").save_pretrained(tmp_path / "bert")
+    (tmp_path / "text.txt").write_text("a b c d e\n" * 400, encoding="utf-8")
+    recipe = {"svd": ("bert", {"method": {"name": "svd"}, "target": 0.5})}
+    (tmp_path / "convert.py").write_text(_CONVERT, encoding="utf-8")
+    arguments = (str(tmp_path / "convert.py"), str(tmp_path), json.dumps(recipe))
+    whole = _launch(1, *arguments, str(tmp_path / "whole"))
+    whole.communicate(timeout=120)
+    assert whole.returncode == 0
+    process = _launch(2, *arguments, str(tmp_path / "cut"))
+    started, partial = time.monotonic(), tmp_path / "cut" / ".svd.partial" / "journal.jsonl"
+    while not partial.exists() and process.poll() is None and time.monotonic() < started + 60:
+        time.sleep(0.02)
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    os.kill(random.Random(0).choice([*map(int, workers.stdout.split())]), signal.SIGKILL)
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert not (tmp_path / "cut" / "svd").exists()
+    again = _launch(2, *arguments, str(tmp_path / "cut"))
+    again.communicate(timeout=120)
+    assert again.returncode == 0
+    assert _checksums(tmp_path / "cut") == _checksums(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("kind", ["same", "different", "weighed", "some the same"])
+def test_runs_add_up_to_the_whole(kind: str) -> None:
+    """Each about means of its own."""
+    rows = torch.randn(60, 5) + torch.arange(60)[:, None] / 20
+    other = rows if kind == "same" else rows * 0.9 + 0.1 * torch.randn(60, 5)
+    weights = torch.rand(60).double() if kind == "weighed" else None
+
+    def added(sums: MomentSums, span: slice) -> MomentSums:
+        x = rows[span]
+        y = x if kind == "same" or (kind == "some the same" and span.start == 20) else other[span]
+        sums.add(x, y, None if weights is None else weights[span])
+        return sums
+
+    spans = [slice(0, 20), slice(20, 40), slice(40, 60)]
+    whole, total = MomentSums(5), MomentSums(5)
+    for span in spans:
+        added(whole, span)
+        total = total.merge(added(MomentSums(5), span))
+    total.merge(MomentSums(5))
+    for centred in (False, True):
+        exact, found = whole.moments(centred=centred), total.moments(centred=centred)
+        assert found.rows == exact.rows
+        for name in ("gram", "cross", "dense", "mean", "dense_mean"):
+            torch.testing.assert_close(
+                getattr(found, name), getattr(exact, name), rtol=1e-5, atol=1e-6
+            )
+
+
+def test_sensitivities_add_up_to_the_whole() -> None:
+    rows, gradients = torch.randn(40, 4) + 3, torch.randn(40, 3)
+    whole, total = (Sensitivity.empty(4, 3, torch.device("cpu")) for _ in range(2))
+    for batch, span in enumerate((slice(0, 10), slice(10, 40))):
+        part = Sensitivity.empty(4, 3, torch.device("cpu"))
+        for sums in (whole, part):
+            sums.add(rows[span], gradients[span], batch)
+        total = total.merge(part)
+    assert (total.rows, [*total.weights]) == (40, [0, 1])
+    for exact, found in (
+        (whole.moment(centred=True), total.moment(centred=True)),
+        (whole.moment(centred=False), total.moment(centred=False)),
+        (whole.curvature, total.curvature),
+    ):
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_every_batch_is_in_one_run() -> None:
+    for count in (1, 3, 8, 21):
+        runs = [processes.batches_of(run, count) for run in range(processes.RUNS)]
+        assert [index for run in runs for index in run] == [*range(count)]
+        assert len([*filter(None, runs)]) == min(count, processes.RUNS)
+        assert processes.batches_of(processes.RUNS, count) == []
+    assert processes.own_batches(5) == [0, 1, 2, 3, 4]  # of one process
+
+
+def test_what_one_process_does_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("compress", tmp_path, "--size", "1MB")
+    assert (done.code, done.err) == (2, error(
+        "`compress` runs in one process, and a launcher has started several",
+        "leave the launcher out; with one, `convert` and `finetune` share their work out",
+    ))  # fmt: skip
+    several = run("convert", tmp_path, "--speedup", "2,4", "--device", "cpu")
+    assert several.code == 2
+    assert "several processes convert one model at a time, and `--speedup` asks for 2" in (
+        several.err
+    )

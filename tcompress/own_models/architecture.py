@@ -17,7 +17,14 @@ from tcompress.data import calibration
 from tcompress.data.chats import as_plain_text
 from tcompress.data.encoding import load_tokenizer
 from tcompress.data.tables import columns_of, content, opened
-from tcompress.errors import DataError, RecipeError, SourceError, check_counts, listed
+from tcompress.errors import (
+    DataError,
+    RecipeError,
+    SourceError,
+    TCompressError,
+    check_counts,
+    listed,
+)
 from tcompress.models import SourceModel, resolve
 from tcompress.models.model import registered_classes
 from tcompress.options.steps import Architecture, Words
@@ -146,6 +153,10 @@ def _built(kind: Any, sizes: dict[str, Any], problems: list[str]) -> Any:
     """Builds a configuration, whose class may raise anything."""
     try:
         return AutoConfig.for_model(kind.model_type, **sizes)
+    except TCompressError as error:  # of an own model: it says what to do
+        hint = f"; {error.hint}" if error.hint else ""
+        problems.append(f"`{kind.__name__}` refuses the sizes: {error.message}{hint}")
+        return None
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         problems.append(f"`{kind.__name__}` refuses the sizes ({reason})")

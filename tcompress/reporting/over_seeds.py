@@ -56,9 +56,10 @@ class SeedGroup:
         """Numbers that all of them have, of the same examples."""
         tables = [{metric_key(item): item for item in own} for own in numbers_of(self.reports)]
         shared = [key for key in tables[0] if all(key in table for table in tables)]
+        labels = fmt.metric_labels(tables[0][key] for key in shared)
         return [
-            OverSeeds(tables[0][key].label, tuple(table[key].value for table in tables))
-            for key in shared
+            OverSeeds(label, tuple(table[key].value for table in tables))
+            for label, key in zip(labels, shared, strict=True)
         ]
 
     def to_json(self) -> dict[str, Any]:

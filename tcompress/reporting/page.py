@@ -19,6 +19,7 @@ from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
+from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
 from tcompress.reporting.shipped import file_numbers
 from tcompress.reporting.table_rows import (
@@ -112,6 +113,7 @@ def render_html(reports: Sequence[ModelReport]) -> str:
         "dense": shows_dense(reports),
         "sets_note": sets_note(reports),
         "pictures": trade_offs(models),
+        "seeds": seed_groups(reports),
         "published": published(reports),
     }
     colours = {"light": LIGHT, "styles": style_sheet()}

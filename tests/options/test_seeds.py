@@ -11,6 +11,7 @@ import yaml
 from tcompress.errors import RecipeError
 from tcompress.options import Recipe
 from tcompress.options.seeds import repetitions
+from tcompress.reporting.formatting import deviation_text, value_text
 from tests.support.cli import run
 from tests.support.evaluation import labelled_file
 from tests.support.scratch import BERT, LPROD
@@ -79,9 +80,18 @@ def test_a_run_with_seeds_keeps_each_and_shows_their_mean(
     row = next(line for line in done.lines if line.startswith("Std "))
     assert "91.4 ± 0.31" in row
     assert text in row
-    shown = run("report", "made-seed-42", "made-seed-43", columns=160).out
+    both = ("made-seed-42", "made-seed-43")
+    shown = run("report", *both, columns=160).out
     assert text in shown
     assert "made, 2 seeds" in shown
+    assert run("report", *both, "--html", "page.html").code == 0
+    page = Path("page.html").read_text("utf-8").partition("<h3>made, 2 seeds</h3>")[2]
+    cells = [
+        deviation_text(number["mean"], number["deviation"]),
+        *map(value_text, number["values"]),
+    ]
+    row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+    assert f'<tr><th scope="row">accuracy</th>{row}</tr>' in page.partition("</table>")[0]
     weights = [Path(f"made-seed-{seed}/model.safetensors").read_bytes() for seed in (42, 43)]
     assert weights[0] != weights[1]
 

@@ -43,9 +43,6 @@ def _changes(data: Path, name: str) -> list[str]:
     ("name", "variants"),
     [
         ("etth1-hot", "paper"),
-        ("etth1-hot", "dense"),
-        ("etth1-hot", "smoke"),
-        ("weather-hot", "paper"),
         ("weather-hot", "paper,along-time"),
         ("weather-hot", "paper,along-variables"),
         ("weather-hot", "paper,without-attention"),

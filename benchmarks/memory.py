@@ -15,7 +15,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,14 +44,14 @@ convert(sys.argv[1], Convert.model_validate(json.loads(sys.argv[2])), sys.argv[3
 """
 
 
-def make_checkpoint(folder: Path, dtype: torch.dtype) -> None:
+def make_checkpoint(folder: Path, dtype: torch.dtype, shape: Mapping[str, Any] = SHAPE) -> None:
     """Writes random weights, shard by shard."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
 
     folder.mkdir(parents=True)
-    config = {**SHAPE, "dtype": str(dtype).removeprefix("torch.")}
+    config = {**shape, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

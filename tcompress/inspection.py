@@ -77,6 +77,8 @@ class Inspection(_Facts):
     attention: str = ""  # what replaces the family's own, in words
     storage: str = ""  # bits that tensors are stored in, in words
     vocabulary: str = ""  # how many tokens are left of how many, where some were left out
+    stage_seconds: Mapping[str, Mapping[str, float]] = {}
+    """Seconds of the conversion by stage, and in it by part."""
 
 
 _FLOATS = {"float32", "float16", "bfloat16", "float64"}
@@ -112,18 +114,18 @@ def inspect_model(
         check_adapter(folder, None)
     found = None if plan or bare else _at_once(name, folder)
     if found is not None:
-        return _with_vocabulary(found, folder)
+        return _with_records(found, folder)
     from tcompress.artifact.reader import Artifact, is_converted
     from tcompress.models import SourceModel
 
     section = read_config(folder).get("quantization_config") if not bare else None
     if is_converted(folder) and not is_only_rounded(section):
-        return _with_vocabulary(_converted(name, Artifact.open(folder)), folder)
+        return _with_records(_converted(name, Artifact.open(folder)), folder)
     # What has no weights yet can be built all the same: `convert --init random` takes it.
     seed = 0 if bare or not WeightStore.are_in(folder) else None
     source = SourceModel.open(name, revision, token, trust_remote_code, seed=seed)
     stored = _dense(name, source).model_copy(update={"storage": _storage_of(section)})
-    return _with_vocabulary(stored, folder)
+    return _with_records(stored, folder)
 
 
 def _storage_of(section: Any) -> str:
@@ -135,9 +137,11 @@ def _storage_of(section: Any) -> str:
     return widths_text(*(own and Rounding(**own) for own in pairs))
 
 
-def _with_vocabulary(found: Inspection, folder: Path) -> Inspection:
-    """Adds what a manifest says of the tokens that are left."""
-    plan = (read_sealed(folder) or {}).get("plan", {})
+def _with_records(found: Inspection, folder: Path) -> Inspection:
+    """Add what a manifest says of the tokens that are left, and of the time of the conversion."""
+    manifest = read_sealed(folder) or {}
+    plan, seconds = manifest.get("plan", {}), manifest.get("stage_seconds", {})
+    found = found.model_copy(update={"stage_seconds": seconds})
     if not (words := plan.get("vocabulary")):
         return found
     said = f"{words['rows']:,} of {words['before']:,} tokens"

@@ -9,8 +9,9 @@ whoever made them. Where there is one process alone, nothing here does anything 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 from tcompress.errors import ProcessError
-from tcompress.launched import is_launched
 
 if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
     import torch
@@ -31,9 +31,38 @@ RUNS = 8
 """Runs of batches that are summed up by themselves; so many processes at most share them."""
 
 _PATIENCE = timedelta(days=7)  # that one process works while the others wait
+_STORE_PATIENCE = timedelta(seconds=10)  # with the launcher's store
 
 _group: ContextVar[Any] = ContextVar("group", default=None)
 """What this process shares work in; None where it works alone, or does its share of something."""
+
+
+def is_launched() -> bool:
+    """True where this is one of several processes."""
+    return int(os.environ.get("WORLD_SIZE") or 1) > 1
+
+
+def is_first() -> bool:
+    """True where this process talks to the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def speaks() -> bool:
+    """True for the first process that asks: of what all meet, one alone is to report.
+
+    Where the launcher's store cannot be reached every process reports.
+    """
+    if not is_launched():
+        return True
+    with suppress(Exception):
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        limits: dict[str, Any] = {"timeout": _STORE_PATIENCE, "wait_for_workers": False}
+        store = TCPStore(host, port, is_master=False, **limits)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return bool(store.add(f"tcompress/reported/{attempt}", 1) == 1)
+    return True
 
 
 @contextmanager

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project", "processes", "launched",
+    "options", "fields", "project", "processes", "stage_times", "memory",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -25,14 +25,15 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "files": {"errors"},
     "progress": set(),
-    "launched": set(),
-    "processes": {"errors", "launched"},
+    "processes": {"errors"},
+    "stage_times": {"progress"},
+    "memory": set(),
     "linalg": {"errors"},
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields"},
-    "models": {"errors", "files", "project", "linalg"},
+    "models": {"errors", "files", "project", "linalg", "stage_times"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures", "attention", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
@@ -62,7 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "fields", "structures", "attention", "models", "roles", "options",
-        "planning", "artifact", "conversion",
+        "planning", "artifact", "conversion", "stage_times",
     },
     "runtimes": {"errors", "project"},
     "exports": FOUNDATION | {

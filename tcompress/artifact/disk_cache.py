@@ -8,11 +8,11 @@ another version gets None and computes again. Records are written by `files.writ
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from tcompress.files import beside
 
@@ -60,6 +60,36 @@ def load_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
 
     # The library reads onto a device by itself only if it knows its name.
     return {name: tensor.to(device) for name, tensor in load_file(path).items()}
+
+
+class StoredTensors(Mapping[str, "Tensor"]):
+    """Tensors of a file by name, each read onto a device when it is asked for.
+
+    Nothing is in it where the file is absent, or cut off (`is_readable`).
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path, self._device = path, device
+        self._names: tuple[str, ...] = ()
+        self.is_readable = True
+        try:
+            with safe_open(path, "pt") as file:
+                self._names = tuple(file.keys())
+        except DAMAGED:
+            self.is_readable = False
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        with safe_open(self._path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor.to(self._device, copy=True)  # pages of a mapped file stay resident
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor] | None:

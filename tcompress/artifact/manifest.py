@@ -263,7 +263,9 @@ class Manifest(_Section):
     fit: dict[str, dict[str, float]]
     checksums: dict[str, str]
     sizes: dict[str, int] = Field(default_factory=dict)
-    seconds: float
+    seconds: float  # of the conversion, in all runs that it took
+    # Where they went: by stage, and in it by part; older ones lack it.
+    stage_seconds: dict[str, dict[str, float]] = Field(default_factory=dict)
     environment: dict[str, str]
     training: list[TrainingFacts] = Field(default_factory=list)
     metrics: list[Metric] = Field(default_factory=list)

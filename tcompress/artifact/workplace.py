@@ -282,10 +282,12 @@ class Workplace:
             raise files.full_disk(self.output, lacking)
 
     def _lacking(self) -> int | None:
-        if self._needed is None:
-            return None
-        done = sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
-        return max(0, self._needed - done)
+        return None if self._needed is None else max(0, self._needed - self.written_bytes)
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes of tensors that an interrupted run, or this one, has written here."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*.safetensors"))
 
     @property
     def result(self) -> dict[str, Any] | None:

@@ -175,7 +175,7 @@ class OutputSampler:
             return self._direction(scores)
         chances = scores.detach().float().softmax(-1).flatten(0, -2)
         drawn = torch.multinomial(chances.cpu(), 1, generator=self._generator).to(chances.device)
-        gradient = -chances
+        gradient = chances.neg_()  # in its place: scores of many tokens are large
         gradient.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=gradient.dtype))
         return gradient.reshape(scores.shape).to(scores.dtype)
 

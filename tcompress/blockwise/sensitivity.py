@@ -27,6 +27,7 @@ from tcompress.linalg.moments import ProductSum, centre_of, is_finite, multiplia
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles import Block, Layer, Roles
+from tcompress.stage_times import BACKWARD, FORWARD, MOMENTS, timed
 from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 # Random directions of what the model is used for are propagated back through the dense model
@@ -108,8 +109,9 @@ class Sensitivity:
     def moment(self, *, centred: bool) -> Tensor:
         """Return the mean of G, about its mean for layers whose bias takes it up.  # (in, in)."""
         shift = self.total / self.weight
-        gram = self.gram / self.weight - torch.outer(shift, shift)
-        return gram if centred else gram + torch.outer(self.mean, self.mean)
+        gram = self.gram / self.weight
+        gram -= torch.outer(shift, shift)
+        return gram if centred else gram.add_(torch.outer(self.mean, self.mean))
 
 
 @dataclass
@@ -206,7 +208,7 @@ class BackwardWalk:
         values = [None if isinstance(value, Tensor) else _copied(value) for value in flat]
         visit = _Visit(call.block, file, values, form, edges, [])
         self._visits[index].append(visit)
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             answer = self._model.forwards[call.block](*bare[0], **bare[1])
         state = answer[0] if isinstance(answer, tuple | list) else answer
         if _floating(state) and not is_finite(state):
@@ -250,7 +252,7 @@ class BackwardWalk:
         args, kwargs = pytree.tree_unflatten(flat, visit.form)
         # Embeddings have no graph, but what a layer computes from them has to.
         inputs = [value.requires_grad_() for value in flat if _floating(value)]
-        with torch.enable_grad():
+        with torch.enable_grad(), timed(FORWARD):
             answer = self._model.forwards[visit.block](*args, **kwargs)
         results = [value for value in pytree.tree_flatten(answer)[0] if _floating(value)]
         pairs = [
@@ -275,7 +277,8 @@ def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
     """Send gradients back; what lies between blocks may be passed by several of them."""
     if pairs:
         tensors, gradients = zip(*pairs, strict=True)
-        torch.autograd.backward(tensors, gradients, retain_graph=True)
+        with timed(BACKWARD):
+            torch.autograd.backward(tensors, gradients, retain_graph=True)
 
 
 def _floating(value: Any) -> bool:
@@ -406,7 +409,8 @@ class _Watch:
                     f"layer `{name}`: gradients hold NaN or infinity",
                     "repair the checkpoint, or convert this model without data: `--calib none`",
                 )
-            self.sums[name].add(*pair, self._index, weighed=self.weighed)
+            with timed(MOMENTS):
+                self.sums[name].add(*pair, self._index, weighed=self.weighed)
 
         if not self.gradients and name not in self._called:
             x = rows if mask is None else rows[mask]

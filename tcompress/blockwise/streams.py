@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from tcompress import processes
 from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
+from tcompress.memory import free_memory
 from tcompress.models import SourceModel, read_finite
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
+from tcompress.stage_times import FORWARD, timed
 
 
 class PartialModel:
@@ -90,7 +92,7 @@ class PartialModel:
     def answer_of(self, stream: Stream, forward: Callable[..., Any] | None = None) -> Any:
         """Run the block at which a pass waits, or another in its place; return what it computes."""
         call = stream.waiting
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return (forward or self.forwards[call.block])(*call.args, **call.kwargs)
 
     def _empty(self, in_blocks: tuple[str, ...]) -> list[str]:
@@ -208,7 +210,8 @@ class Stream:
         return answer
 
     def _wait(self) -> None:
-        event = self._events.get()
+        with timed(FORWARD):  # of what lies between the blocks
+            event = self._events.get()
         if isinstance(event, BaseException):
             raise event
         self.call = event
@@ -306,6 +309,15 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 
+LEAST_ROOM = 2**28  # bytes of readings that are kept, at least
+ROOM_SHARE = 12  # else so much of what is free: what is not kept is computed again for every layer
+
+
+def room_on(device: torch.device) -> float:
+    """Return the bytes of readings that a device has room for beside all else."""
+    return max(LEAST_ROOM, (free_memory(device) or 0) / ROOM_SHARE)
+
+
 class Readings:
     """Inputs of modules of a block in passes that wait at it, and answers of the block.
 
@@ -317,7 +329,7 @@ class Readings:
         block: nn.Module,
         forward: Callable[..., Any],
         paths: Collection[str] = (),
-        room: float = 2**28,
+        room: float = LEAST_ROOM,
     ) -> None:
         self._block = block
         self._forward = forward
@@ -332,7 +344,7 @@ class Readings:
             if cached is not None and path in cached[0]:
                 return cached[0][path]
         call, module = stream.waiting, self._block.get_submodule(path)
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return run_to_input(lambda: self._forward(*call.args, **call.kwargs), module, arguments)
 
     def answer(self, stream: Stream) -> Any:
@@ -342,7 +354,7 @@ class Readings:
 
     def _run(self, stream: Stream) -> Any:
         call = stream.waiting
-        with torch.no_grad():
+        with torch.no_grad(), timed(FORWARD):
             return self._forward(*call.args, **call.kwargs)
 
     def _cached(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:

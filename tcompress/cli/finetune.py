@@ -11,11 +11,11 @@ from tcompress.artifact.workplace import check_apart, check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
 from tcompress.errors import RecipeError, listed
-from tcompress.launched import is_first
 from tcompress.models.names import default_output_name, local_folder
 from tcompress.options.commands import FromRecipe, Hub, Manner, OneModel, Written
 from tcompress.options.read import Given
 from tcompress.options.steps import Finetune
+from tcompress.processes import is_first
 
 if TYPE_CHECKING:
     from tcompress.artifact.manifest import TrainingFacts

@@ -11,7 +11,7 @@ from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, table, tell
 from tcompress.options.commands import Access, Inspected, Manner
 from tcompress.options.words import quoted
-from tcompress.reporting.formatting import reason_table
+from tcompress.reporting.formatting import reason_table, stages_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,6 +54,8 @@ def inspect(call: Inspected, access: Access, manner: Manner) -> None:
         tell(f"stored in {found.storage}")
     if found.vocabulary:
         tell(f"vocabulary: {found.vocabulary}")
+    if times := stages_text(found.stage_seconds):
+        tell(f"converted in {times}")
     for warning in found.warnings:
         tell(f"warning: {warning}", style="yellow")
     results().print(_layer_table(found, each=call.layers))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tcompress import launched
+from tcompress import processes
 from tcompress.cli.terminal import (
     INTERRUPTED,
     TERMINATED,
@@ -132,7 +132,7 @@ def _asking_for_help(typed: list[str]) -> list[str]:
 @contextmanager
 def _one_voice() -> Iterator[None]:
     """Leave it to the first of several processes to show results and progress."""
-    if launched.is_first():
+    if processes.is_first():
         yield
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
@@ -142,7 +142,7 @@ def _one_voice() -> Iterator[None]:
 def _check_processes(typed: Sequence[str]) -> None:
     """Refuse to have several processes write the same files, each by itself."""
     command = next((word for word in typed if word in _COMMANDS), None)
-    if launched.is_launched() and command not in (None, *_TOGETHER):
+    if processes.is_launched() and command not in (None, *_TOGETHER):
         raise InputError(
             f"`{command}` runs in one process, and a launcher has started several",
             "leave the launcher out; with one, `convert` and `finetune` share their work out",
@@ -151,7 +151,7 @@ def _check_processes(typed: Sequence[str]) -> None:
 
 def _failed(error: BaseException, *, as_json: bool) -> int:
     """Report what went wrong, unless another process has: launchers end all as soon as one ends."""
-    return report_failure(error, as_json=as_json) if launched.speaks() else describe(error).code
+    return report_failure(error, as_json=as_json) if processes.speaks() else describe(error).code
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import typer
 
 from tcompress.errors import TCompressError
 from tcompress.files import disk_error
-from tcompress.launched import is_first
+from tcompress.processes import is_first
 from tcompress.progress import Job, Progress, Silent, listening
 from tcompress.reporting.formatting import table as table
 

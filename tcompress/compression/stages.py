@@ -92,6 +92,9 @@ def compress(
             finished = Compressed.of_json(place.result or {})
             place.discard()
             return finished
+        if not place.resumed:  # the model smaller and healed, and both models in the runtime
+            copies = 2 if settings.runtime == "torch" else 4
+            place.need(copies * source.store.total_bytes)
         work = Work(source, settings, place, progress or Silent(), say)
         work = replace(work, effort=_effort(work))
         result = _all_stages(replace(work, runtime=_runtime(work)))

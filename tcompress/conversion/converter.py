@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,17 +17,18 @@ from tcompress.artifact.manifest import (
     SourceFacts,
     environment,
     read_manifest,
+    write_manifest,
 )
 from tcompress.artifact.workplace import check_apart, check_output, identity_of
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.conversion.choosing import choose
 from tcompress.conversion.model_fits import Conversion, Fits, fit
 from tcompress.conversion.outputs import Outputs, check_written, write_rest
+from tcompress.conversion.room import check_room
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
@@ -39,6 +39,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent
 from tcompress.search.search import Statistics
+from tcompress.stage_times import StageTimes
 from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 
@@ -72,6 +73,8 @@ def convert(
 ) -> Converted:
     """Convert a model and write the result.
 
+    Within `processes.joined` the processes that a launcher has started do it together.
+
     Args:
         source: The dense model, or its name; with `init: random` its weights do not count.
         recipe: How to convert it.
@@ -91,48 +94,50 @@ def convert(
         FitError: A weight or a fit is not finite; the message names the layer.
         WriteError: What was written does not load, or is not what was fitted.
     """
+    times = StageTimes(progress or Silent(), "planning")
     output = Path(output).expanduser().absolute()
-    with processes.joined(pick_device(recipe.device)):
-        start = time.perf_counter()
-        processes.first(lambda: check_output(output, force=force))
-        seed = recipe.seed if recipe.init == "random" else None
-        if isinstance(source, str):
-            source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
-        elif seed is not None:
-            source = source.at_random(seed)
-        check_apart(output, source.origin or source.folder, "the model's own folder")
-        if len(recipe.speedups) > 1:
-            raise InputError(
-                f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
-                "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
-            )
-        source = with_vocabulary(source, recipe, progress)
-        plan = plan or make_plan(recipe, source)
-        conversion = Conversion.of(source, recipe, plan, progress or Silent(), data, statistics)
-        identity = _identity(conversion)
-        # Bad input leaves nothing behind, a kill or Ctrl-C does.
-        with FitWorkplace(output, identity, conversion.device, force=force).working() as workdir:
-            if workdir.published and (done := read_manifest(output)) is not None:
-                workdir.discard()
-                return Converted(output, done, resumed=True)
-            conversion, outputs = choose(conversion, workdir)
-            # Fits are kept until what they yield is written.
-            workdir.need(
-                sum(it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
-            )
-            fits = fit(conversion, outputs, workdir)
+    processes.first(lambda: check_output(output, force=force))
+    seed = recipe.seed if recipe.init == "random" else None
+    if isinstance(source, str):
+        source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
+    elif seed is not None:
+        source = source.at_random(seed)
+    check_apart(output, source.origin or source.folder, "the model's own folder")
+    if len(recipe.speedups) > 1:
+        raise InputError(
+            f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
+            "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
+        )
+    source = with_vocabulary(source, recipe, times)
+    plan = plan or make_plan(recipe, source)
+    times.turn_to("reading data")
+    conversion = Conversion.of(source, recipe, plan, times, data, statistics)
+    identity = _identity(conversion)
+    # Bad input leaves nothing behind, a kill or Ctrl-C does.
+    workplace = FitWorkplace(output, identity, conversion.device, force=force)
+    with times.running(), workplace.working() as workdir:
+        if workdir.published and (done := read_manifest(output)) is not None:
+            workdir.discard()
+            return Converted(output, done, resumed=True)
+        times.resume(workdir.seconds(), workdir.keep_seconds)
+        room = (plan, source, recipe, workdir, conversion.device, times.tell)
+        processes.first(lambda: check_room(*room))
+        conversion, outputs = choose(conversion, workdir)
+        # Fits are kept until what they yield is written.
+        sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
+        workdir.need(sum(sizes))
+        fits = fit(conversion, outputs, workdir)
 
-            def publish() -> Manifest:
-                manifest = _write_model(conversion, outputs, fits, workdir, source, paper, start)
-                workdir.publish(force=force)
-                return manifest
+        def publish() -> Manifest:
+            manifest = _write_model(conversion, outputs, fits, workdir, source, paper, times)
+            workdir.publish(force=force)
+            return manifest
 
-            manifest = processes.first(publish)
-            workdir.close()
-        if recipe.counts_time:
-            settings = (source, output, manifest.plan, recipe)
-            manifest = processes.first(lambda: _timed(*settings)) or manifest
-        return Converted(output, manifest, workdir.resumed)
+        manifest = processes.first(publish)
+    if recipe.counts_time:
+        settings = (source, output, manifest.plan, recipe)
+        manifest = processes.first(lambda: _timed(*settings)) or manifest
+    return Converted(output, manifest, workdir.resumed)
 
 
 def _write_model(
@@ -142,7 +147,7 @@ def _write_model(
     workdir: FitWorkplace,
     source: SourceModel,
     paper: Sequence[PaperRow],
-    start: float,
+    times: StageTimes,
 ) -> Manifest:
     """Write the model in the working folder, and prove that it holds what was fitted."""
 
@@ -169,12 +174,16 @@ def _write_model(
         calibration=_calibration_facts(data, fits.comparison),
         fit=dict(sorted(fits.errors.items())),
         checksums={**checksums},
-        seconds=round(time.perf_counter() - start, 2),
+        seconds=times.total,
         environment=environment(),
         paper=list(paper),
     )
-    write_rest(workdir.model, cut, manifest, recipe.dtype)
+    manifest = write_rest(workdir.model, cut, manifest, recipe.dtype)
+    times.turn_to("checking")
     check_written(workdir.model, outputs, fits_of, fits.factors)
+    spent = {"seconds": times.total, "stage_seconds": times.seconds}
+    manifest = manifest.model_copy(update=spent)
+    write_manifest(workdir.model, manifest)
     return manifest
 
 

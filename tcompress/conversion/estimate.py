@@ -3,25 +3,29 @@
 Disk is exact but for the headers of files. Memory counts what comes on top of the interpreter with
 its libraries, and is meant to be right within a third. Without data it is what the fit of one group
 of layers takes (weights as stored and in float64, dense summands, temporaries, the gradient of a
-fitted transform); with data parameters outside the blocks, the largest block twice, activations
-of two streams and the moments of the largest input. Time is rough: floating-point operations at an
-assumed speed. A text has `TOKENS` tokens in the built-in data, or a quarter of the longest length
-allowed; pictures and sounds have as many as their model makes of them.
+fitted transform); with data parameters outside the blocks, the largest block, activations of two
+streams, what layers read, and the moments of the largest input, or those of all layers of a block
+where sensitivity is measured. Time is rough: floating-point operations at an assumed speed, those
+in float64 counted twice. A text has `TOKENS` tokens in the built-in data, or a quarter of the
+longest length allowed; pictures and sounds have as many as their model makes of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import nn
 
+from tcompress.blockwise.streams import room_on
 from tcompress.conversion.model_fits import TRIAL_SAMPLES
 from tcompress.conversion.outputs import groups_of
-from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS
+from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
 from tcompress.fitting.block_rewrite import Group
 from tcompress.hf.opening import pick_device
+from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import AutoSpec
@@ -29,9 +33,10 @@ from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_b
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
 from tcompress.planning.sites import offered_by, roles_of
+from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
-from tcompress.search.substitution import FITTED, JUDGED, count_of, some_of
+from tcompress.search.substitution import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.structures.base import (
     SIDES,
     SharesFactors,
@@ -43,11 +48,12 @@ from tcompress.structures.flops import FitCost, fit_cost, svd_flops
 TOKENS = 20
 """Mean length of a built-in text in tokens."""
 
-FLOPS = {"cpu": 3e10, "cuda": 5e12, "mps": 5e11}
-"""Floating-point operations in a second: of one thread of a CPU, of a whole GPU."""
+FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
+"""Operations in float32 in a second: of one thread of a CPU, of a whole GPU."""
 
 _STEPS = 150  # of the fit of a transform
 _ROUNDS = 7  # over the summands of a sum
+_TRIED = 2  # answers that are so near that they are fitted too, beside that which is taken
 _TRIALS = 4  # conversions that a search for the number of blocks makes
 _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
 
@@ -60,6 +66,8 @@ class Estimate(BaseModel):
     memory_bytes: int  # peak above the interpreter with its libraries
     disk_bytes: int  # tensors of the output
     seconds: float  # very roughly
+    scratch_bytes: int = 0  # most that lies beside the output meanwhile, fits included
+    read_bytes: int = 0  # of the model's weights, each as often as it is read
     candidates: int = 0  # to be tried, each alone in the dense model
 
 
@@ -68,22 +76,35 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     source = cut_to(source, plan.depth) if plan.depth else source
     widest = max((entry.in_features for entry in plan.layers), default=0)
-    tokens = _tokens(source, recipe.calibration, widest)
+    samples, length = _data(source, recipe.calibration, widest)
+    tokens = samples * length
     groups = groups_of(plan.layers)
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
     shared = _shared_costs(plan, calibrated=tokens > 0)
     memory = max([copied, *fits])
-    flops = sum(_fit_flops(group, calibrated=tokens > 0) for group in groups)
+    weighs = tokens > 0 and recipe.measures_sensitivity
+    flops = sum(_fit_flops(group, calibrated=tokens > 0, curved=weighs) for group in groups)
+    scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
+    walks = 0  # through the whole model
     if tokens and groups:
-        walk_memory, walk_flops = _walk(plan, source, groups, tokens)
-        moments = [(28 + 6 * len(g)) * g[0].in_features ** 2 * 8 * g[0].copies for g in groups]
-        memory = walk_memory + max(map(sum, zip(fits, moments, strict=True)))
+        size = _walk(plan, source, recipe, samples, length)
+        moments = [_moments_memory(group, curved=weighs) for group in groups]
+        memory = size.fitting + max(map(sum, zip(fits, moments, strict=True)))
+        walk_flops = _walk_flops(plan, source, groups, tokens)
+        walks = 3 if weighs else 1
+        if weighs:
+            memory = max(memory, size.statistics)
+            scratch = max(scratch + size.kept, size.inputs)
+            walks += recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
-            flops += (1 + len(singles)) * part * (flops + walk_flops)
-        flops += walk_flops * (2 if recipe.measures_sensitivity or shared else 1)
+            flops += min(len(singles), _TRIED) * part * (flops + walk_flops)
+        flops += walk_flops
+        if weighs or shared:
+            flops += size.statistics_flops
+            flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
@@ -101,11 +122,14 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     tried = _tried_alone(source, recipe, plan) if tokens else []
     flops += sum(flops for _, flops in tried)
     disk = disk_bytes(source, plan, recipe.dtype)
-    moved = (source.store.total_bytes + disk) / _DISK_SPEED
+    read = source.store.total_bytes * (1 + walks)
+    moved = (read + 2 * scratch + disk) / _DISK_SPEED
     return Estimate(
         memory_bytes=memory + random,
         disk_bytes=disk,
         seconds=round(flops / _speed(recipe.device) + moved, 1),
+        scratch_bytes=scratch,
+        read_bytes=read,
         candidates=sum(count for count, _ in tried),
     )
 
@@ -113,7 +137,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
 def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple[int, float]]:
     """Candidates of every block that are tried in the dense model, and their operations.
 
-    They are fitted to some samples, and all that comes after the block runs on some others.
+    They are fitted to some samples, whose moments are summed up for each, and all that comes after
+    the block runs on some others.
     """
     if not recipe.by_loss or recipe.attention is not None or recipe.method is None:
         return []
@@ -127,6 +152,9 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     attentions = attentions_of(keymap.model, roles)
     own = recipe.calibration
     text = TOKENS if own.source == ("builtin",) else own.max_length // 4
+    count = own.count
+    fitted = text * min(FITTED, round(count * (1 - own.holdout)))
+    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
     planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
     some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
     found, after = list[tuple[int, float]](), 0
@@ -134,7 +162,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
         size = _parameters(keymap.model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            flops = 2.0 * text * (2 * size * FITTED + (size + after) * JUDGED)
+            flops = 2.0 * (size * fitted + (size + after) * judged)
             found.append((count, count * flops))
         after += size
     return found
@@ -153,14 +181,16 @@ def _fit_memory(group: Group, source: SourceModel, *, calibrated: bool) -> int:
     return total
 
 
-def _fit_flops(group: Group, *, calibrated: bool) -> float:
+def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
+    """Operations of the fits of a group, with roots of moments, products with them, and errors."""
     flops = 0.0
     for entry in group:
         for part in entry.parts:
             rounds = 1 if len(part.terms) == 1 else _ROUNDS
             for layout in part.terms:
                 m, n = layout.out_features, layout.in_features
-                measured = 4 * m * n * n if calibrated else 2 * m * n * 64
+                measured = 14.0 * m * n * n + n**3 if calibrated else 2.0 * m * n * 64
+                measured += 4.0 * m * m * n + m**3 if curved else 0.0
                 own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
                 fitted = sum(bool(transform_shapes(layout, side)) for side in SIDES)
                 flops += (own + _STEPS * 6 * m * n * fitted) * entry.copies
@@ -177,32 +207,100 @@ def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
     return costs
 
 
-def _walk(
-    plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int
-) -> tuple[int, float]:
-    """Memory and operations of both streams through all blocks, as often as there are groups."""
+def _moments_memory(group: Group, *, curved: bool) -> int:
+    """Bytes of the moments that a group is fitted by, with what is computed from them.
+
+    G and C in float64, and where the input is not wide D and those of what is held out too; then G
+    damped, and two more while it is factored. Moments of gradients are read one by one.
+    """
+    first, widest = group[0], max(entry.out_features for entry in group)
+    sums = 20 if first.in_features >= WIDE else 48
+    curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if curved else 0
+    return (sums + 24) * first.in_features**2 * first.copies + curvature
+
+
+@dataclass(frozen=True)
+class _WalkSize:
+    """Bytes of a walk through all blocks."""
+
+    fitting: int  # weights outside the blocks, those of a block, activations, what layers read
+    statistics: int  # the same without what they read, and moments of all layers of a block
+    statistics_flops: float  # operations of passes forward, again, and backward, and of moments
+    inputs: int  # of all blocks, on disk
+    kept: int  # moments of all layers, on disk
+
+
+def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length: int) -> _WalkSize:
+    """Size up both streams of samples of some length through all blocks."""
+    keymap, tokens = source.keymap, samples * length
+    paths = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
+    parameters = [_parameters(keymap.model.get_submodule(path)) for path in paths]
+    blocks = [block for block in roles_of(source).blocks if block.name in paths]
+    width = plan.layers[0].in_features
+    widest = max(entry.in_features for entry in plan.layers)
+    batch = length * min(samples, recipe.calibration.batch_size)
+    together = max(length, min(batch, most_tokens(source, widest)))
+    reads = max((sum(group[0].in_features for group in b.groups) for b in blocks), default=widest)
+    readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
+    outside = _parameters(keymap.model) - sum(parameters)
+    both = 4 * (outside + max(parameters) + 2 * tokens * width) + 16 * together * widest
+    scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
+    shapes = [_shapes(block) for block in blocks]
+    statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
+    sums = sum(float(x * x + y * y) for of_block in shapes for x, y in of_block)
+    kept = sum(4 * y * y for of_block in shapes for _, y in of_block)
+    return _WalkSize(
+        fitting=both + readings,
+        statistics=both + scores + statistics,
+        statistics_flops=tokens * (6.0 * sum(parameters) + sums),
+        inputs=4 * tokens * width * len(paths),
+        kept=kept if recipe.calibration.output_moments is not False else 0,
+    )
+
+
+def _shapes(block: Block) -> list[tuple[int, int]]:
+    """Inputs and outputs of the layers of a block; of experts nothing is summed up."""
+    layers = (layer for layer in block.layers if layer.kind != "experts")
+    return [(layer.in_features, sum(part.size for part in layer.parts)) for layer in layers]
+
+
+def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
+    """Bytes of the moments of all layers of a block, and of what follows from those of one."""
+    if not shapes:
+        return 0
+    rows = min(tokens, 2 * ROWS_AT_ONCE)
+    sums = sum(8 * (x * x + y * y) + 4 * rows * (x + y) for x, y in shapes)
+    return sums + max(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)
+
+
+def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int) -> float:
+    """Operations of both streams through all blocks, and of their moments.
+
+    The dense stream runs once, the other one once for every group, up to it, with what is fitted
+    by then in place of the rest.
+    """
     keymap = source.keymap
-    sizes = {}
+    flops = 0.0
     for block in dict.fromkeys(entry.block for entry in plan.layers):
         path = keymap.runtime_name(block) or block
-        sizes[block] = _parameters(keymap.model.get_submodule(path))
-    flops = sum(4.0 * size * tokens for size in sizes.values())
+        flops += 2.0 * 2 * _parameters(keymap.model.get_submodule(path)) * tokens
     for group in groups:
-        flops += 2 * sizes[group[0].block] * tokens + 6 * tokens * group[0].in_features ** 2
-        flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in group)
-    outside = _parameters(keymap.model) - sum(sizes.values())
-    width = max(entry.in_features for entry in groups[0])
-    return 4 * (outside + 2 * max(sizes.values()) + 2 * tokens * width), flops
+        flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
+    return flops
 
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
-    """Tokens in the calibration data of a model, whose widest layer has so many inputs."""
+def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, int]:
+    """Samples of the calibration data of a model, whose widest layer has so many inputs.
+
+    Returns:
+        Their number, and the tokens of one.
+    """
     if options.is_none:
-        return 0
+        return 0, 0
     config = source.config
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
@@ -215,7 +313,7 @@ def _tokens(source: SourceModel, options: Calibration, widest: int) -> int:
     sounds = getattr(config, "max_source_positions", None)
     if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
         tokens, samples = tokens + sounds, min(samples, MOST_SOUNDS)
-    return samples * tokens
+    return samples, tokens
 
 
 def _speed(device: str) -> float:

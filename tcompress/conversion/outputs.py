@@ -331,8 +331,14 @@ class PlainTensors:
 # What a conversion writes beside the weights.
 
 
-def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None) -> None:
-    """Writes everything but the weights; `config.json`, which makes it loadable, last."""
+def write_rest(
+    folder: Path, source: SourceModel, manifest: Manifest, dtype: str | None
+) -> Manifest:
+    """Write everything but the weights; `config.json`, which makes it loadable, last.
+
+    Returns:
+        The manifest with checksums and sizes of all files.
+    """
     carry_files(source.folder, source.auxiliary_files(), folder)
     if not source.trust_remote_code:
         forget_code(folder)
@@ -341,8 +347,10 @@ def write_rest(folder: Path, source: SourceModel, manifest: Manifest, dtype: str
     write_text(folder / CARD, model_card(manifest, source.folder, source.model_class.__name__))
     config = config_text(source, manifest.plan, dtype)
     sealed = seal(folder, manifest.checksums, {"config.json": config.encode()})
-    write_manifest(folder, manifest.model_copy(update=sealed))
+    manifest = manifest.model_copy(update=sealed)
+    write_manifest(folder, manifest)
     write_text(folder / "config.json", config)
+    return manifest
 
 
 def config_text(source: SourceModel, plan: Plan, dtype: str | None) -> str:

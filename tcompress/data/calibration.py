@@ -114,6 +114,10 @@ class CalibrationData:
         )
 
 
+_WIDEST_BYTES, _SCORES_BYTES = 2**27, 2**29
+"""Of the input of the widest layer, and of the scores, for the tokens that are run together."""
+
+
 def samples_in(batch: Mapping[str, Tensor]) -> int:
     """Count the samples of a batch."""
     return len(next(iter(batch.values())))
@@ -156,11 +160,12 @@ def load_batches(source: SourceModel, options: Calibration, widest: int = 0) -> 
     fitted, held = _split(examples, options.holdout)
     count, tokens = len(examples), sum(map(_tokens, examples))
     pad = encoder.pad if encoder else 0
-    batches = [*_batches(fitted, options.batch_size, pad)]
+    limits = (options.batch_size, most_tokens(source, widest))
+    batches = [*_batches(fitted, *limits, pad)]
     origins: dict[int, str] = {}
     for origin in dict.fromkeys(item.name for item in parts):
         of_source = [item for item in held if item.origin == origin]
-        for batch in _batches(of_source, options.batch_size, pad):
+        for batch in _batches(of_source, *limits, pad):
             origins[len(batches)] = origin
             batches.append(batch)
     return CalibrationData(
@@ -409,12 +414,31 @@ def _tokens(example: _Example) -> int:
     return 0 if ids is None else len(ids)
 
 
-def _batches(examples: list[_Example], size: int, pad: int) -> Iterator[dict[str, Tensor]]:
-    """Batch sorted examples; only pictures of equal shape go together."""
+def most_tokens(source: SourceModel, widest: int) -> int:
+    """Number of tokens that are run together through a model, at most.
+
+    What its widest layer reads, and the scores of all tokens of a vocabulary, stay below a size.
+    """
+    scores = _SCORES_BYTES // (4 * max(1, scores_of(source)))
+    return min(_WIDEST_BYTES // (4 * max(1, widest)), scores)
+
+
+def scores_of(source: SourceModel) -> int:
+    """Number of scores that a model gives each token of a text; none without such a head."""
+    head = source.keymap.model.get_output_embeddings()  # type: ignore[operator]
+    return int(getattr(head, "out_features", 0))
+
+
+def _batches(
+    examples: list[_Example], size: int, tokens: int, pad: int
+) -> Iterator[dict[str, Tensor]]:
+    """Batch sorted examples, the longest first; only pictures of equal shape go together."""
     for _, run in groupby(examples, key=_frame_shape):
-        same = list(run)
-        for first in range(0, len(same), size):
-            chunk = same[first : first + size]
+        same, first = list(run), 0
+        while first < len(same):
+            count = min(size, max(1, tokens // max(1, _tokens(same[first]))))
+            chunk = same[first : first + count]
+            first += count
             yield collate([item.inputs for item in chunk], pad)
             for item in chunk:
                 item.inputs.clear()  # pictures take memory

@@ -21,6 +21,7 @@ from tcompress.blockwise.streams import (
     first_tensor,
     listed_item,
     queries_and_keys,
+    room_on,
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
@@ -36,12 +37,13 @@ from tcompress.fitting.layer_fits import (
     fit_layers,
 )
 from tcompress.hf.build import SEED, fill, install_attention, install_layers
-from tcompress.linalg.moments import MomentSums
+from tcompress.linalg.moments import WIDE, Moments, MomentSums, PairedRows
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
 from tcompress.roles import Block
+from tcompress.stage_times import MOMENTS, timed
 from tcompress.structures.modules.experts import (
     StructuredExperts,
     activated,
@@ -142,31 +144,40 @@ class SplitSums:
     """Moments of one layer input, of rows to fit on and of rows held out."""
 
     def __init__(self) -> None:
-        self._sums: dict[bool, MomentSums] = {}
+        self._sums: dict[bool, MomentSums | PairedRows] = {}
 
     def add(
         self, dense: Tensor, new: Tensor, *, holdout: bool, weights: Tensor | None = None
     ) -> None:
         """Add paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
         if holdout not in self._sums:
-            self._sums[holdout] = MomentSums(dense.shape[-1], new.shape[-1], dense.device)
+            if holdout and dense.shape[-1] >= WIDE:
+                self._sums[holdout] = PairedRows()
+            else:
+                size = (dense.shape[-1], new.shape[-1])
+                self._sums[holdout] = MomentSums(*size, dense.device)
         self._sums[holdout].add(dense, new, weights)
 
     def merge(self, other: SplitSums) -> SplitSums:
         """Add what another sum has taken."""
         for holdout, sums in other._sums.items():
             ours = self._sums.get(holdout)
-            self._sums[holdout] = sums if ours is None else ours.merge(sums)
+            self._sums[holdout] = sums if ours is None else ours.merge(sums)  # type: ignore[arg-type]
         return self
 
-    def moments(self, *, centred: bool) -> LayerMoments:
-        """Return both moments; without rows to fit on there are none (a data-free fit)."""
+    def moments(self, *, centred: bool, last: bool = False) -> LayerMoments:
+        """Return both moments; without rows to fit on there are none (a data-free fit).
+
+        With `last` the sums are given up for them.
+        """
         train, held = self._sums.get(False), self._sums.get(True)
         if train is None or not train.rows:
             return LayerMoments()
+        fitted = train.moments(centred=centred, last=last)
+        assert isinstance(fitted, Moments)
         return LayerMoments(
-            train.moments(centred=centred),
-            held.moments(centred=centred) if held is not None and held.rows else None,
+            fitted,
+            held.moments(centred=centred, last=last) if held is not None and held.rows else None,
         )
 
 
@@ -277,7 +288,8 @@ def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[...,
     # Which experts run, and on which tokens, is heard from every run.
     experts = any(layer.kind == "experts" or layer.routed for layer in layers)
     chosen = experts or any(listed_item(dense, path) for path in paths)
-    return Readings(dense, forward, () if chosen else paths)
+    device = next(dense.parameters()).device
+    return Readings(dense, forward, () if chosen else paths, room_on(device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -307,7 +319,9 @@ class BlockRewriter:
         progress: Callable[[str], None] = lambda _: None,
     ) -> RewrittenBlock:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
-        new = copy.deepcopy(dense)
+        # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
+        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
+        new = copy.deepcopy(dense, shared)
         del new.forward  # the copy runs by itself; the original pauses its stream
         routed = [layer.name for layer in block.layers if layer.routed]
         rewritten = RewrittenBlock(
@@ -376,12 +390,13 @@ class BlockRewriter:
             if first.kind != "experts":
                 sums = self._sums(rewritten, group, path)
                 flags = {entry.bias for entry in group}
-                moments = {flag: [sums.moments(centred=flag)] for flag in flags}
+                last = len(flags) == 1
+                moments = {flag: [sums.moments(centred=flag, last=last)] for flag in flags}
                 return [moments[entry.bias] for entry in group]
             if not is_routed(rewritten.dense.get_submodule(path)):
                 return [[LayerMoments()]] * len(group)  # nothing is known of their routing
             experts = self._expert_sums(rewritten, first, path)
-            return [[sums.moments(centred=False) for sums in experts]] * len(group)
+            return [[sums.moments(centred=False, last=True) for sums in experts]] * len(group)
         except FitError as error:
             raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
 
@@ -425,7 +440,9 @@ class BlockRewriter:
                 row_weights = weights.get(index)
                 if row_weights is not None and len(row_weights) != len(rows):
                     row_weights = None
-                sums.add(rows, new_rows, holdout=self.streams.holds_out(index), weights=row_weights)
+                holdout = self.streams.holds_out(index)
+                with timed(MOMENTS):
+                    sums.add(rows, new_rows, holdout=holdout, weights=row_weights)
             total.add(sums)
         return total.value
 

@@ -16,7 +16,13 @@ from tcompress import processes
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.errors import FitError, message_of
 from tcompress.linalg.fits import curved_constant, damped_curvature
-from tcompress.linalg.moments import Moments, is_finite, relative_error
+from tcompress.linalg.moments import (
+    DampedMoments,
+    Moments,
+    RowErrors,
+    is_finite,
+    relative_error,
+)
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.planning.entries import FactorsKey, LayerPlan
 from tcompress.structures import Layout, Structure, Target, structure
@@ -66,7 +72,7 @@ class LayerMoments:
     """Moments of one layer input."""
 
     train: Moments | None = None  # to fit on; None for a data-free fit
-    holdout: Moments | None = None  # to measure on, if rows were held out
+    holdout: Moments | RowErrors | None = None  # to measure on, if rows were held out
 
 
 @dataclass(frozen=True)
@@ -113,14 +119,21 @@ class _Split:
     key: tuple[str, int]  # name of the layer, and index of the split
     expert: int
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
-    moments: Moments | None  # damped
-    curvature: Tensor | None  # damped
+    moments: DampedMoments | None
+    stored_curvature: Tensor | None  # as it was measured  # (out, out)
     terms: Sequence[_Term]
 
     @property
     def weight(self) -> Tensor:
         """Dense weight in float64; made anew each time, so that large layers are held once."""
         return self.stored.double()
+
+    @property
+    def curvature(self) -> Tensor | None:
+        """Damped curvature in float64; made anew each time, like the weight."""
+        if self.stored_curvature is None:
+            return None
+        return damped_curvature(self.stored_curvature.double(), CURVATURE_DAMPING)
 
     @property
     def total(self) -> Tensor:
@@ -144,7 +157,8 @@ class _Split:
         """Target of one summand: what the others leave over."""
         m = self.moments
         weight: Tensor | None = self.weight
-        product = self.weight if m is None else self._product
+        product = weight if m is None else self._product
+        assert product is not None
         if m is not None and m.lift is not None:  # of other channels than what is fitted
             weight = None
         for other in self.terms:
@@ -204,6 +218,9 @@ ROUNDS = 6  # passes over the summands; the error changes in the fourth digit af
 
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
+DampedCache = dict[tuple[int, int, float], DampedMoments]
+"""Damped moments by the identities of moments and lift, which are held meanwhile, and damping."""
+
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 
 
@@ -258,6 +275,7 @@ def fit_layers(
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
+    damped: DampedCache = {}
     owners = [owner for owner, entry in enumerate(entries) if entry.input_of is None]
 
     def fit(owner: int) -> dict[str, FittedLayer]:
@@ -268,7 +286,7 @@ def fit_layers(
             splits_of: dict[int, list[_Split]] = {}
             for i in members:
                 measured = (curvatures.get(entries[i].name), lifts.get(entries[i].name))
-                settings = (damping, *measured, factors, roundings)
+                settings = (damping, *measured, factors, roundings, damped)
                 splits_of[i] = _splits(entries[i], weights[i], moments[i], *settings)
             try:
                 _fit_sum([split for splits in splits_of.values() for split in splits], dtype)
@@ -300,6 +318,7 @@ def _splits(
     lift: Tensor | None,
     factors: SharedFactors,
     roundings: Mapping[str, Rounding],
+    cache: DampedCache,
 ) -> list[_Split]:
     stack = weight if entry.experts else weight[None]
     if not is_finite(stack):
@@ -311,16 +330,21 @@ def _splits(
     lifts: list[Tensor | None] = [None] * len(stack)
     if lift is not None:
         lifts = [*(lift if entry.experts else lift[None])]
-    damped = [
-        None if m.train is None else replace(m.train, lift=up).damped(damping / m.train.rows)
-        for m, up in zip(moments, lifts, strict=False)
-    ]
+    damped: list[DampedMoments | None] = []
+    for measured, up in zip(moments, lifts, strict=False):
+        train = measured.train
+        if train is None:
+            damped.append(None)
+            continue
+        key = (id(train), id(up), damping)  # layers that read one input have the same moments
+        if key not in cache:
+            cache[key] = replace(train, lift=up).damped(damping / train.rows)
+        damped.append(cache[key])
     sizes = [part.out_features for part in entry.parts]
     curves: list[Tensor | None] = [None] * len(sizes)
     if curvature is not None:  # splits are fitted one by one
         rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        blocks = [curvature[part, part].double() for part in rows]
-        curves = [damped_curvature(block, CURVATURE_DAMPING) for block in blocks]
+        curves = [curvature[part, part] for part in rows]
     splits = []
     for expert, (matrix, up) in enumerate(zip(stack, lifts, strict=True)):
         read = damped[min(expert, len(damped) - 1)]
@@ -474,7 +498,7 @@ def _collect(
             errors[-1]["held_out"] = held.error(weight, dense)
         if held is not None and shift is not None:  # the bias was chosen on other rows
             gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = float((weight @ held.dense).mul(weight).sum())
+            norm = held.norm(weight)
             errors[-1]["held_out"] += relative_error(float(gap.square().sum()), norm)
     if any(isnan(value) for of_expert in errors for value in of_expert.values()):
         raise FitError(

@@ -15,7 +15,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from tcompress import processes
-from tcompress.artifact.disk_cache import DAMAGED, read_record, read_tensors, save_tensors
+from tcompress.artifact.disk_cache import (
+    DAMAGED,
+    StoredTensors,
+    read_record,
+    read_tensors,
+    save_tensors,
+)
 from tcompress.artifact.workplace import Workplace, partial_folder
 from tcompress.files import remove, write_text
 from tcompress.fitting.layer_fits import BlockResult, FittedLayer
@@ -23,11 +29,13 @@ from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 from tcompress.processes import by_first
+from tcompress.stage_times import Seconds
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out
 
 _ANSWERS = TypeAdapter(dict[str, Plan])
+_SECONDS = TypeAdapter(dict[str, dict[str, float]])
 
 _PRIVATE = ("lock", "identity", "journal.jsonl", "model", "depth.json", "change")
 """Files that are never taken over from the working folder of another conversion."""
@@ -106,12 +114,12 @@ class FitWorkplace(Workplace):
         name and batch; the order of `channels`.
         """
         (self._measured / kind).mkdir(exist_ok=True)
-        tensors = {name: _narrowed(item) for name, item in moments.items()}
+        tensors = {name: narrowed(item) for name, item in moments.items()}
         save_tensors(tensors, self._measured / kind / f"{block}.safetensors")
 
-    def moments(self, kind: str, block: str) -> dict[str, Tensor]:
-        """Read them back, onto the device; none where they were not measured."""
-        return read_tensors(self._measured / kind / f"{block}.safetensors", self._device) or {}
+    def moments(self, kind: str, block: str) -> Mapping[str, Tensor]:
+        """Read them back, each when it is asked for; there are none where none were kept."""
+        return StoredTensors(self._measured / kind / f"{block}.safetensors", self._device)
 
     @by_first
     def copy_moments(self, folder: Path) -> None:
@@ -156,7 +164,7 @@ class FitWorkplace(Workplace):
     def answers(self) -> dict[str, Plan] | None:
         """Read them, as an interrupted run had made them; none if what led to them is gone."""
         moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        readable = all(read_tensors(path, CPU) is not None for path in moments)
+        readable = all(StoredTensors(path, CPU).is_readable for path in moments)
         return (
             read_record(self.folder / "answers.json", _ANSWERS.validate_json) if readable else None
         )
@@ -169,6 +177,15 @@ class FitWorkplace(Workplace):
     def depth(self) -> DepthPlan | None:
         """Read which blocks stay, as an interrupted run had chosen them."""
         return read_record(self.folder / "depth.json", DepthPlan.model_validate_json)
+
+    def keep_seconds(self, seconds: Seconds) -> None:
+        """Store what stages have taken so far."""
+        if self._lock is not None:  # without waiting for other processes
+            write_text(self.folder / "seconds.json", json.dumps(seconds))
+
+    def seconds(self) -> Seconds:
+        """Read what they took in an interrupted run."""
+        return read_record(self.folder / "seconds.json", _SECONDS.validate_json) or {}
 
     @by_first
     def keep_distance(self, distance: Distance) -> None:
@@ -212,8 +229,8 @@ class FitWorkplace(Workplace):
         return self._blocks / f"{block}.safetensors"
 
 
-def _narrowed(moment: Tensor) -> Tensor:
-    """A moment as float32, unless its range is too small for it."""
+def narrowed(moment: Tensor) -> Tensor:
+    """Give a moment as float32, unless its range is too small for it."""
     largest = float(moment.abs().amax()) if moment.numel() else 0.0
     narrow = largest == 0 or SMALLEST**2 < largest < LARGEST**2
     return moment.float() if narrow else moment

@@ -10,6 +10,7 @@ from torch import Tensor
 from tcompress.linalg.moments import safe_cholesky
 
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
+_LARGE, _DENSE = 2048, 0.75  # neurons; the share of them below which matrices are cut down
 _FLOOR = 1e-9  # of a neuron's own variance: what is left below it tells nothing
 
 
@@ -40,9 +41,15 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
     count = len(gram)
     least = _FLOOR * gram.diagonal().clamp_min(0)
     left = torch.ones(count, dtype=torch.bool, device=gram.device)
+    places = torch.arange(count, device=gram.device)  # of the rows that are still looked at
     order: list[Tensor] = []
     gains: list[Tensor] = []
     while bool(left.any()):
+        # Those that are taken change no more.
+        if len(gram) >= _LARGE and int(left.sum()) < _DENSE * len(gram):
+            rows = left.nonzero().flatten()
+            gram, target = gram[rows][:, rows], target[:, rows]
+            least, places, left = least[rows], places[rows], left[rows]
         variance = gram.diagonal()
         gain = target.square().sum(0) / variance.clamp_min(torch.finfo(gram.dtype).tiny)
         gain = torch.where(left & (variance > least), gain, torch.where(left, -1.0, -2.0))
@@ -50,13 +57,14 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
         pool = gain.topk(min(_POOL * size, int(left.sum()))).indices
         chosen, found = _pivots(gram[pool][:, pool], target[:, pool], least[pool], size)
         taken = pool[chosen]
-        order.append(taken)
+        order.append(places[taken])
         gains.append(found)
         left[taken] = False
         root = safe_cholesky(gram[taken][:, taken])
         columns = torch.linalg.solve_triangular(root, gram[taken], upper=False)  # (g, f)
         yields = torch.linalg.solve_triangular(root, target[:, taken].mT, upper=False)  # (g, m)
-        gram -= columns.mT @ columns
+        for part in (slice(first, first + _LARGE) for first in range(0, len(gram), _LARGE)):
+            gram[part] -= columns[:, part].mT @ columns
         target -= yields.mT @ columns
     losses = constant - torch.cat([gains[0].new_zeros(1), *gains]).cumsum(0)
     return NeuronOrder(torch.cat(order), losses.clamp_min(0).cummin(0).values)

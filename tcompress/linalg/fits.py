@@ -11,7 +11,7 @@ from math import log2
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened
+from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened, with_ridge
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
 
 # Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.
@@ -219,8 +219,7 @@ def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
     """
     mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)
     level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
-    eye = torch.eye(curvature.shape[-1], dtype=curvature.dtype, device=curvature.device)
-    return curvature + level[..., None, None] * eye
+    return with_ridge(curvature, level)
 
 
 def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:

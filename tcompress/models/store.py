@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tcompress.errors import SourceError, after_colon, first_line, folder_content, listed, read_json
 from tcompress.linalg.rounding import Packed, Rounding, read_header, unpack
 from tcompress.models.names import NO_ONNX
+from tcompress.stage_times import READING, timed
 
 if TYPE_CHECKING:
     import torch
@@ -345,7 +346,8 @@ class WeightStore:
         if self._last is not None and self._last is not shard:
             self._last.close()
         self._last = shard
-        return shard.read(self.name_inside(key))
+        with timed(READING):
+            return shard.read(self.name_inside(key))
 
     def times(self) -> list[tuple[str, int]]:
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]

@@ -135,6 +135,11 @@ def render_plan(
         if not open_ended:
             rows.append(size("bytes on disk", source_bytes, estimate.disk_bytes))
         rows.append(Row("peak memory", f"about {fmt.bytes_text(estimate.memory_bytes)}"))
+        if estimate.scratch_bytes:
+            text = f"about {fmt.bytes_text(estimate.scratch_bytes)}"
+            rows.append(Row("on disk meanwhile", text))
+        if estimate.read_bytes:
+            rows.append(Row("weights read", fmt.bytes_text(estimate.read_bytes)))
         if estimate.candidates:
             told = f"{estimate.candidates:,}, each alone in the dense model"
             rows.append(Row("candidates tried", told))

@@ -8,6 +8,8 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+from tcompress.stage_times import COMPUTING, Seconds, by_stage
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -110,6 +112,24 @@ def coverage_text(coverage: Coverage) -> str:
         named = [f"{name} {count_text(number)}" for name, number in counts.items() if number]
         parts += [title + ", ".join(named)] if named else []
     return "; ".join(parts)
+
+
+_LEAST_SECONDS = 60.0  # of a conversion; of a shorter one nobody asks where they went
+
+
+def stages_text(seconds: Seconds) -> str:
+    """Say what a conversion took, and which stages took most; empty where it was short."""
+    stages = by_stage(seconds)
+    if (total := sum(stages.values())) < _LEAST_SECONDS:
+        return ""
+    shares = [f"{name} {time_text(time)}" for name, time in stages.items() if time > 0.05 * total]
+    parts = dict[str, float]()
+    for name, time in (item for stage in seconds.values() for item in stage.items()):
+        parts[name] = parts.get(name, 0.0) + time
+    large = {name: time for name, time in parts.items() if time > 0.05 * total}
+    within = [f"{name} {time_text(time)}" for name, time in large.items() if name != COMPUTING]
+    text = f"{time_text(total)}: {', '.join(shares)}"
+    return f"{text} (of which {', '.join(within)})" if within else text
 
 
 def time_text(seconds: float) -> str:

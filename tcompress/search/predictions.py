@@ -22,6 +22,7 @@ from tcompress.errors import FitError, message_of
 from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
 from tcompress.fitting.channel_orders import order_channels as channel_order
 from tcompress.fitting.layer_fits import MORE_DATA, LayerStatistics
+from tcompress.fitting.workdir import narrowed
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
@@ -132,13 +133,14 @@ class _Measuring:
         progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
         by_name = {block.name: block for block in roles.blocks}
         for name, sums in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
-            reached = {k: s for k, s in sums.items() if s.rows and k in self.entries}
-            self._keep_moments(name, reached)
+            reached = [path for path in sums if sums[path].rows and path in self.entries]
+            self._keep_moments(name, {path: sums[path] for path in reached})
             statistics = {}
-            for path, sensitivity in reached.items() if recipe.by_loss or self.narrows else ():
-                entry = self.entries[path]
+            for path in reached if recipe.by_loss or self.narrows else ():
+                entry, layer_sums = self.entries[path], sums.pop(path)  # one copy at a time
                 weight = self._weight(path, entry)
-                statistics[entry.name] = LayerStatistics.of(weight, sensitivity, centred=entry.bias)
+                statistics[entry.name] = LayerStatistics.of(weight, layer_sums, centred=entry.bias)
+            sums.clear()
             yield by_name[name], statistics
 
     def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
@@ -146,12 +148,15 @@ class _Measuring:
         blocks = roles_of(self.inputs.source).blocks
         self.inputs.progress.stage("looking at weights", len(blocks), "blocks")
         for block in reversed(blocks):
-            statistics = {}
+            statistics, grams = {}, dict[int, Tensor]()
             for layer in block.layers:
                 if (entry := self.entries.get(layer.name)) is None:
                     continue
                 weight = self._weight(layer.name, entry)
-                gram = torch.eye(entry.in_features, dtype=torch.float64, device=self.inputs.device)
+                size = entry.in_features
+                if size not in grams:
+                    grams[size] = torch.eye(size, dtype=torch.float64, device=self.inputs.device)
+                gram = grams[size]
                 mean = gram.new_zeros(len(gram))
                 statistics[entry.name] = LayerStatistics(weight, gram, mean)
             yield block, statistics
@@ -170,7 +175,10 @@ class _Measuring:
         calibration = self.inputs.recipe.calibration
         assert data is not None
         if calibration.output_moments is not False:
-            curvatures = {entries[k].name: item.curvature / item.rows for k, item in sums.items()}
+            curvatures = {
+                entries[path].name: narrowed(item.curvature / item.rows)
+                for path, item in sums.items()
+            }
             workdir.keep_moments("curvature", block, curvatures)
             weights = {
                 f"{entries[path].name}/{data.fitted[batch]}": weight

@@ -32,9 +32,9 @@ class CostsOther(ABC):
 
 
 def svd_flops(rows: int, columns: int) -> float:
-    """Counts what a truncated SVD and the products around it take, roughly."""
+    """Counts what a truncated SVD and the products around it take, roughly, as of float32."""
     least = min(rows, columns)
-    return 20.0 * least**3 + 4.0 * rows * columns * least
+    return 10.0 * least**3 + 4.0 * rows * columns * least
 
 
 def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import ProjectConfiguration, broadcast_object_list, patch_environment
+from accelerate.utils import (
+    DistributedType,
+    ProjectConfiguration,
+    broadcast_object_list,
+    patch_environment,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -132,6 +137,7 @@ def finetune(
     return run.go(progress or Silent(), say)
 
 
+_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 _RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "sources"}
 
 
@@ -317,6 +323,13 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
     except ValueError as error:
         hint = "choose another `--mixed-precision`, `--track` or `--device`"
         raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error
+    if accelerator.distributed_type in _SHARDED:
+        raise InputError(
+            f"accelerate is told to shard the model ({accelerator.distributed_type.value}), and "
+            "training here keeps a whole model in each process",
+            "launch it without that; `--gradient-checkpointing`, `--accumulate 8` and "
+            "`--mixed-precision bf16` take less memory",
+        )
     if precision == "fp16" and accelerator.device.type == "cpu":
         hint = "choose `--mixed-precision bf16`, or `no`"
         raise InputError("mixed precision in float16 needs a GPU", hint)

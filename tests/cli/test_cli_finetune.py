@@ -14,9 +14,10 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from accelerate.utils import DistributedType
 from transformers.utils.logging import disable_progress_bar
 
-from tcompress import launched
+from tcompress import processes
 from tcompress.cli.finetune import default_output
 from tcompress.options import Finetune
 from tests.support.cli import completed, error, run
@@ -151,6 +152,14 @@ def test_options_change_the_recipe(tmp_path: Path) -> None:
     assert kept.data.source == ("a.txt",)
 
 
+def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = property(lambda _: DistributedType.FSDP)
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", sharded)
+    done = run("finetune", "bert-small", "--quiet", "--data", "texts.txt", "-o", "out", *SHORT)
+    assert done.code == 2
+    assert done.err.startswith("error: accelerate is told to shard the model (FSDP), and training")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
@@ -217,9 +226,9 @@ def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) 
     done = run("finetune", "bert-small", "--data", "texts.txt", "-o", "out", *SHORT)
     assert (done.code, done.out, done.err) == (0, "", "")
     missing = ("finetune", "bert-small", "--data", "missing.txt", "-o", "out", *SHORT)
-    monkeypatch.setattr(launched, "speaks", lambda: True)
+    monkeypatch.setattr(processes, "speaks", lambda: True)
     assert "missing.txt" in run(*missing).err
-    monkeypatch.setattr(launched, "speaks", lambda: False)
+    monkeypatch.setattr(processes, "speaks", lambda: False)
     done = run(*missing)
     assert (done.code, done.out, done.err) == (2, "", "")
 

@@ -26,6 +26,7 @@ from tcompress.linalg.fits import (
 from tcompress.linalg.moments import (
     Moments,
     MomentSums,
+    PairedRows,
     balanced,
     best_factors,
     fit_lowrank,
@@ -179,9 +180,52 @@ def test_damping_adds_one_ridge_to_all_three() -> None:
     assert_close(damped.gram, m.gram + ridge)
     assert_close(damped.cross, m.cross + ridge)
     assert_close(damped.dense, m.dense + ridge)
-    assert_close(damped.mean, m.mean)
-    assert_close(damped.dense_mean, m.dense_mean)
-    assert damped.rows == ROWS
+
+
+def test_rows_of_one_stream_have_one_moment() -> None:
+    x, _ = _rows()
+    one, three = MomentSums(WIDTH), MomentSums(WIDTH)
+    one.add(x, x)
+    three.add(x, x.clone())  # told apart by identity
+    expected, found = three.moments(centred=True), one.moments(centred=True, last=True)
+    assert found.gram is found.cross is found.dense
+    assert expected.gram is not expected.cross
+    assert_close(found.gram, expected.gram)
+    weight, fitted = randn(OUTPUTS, WIDTH, seed=5), randn(OUTPUTS, WIDTH, seed=6)
+    assert found.error(weight, fitted) == pytest.approx(expected.error(weight, fitted))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_errors_of_wide_inputs(centred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (x, new), found = _rows(), {}
+    worth = 1.0 + torch.arange(ROWS).double()
+    for least in (WIDTH, WIDTH + 1):
+        monkeypatch.setattr("tcompress.linalg.moments.WIDE", least)
+        sums = [MomentSums(WIDTH), PairedRows()]
+        for item in sums:
+            item.add(x[:20], new[:20], worth[:20])
+            item.add(x[20:], new[20:], worth[20:])
+        found[least] = [item.moments(centred=centred, last=True) for item in sums]
+    moments, rows = found[WIDTH]
+    expected = found[WIDTH + 1][0]
+    assert (moments.gram.dtype, moments.cross.dtype) == (torch.float64, torch.float64)
+    assert (moments.dense.dtype, expected.dense.dtype) == (torch.float32, torch.float64)
+    assert_close(rows.mean, expected.mean)
+    assert_close(rows.dense_mean, expected.dense_mean)
+    weight, fitted = randn(OUTPUTS, WIDTH, seed=5), randn(OUTPUTS, WIDTH, seed=6)
+    for item in (moments, rows):
+        assert item.norm(weight) == pytest.approx(expected.norm(weight), rel=1e-5)
+        assert item.error(weight, fitted) == pytest.approx(expected.error(weight, fitted), rel=1e-5)
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_few_eigenvectors_of_a_large_matrix(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = randn(30, WIDTH).double()
+    left, right = best_factors(matrix, rank)
+    monkeypatch.setattr("tcompress.linalg.moments._LARGE", WIDTH)
+    monkeypatch.setattr(torch.linalg, "eigh", None)  # which computes all of them
+    few_left, few_right = best_factors(matrix, rank)
+    assert_close(few_left @ few_right, left @ right)
 
 
 def test_error_of_moments_is_that_of_rows() -> None:

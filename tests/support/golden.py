@@ -29,7 +29,7 @@ _PATTERNS = {
     rf"(?<= ){re.escape(tcompress.__version__)}\b": "<version>",
 }
 # Keys of documents whose values differ from run to run, from machine to machine, or with versions.
-_VARYING = {"created", "seconds", "fingerprint", "tool_version", "environment"}
+_VARYING = {"created", "seconds", "stage_seconds", "fingerprint", "tool_version", "environment"}
 
 
 class Golden:
@@ -123,6 +123,8 @@ def dumped(value: Any, indent: str = "", taken: int = 0) -> str:
 
 def _hidden(value: Any, keys: Collection[str], name: str = "") -> Any:
     """Replaces the values of keys by their names, and rounds floats."""
+    if name == "stage_seconds":  # which stages took any time varies too
+        return f"<{name}>"
     if isinstance(value, dict):
         return {
             key: _hidden(item, keys, name or key * (key in keys)) for key, item in value.items()

@@ -70,7 +70,7 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def _timeless(facts: dict[str, Any]) -> dict[str, Any]:
-    changing = ("created", "seconds", "digest")
+    changing = ("created", "seconds", "stage_seconds", "digest")
     return {name: value for name, value in facts.items() if name not in changing}
 
 

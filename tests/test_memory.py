@@ -1,0 +1,35 @@
+"""Free memory: of the machine, and within the limits of groups of processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tcompress import memory
+from tcompress.memory import free_memory
+
+
+def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = free_memory()
+    if free is None:
+        pytest.skip("this system does not say how much memory is free")
+    assert 0 < free < 2**50
+    cpu = torch.device("cpu")
+    [name] = [
+        line.split(":", 2)[2]
+        for line in Path("/proc/self/cgroup").read_text().splitlines()
+        if not line.split(":", 2)[1]
+    ] or [""]
+    group = tmp_path / name.lstrip("/")
+    group.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    files = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "inactive_file 100"}
+    for file, text in files.items():
+        (group / file).write_text(f"{text}\n")
+    assert free_memory(cpu) == (2100 if name else free_memory())
+    (group / "memory.max").write_text("max\n")
+    assert (free_memory(cpu) or 0) > 2100
+
+
+def test_other_devices_are_not_guessed() -> None:
+    assert free_memory(torch.device("meta")) is None

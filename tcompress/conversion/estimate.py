@@ -265,12 +265,13 @@ def _shapes(block: Block) -> list[tuple[int, int]]:
 
 
 def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
-    """Bytes of the moments of all layers of a block, and of what follows from those of one."""
+    """Bytes of the moments of all layers of a block, with those of a run, or what one yields."""
     if not shapes:
         return 0
     rows = min(tokens, 2 * ROWS_AT_ONCE)
-    sums = sum(8 * (x * x + y * y) + 4 * rows * (x + y) for x, y in shapes)
-    return sums + max(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)
+    sums = sum(8 * (x * x + y * y) for x, y in shapes)
+    summing = sums + sum(4 * rows * (x + y) for x, y in shapes)
+    return sums + max(summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes))
 
 
 def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int) -> float:

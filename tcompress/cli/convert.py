@@ -15,7 +15,7 @@ from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
 from tcompress.options.read import Given
-from tcompress.processes import is_first, is_launched
+from tcompress.processes import is_first, is_launched, joined
 
 if TYPE_CHECKING:
     from tcompress.conversion.converter import Converted
@@ -112,10 +112,12 @@ def perform(job: Job) -> None:
         job.look_at_model(look)
     source = job.open()
     from tcompress.conversion.converter import convert
+    from tcompress.hf.opening import pick_device
 
     what = f"`{job.output}` was not written"
     quiet = job.manner.quiet
-    with terminal.resumable(lambda: what, quiet=quiet, output=job.output) as heard:
+    device = pick_device(job.convert.device)
+    with terminal.resumable(lambda: what, quiet=quiet, output=job.output) as heard, joined(device):
         progress = heard["progress"]
         done = convert(source, job.convert, job.output, force=job.force, progress=progress)
     if is_first():

@@ -29,7 +29,6 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
@@ -74,6 +73,8 @@ def convert(
 ) -> Converted:
     """Convert a model and write the result.
 
+    Within `processes.joined` the processes that a launcher has started do it together.
+
     Args:
         source: The dense model, or its name; with `init: random` its weights do not count.
         recipe: How to convert it.
@@ -95,49 +96,48 @@ def convert(
     """
     times = StageTimes(progress or Silent(), "planning")
     output = Path(output).expanduser().absolute()
-    with processes.joined(pick_device(recipe.device)):
-        processes.first(lambda: check_output(output, force=force))
-        seed = recipe.seed if recipe.init == "random" else None
-        if isinstance(source, str):
-            source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
-        elif seed is not None:
-            source = source.at_random(seed)
-        check_apart(output, source.origin or source.folder, "the model's own folder")
-        if len(recipe.speedups) > 1:
-            raise InputError(
-                f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
-                "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
-            )
-        source = with_vocabulary(source, recipe, times)
-        plan = plan or make_plan(recipe, source)
-        times.turn_to("reading data")
-        conversion = Conversion.of(source, recipe, plan, times, data, statistics)
-        identity = _identity(conversion)
-        # Bad input leaves nothing behind, a kill or Ctrl-C does.
-        workplace = FitWorkplace(output, identity, conversion.device, force=force)
-        with times.running(), workplace.working() as workdir:
-            if workdir.published and (done := read_manifest(output)) is not None:
-                workdir.discard()
-                return Converted(output, done, resumed=True)
-            times.resume(workdir.seconds(), workdir.keep_seconds)
-            room = (plan, source, recipe, workdir, conversion.device, times.tell)
-            processes.first(lambda: check_room(*room))
-            conversion, outputs = choose(conversion, workdir)
-            # Fits are kept until what they yield is written.
-            sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
-            workdir.need(sum(sizes))
-            fits = fit(conversion, outputs, workdir)
+    processes.first(lambda: check_output(output, force=force))
+    seed = recipe.seed if recipe.init == "random" else None
+    if isinstance(source, str):
+        source = SourceModel.open(source, seed=seed, adapter=recipe.adapter)
+    elif seed is not None:
+        source = source.at_random(seed)
+    check_apart(output, source.origin or source.folder, "the model's own folder")
+    if len(recipe.speedups) > 1:
+        raise InputError(
+            f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
+            "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
+        )
+    source = with_vocabulary(source, recipe, times)
+    plan = plan or make_plan(recipe, source)
+    times.turn_to("reading data")
+    conversion = Conversion.of(source, recipe, plan, times, data, statistics)
+    identity = _identity(conversion)
+    # Bad input leaves nothing behind, a kill or Ctrl-C does.
+    workplace = FitWorkplace(output, identity, conversion.device, force=force)
+    with times.running(), workplace.working() as workdir:
+        if workdir.published and (done := read_manifest(output)) is not None:
+            workdir.discard()
+            return Converted(output, done, resumed=True)
+        times.resume(workdir.seconds(), workdir.keep_seconds)
+        room = (plan, source, recipe, workdir, conversion.device, times.tell)
+        processes.first(lambda: check_room(*room))
+        conversion, outputs = choose(conversion, workdir)
+        # Fits are kept until what they yield is written.
+        sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
+        workdir.need(sum(sizes))
+        fits = fit(conversion, outputs, workdir)
 
-            def publish() -> Manifest:
-                manifest = _write_model(conversion, outputs, fits, workdir, source, paper, times)
-                workdir.publish(force=force)
-                return manifest
+        def publish() -> Manifest:
+            manifest = _write_model(conversion, outputs, fits, workdir, source, paper, times)
+            workdir.publish(force=force)
+            return manifest
 
-            manifest = processes.first(publish)
-        if recipe.counts_time:
-            settings = (source, output, manifest.plan, recipe)
-            manifest = processes.first(lambda: _timed(*settings)) or manifest
-        return Converted(output, manifest, workdir.resumed)
+        manifest = processes.first(publish)
+    if recipe.counts_time:
+        settings = (source, output, manifest.plan, recipe)
+        manifest = processes.first(lambda: _timed(*settings)) or manifest
+    return Converted(output, manifest, workdir.resumed)
 
 
 def _write_model(

@@ -157,6 +157,7 @@ class _Split:
         """Target of one summand: what the others leave over."""
         m = self.moments
         weight: Tensor | None = self.weight
+        gram = None if m is None else m.gram
         product = weight if m is None else self._product
         assert product is not None
         if m is not None and m.lift is not None:  # of other channels than what is fitted
@@ -164,8 +165,7 @@ class _Split:
         for other in self.terms:
             if other is not term and other.dense is not None:
                 weight = None if weight is None else weight - other.dense
-                product = product - (other.dense if m is None else other.dense @ m.gram)
-        gram = None if m is None else m.gram
+                product = product - (other.dense if gram is None else other.dense @ gram)
         shared, transforms = term.shared, term.transforms
         return Target(product, gram, 1.0, self.curvature, weight, term.exact, shared, transforms)
 

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 _CONVERT = """
 import json, sys
 from pathlib import Path
+import torch
+from tcompress import processes
 from tcompress.conversion.converter import convert
 from tcompress.options import Convert
 from tests.support.conversions import calibration
@@ -31,7 +33,8 @@ for name, (family, recipe) in json.loads(sys.argv[2]).items():
     dense = Path(sys.argv[1]) / family
     data = calibration(family) if "calibration" not in recipe else None
     settings = Convert.model_validate({**recipe, "device": "cpu"})
-    convert(str(dense), settings, Path(sys.argv[3]) / name, data=data)
+    with processes.joined(torch.device("cpu")):
+        convert(str(dense), settings, Path(sys.argv[3]) / name, data=data)
 """
 _CASES = {
     "svd": ("bert", {"method": {"name": "svd"}, "target": 0.5}),

@@ -452,6 +452,36 @@ def decode(record: Record, args: argparse.Namespace) -> None:
                 )
 
 
+def large(record: Record, args: argparse.Namespace) -> None:
+    """Conversions of a random Llama of 1.1 billion parameters, and where their time goes."""
+    import torch
+    from large import METHODS, converted, recipe_of
+    from memory import SHAPE, make_checkpoint
+
+    shape, samples, length = SHAPE, 64, 512
+    if record.small:
+        sizes = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2000}
+        counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        shape, samples, length = {**SHAPE, **sizes, **counts}, 8, 64
+    folder = args.out / "large" / "model"
+    if not folder.exists():
+        make_checkpoint(folder, torch.bfloat16, shape)
+    for count in (0, samples):
+        for method in METHODS:
+            if record.left < 1:
+                record.add(method=method, samples=count, result="no time left")
+                continue
+            recipe = {**recipe_of(method, count, length), "device": "auto"}
+            with record.tried(method=method, samples=count) as row:
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                output = folder.parent / method
+                stages = converted(str(folder), recipe, str(output), count, length)
+                row |= {name: round(sum(parts.values()), 2) for name, parts in stages.items()}
+                if torch.cuda.is_available():
+                    row["GPU memory, GB"] = short(torch.cuda.max_memory_allocated() / 1e9)
+
+
 def papers(record: Record, args: argparse.Namespace) -> None:
     """A paper's headline, as far as the time goes: AG News at width 768, and its dense model."""
     from papers import local_files
@@ -512,5 +542,5 @@ def trained(recipe: str, variant: str | None, said: list[str]) -> Row:
 
 
 STAGES: dict[str, Callable[[Record, argparse.Namespace], None]] = {
-    stage.__name__: stage for stage in (commands, heal, layers, decode, papers)
+    stage.__name__: stage for stage in (commands, heal, layers, decode, large, papers)
 }

@@ -18,6 +18,7 @@ import argparse
 import json
 import shutil
 import struct
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from typing import Any
 import torch
 from memory import SHAPE, make_checkpoint, peak_of
 
+from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
+from tcompress.data.calibration import CalibrationData, most_tokens
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.planner import make_plan
@@ -47,28 +50,32 @@ METHODS: dict[str, dict[str, Any]] = {
     "width": {"method": {"name": "width"}, "target": 0.25},
     "auto": {"method": {"name": "auto"}, "target": 0.25},
 }
-CONVERT = """
-import json, sys, torch
-from tcompress.conversion.converter import convert
-from tcompress.data.calibration import CalibrationData, most_tokens
-from tcompress.models import SourceModel
-from tcompress.options import Convert
+CONVERT = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from large import converted
 folder, recipe, output, samples, length = sys.argv[1:]
-samples, length = int(samples), int(length)
-source = SourceModel.open(folder)
-data = None
-if samples:
-    config, random = source.config, torch.Generator().manual_seed(0)
-    size = max(1, most_tokens(source, config.intermediate_size) // length)
-    ids = torch.randint(config.vocab_size, (samples, length), generator=random)
-    held = max(1, samples // 10)
-    fitted, held = (part.split(size) for part in ids.split([samples - held, held]))
-    batches = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in (*fitted, *held)]
-    origins = dict.fromkeys(range(len(fitted), len(batches)), "random")
-    facts = ("random", samples, ids.numel(), "0", origins)
-    data = CalibrationData(batches, [*origins], *facts)
-convert(source, Convert.model_validate(json.loads(recipe)), output, data=data, force=True)
+converted(folder, json.loads(recipe), output, int(samples), int(length))
 """
+
+
+def converted(
+    folder: str, recipe: dict[str, Any], output: str, samples: int, length: int
+) -> dict[str, Any]:
+    """Convert a model, fitted to texts of random tokens; return the seconds of its stages."""
+    source, data = SourceModel.open(folder), None
+    if samples:
+        config, random = source.config, torch.Generator().manual_seed(0)
+        size = max(1, most_tokens(source, config.intermediate_size) // length)
+        ids = torch.randint(config.vocab_size, (samples, length), generator=random)
+        held = max(1, samples // 10)
+        parts = [part.split(size) for part in ids.split([samples - held, held])]
+        batches = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in chain(*parts)]
+        origins = dict.fromkeys(range(len(parts[0]), len(batches)), "random")
+        facts = ("random", samples, ids.numel(), "0", origins)
+        data = CalibrationData(batches, [*origins], *facts)
+    done = convert(source, Convert.model_validate(recipe), output, data=data, force=True)
+    return dict(done.manifest.stage_seconds)
 
 
 def empty_checkpoint(folder: Path, shape: dict[str, Any]) -> None:

@@ -230,7 +230,7 @@ class Total(Generic[T]):
         total = Total(merge, device)
         for run in total.runs():
             total.add(sum over the batches of the run)
-        total.value
+        total.whole()
 
     One process keeps the sum, and every other one no more than the run that it is at.
 
@@ -259,9 +259,8 @@ class Total(Generic[T]):
             if leads() and sent is not None:
                 self._sum = sent if self._sum is None else self._merge(self._sum, sent)
 
-    @property
-    def value(self) -> T:
-        """The whole sum."""
+    def whole(self) -> T:
+        """Give the sum to all processes, which all ask for it once."""
         if count() > 1:
             import torch.distributed as dist
 

@@ -243,7 +243,7 @@ class BackwardWalk:
                     watch.begin(self._streams[index].batch, index)
                     watch.weighed = self._sampler.weighs_tokens
                     self._backward_visit(self._visits[index].pop())
-            return watch.total
+            return watch.total()
 
     def _backward_visit(self, visit: _Visit) -> None:
         stored = load_tensors(visit.file, self._device)
@@ -321,7 +321,7 @@ def input_moments(
                         answer = model.answer_of(own[index])
                         if blocks:  # the output head was never loaded
                             own[index].answer(answer)
-                sums = watch.total
+                sums = watch.total()
             yield name, sums
 
 
@@ -384,10 +384,9 @@ class _Watch:
             yield run
             self._total.add(self.sums)
 
-    @property
     def total(self) -> dict[str, Sensitivity]:
-        """Sums over all batches, by name of a layer."""
-        return self._total.value
+        """Return sums over all batches, by name of a layer."""
+        return self._total.whole()
 
     def begin(self, batch: Mapping[str, Tensor], index: int = 0) -> None:
         """Look at another batch."""

@@ -444,7 +444,7 @@ class BlockRewriter:
                 with timed(MOMENTS):
                     sums.add(rows, new_rows, holdout=holdout, weights=row_weights)
             total.add(sums)
-        return total.value
+        return total.whole()
 
     def _token_weights(self, block: str, group: Group) -> dict[int, Tensor]:
         """Worth of the rows of a batch to all layers of a group, by batch."""
@@ -501,7 +501,7 @@ class BlockRewriter:
                         x, y = (read(*item, expert) for item in pair)
                         split.add(x, y, holdout=self.streams.holds_out(index))
             total.add(sums)
-        return total.value
+        return total.whole()
 
     def _install(self, rewritten: RewrittenBlock, group: Group) -> None:
         """Put fitted layers into the block's copy."""

@@ -16,7 +16,7 @@ from tcompress.options.convert_options import RESOURCES as OPTIONS
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
-from tcompress.search.resources import RESOURCES
+from tcompress.search.resources import RESOURCES, Goal
 from tcompress.search.search import Measurements
 from tests.support.conversions import calibration
 from tests.support.counted_clock import counted_clock
@@ -54,11 +54,10 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     with FitWorkplace(tmp_path / "out", "", torch.device("cpu")).working() as workdir:
         budget = recipe.resource_budget
         assert budget is not None
-        priced = Measurements(conversion.inputs(workdir)).priced(budget.unit)
+        resource, predictions = Measurements(conversion.inputs(workdir)).priced(budget.unit)
         workdir.discard()
-    resource, predictions = priced.resource, priced.predictions
     assert RESOURCES[budget.unit] is type(resource)
-    goal = priced.goal(budget)
+    goal = Goal(resource, budget, resource.rest(predictions.layers))
     taken = sum(site.dense[resource.unit] for site in predictions.layers)
     assert goal.rest + taken == pytest.approx(resource.dense, rel=1e-6)
     for site in (*predictions.layers, *predictions.widths):

@@ -131,6 +131,7 @@ def test_methods_that_leave_layers_dense_are_not_tried(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- conversions
+@pytest.mark.slow
 def test_what_is_taken_changes_the_output_least(
     folder: Path, whole: Callable[[], Converted]
 ) -> None:

@@ -57,6 +57,7 @@ assert "tcompress" not in sys.modules
 OFTEN = "gpt2 qwen3_moe"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "families", tiered([OFTEN, "vit electra bert llama t5 mixtral phi3"], lambda row: row == OFTEN)
 )

@@ -59,6 +59,7 @@ print("all loaded")
 """
 
 
+@pytest.mark.slow
 def test_without_tcompress_loading_fails(models: Models) -> None:
     """Of linear and Conv1D layers, experts, and layers of which another model has only some."""
     folders = [models(family, "dct").folder for family in ("bert", "gpt2", "mixtral", "t5")]

@@ -30,6 +30,7 @@ def idle(tmp_path: Path) -> Path:
     return tmp_path / "dense"
 
 
+@pytest.mark.slow
 def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path: Path) -> None:
     recipe = _recipe(method={"name": "auto"}, target=0.35, drop_layers=None)
     done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))

@@ -105,7 +105,8 @@ def test_what_harms_agreement_is_not_written(place: Path, tmp_path: Path) -> Non
     assert weights(done.folder) == weights(place / "student")
 
 
-@pytest.mark.parametrize("when", [pytest.param("mapping", marks=pytest.mark.slow), "training"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["mapping", "training"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(
     when: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

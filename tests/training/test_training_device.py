@@ -48,8 +48,14 @@ def _on_meta(losses: Losses, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("bert", {"objectives": {"hidden": 1, "embedding": 1, "attention": 1, "logits": 1}}),
-        ("bert", {"optimizer": "adamw", "block_steps": 5, "accumulate": 2}),
+        pytest.param(
+            *("bert", {"objectives": {"hidden": 1, "embedding": 1, "attention": 1, "logits": 1}}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("bert", {"optimizer": "adamw", "block_steps": 5, "accumulate": 2}),
+            marks=pytest.mark.slow,
+        ),
         ("llama", {"objectives": {"hidden": 1, "logits": 1, "attention": 1}}),
     ],
 )

@@ -460,7 +460,7 @@ def large(record: Record, args: argparse.Namespace) -> None:
 
     shape, samples, length = SHAPE, 64, 512
     if record.small:
-        sizes = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2000}
+        sizes = {"hidden_size": 128, "intermediate_size": 344, "vocab_size": 1000}
         counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         shape, samples, length = {**SHAPE, **sizes, **counts}, 8, 64
     folder = args.out / "large" / "model"

@@ -38,7 +38,10 @@ for name, (family, recipe) in json.loads(sys.argv[2]).items():
 """
 _CASES = {
     "svd": ("bert", {"method": {"name": "svd"}, "target": 0.5}),
-    "without data": ("bert", {"method": {"name": "svd"}, "calibration": {"source": "none"}}),
+    "without data": (
+        "bert",
+        {"method": {"name": "svd"}, "target": 0.5, "calibration": {"source": "none"}},
+    ),
     "fitted": ("bert", {"method": {"name": "lprod", "p": 2, "transform": "fitted"}}),
     "tt": ("bert", {"method": {"name": "tt"}, "target": 0.5}),
     "tucker": ("bert", {"method": {"name": "tucker"}, "target": 0.5}),

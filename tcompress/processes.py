@@ -288,12 +288,14 @@ def _sent(value: T | None, sender: int, device: torch.device | str) -> T | None:
 
 
 def moved(value: T, device: torch.device | str) -> T:
-    """Copy a value whose tensors, however deep, are on a device."""
-    from torch import Tensor
+    """Copy a value whose tensors, however deep, are on a device, and that names it as its own."""
+    import torch
 
     result: Any = value
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         result = value.to(device)
+    elif isinstance(value, torch.device):  # where a sum that has waiting rows alone is to begin
+        result = torch.device(device)
     elif isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections"):
         result = copy.copy(value)
         result.update({key: moved(item, device) for key, item in value.items()})

@@ -299,8 +299,8 @@ def input_moments(
     """
     blocks = {block.name: block for block in roles.blocks}
     model = PartialModel(source, list(blocks), device)
-    own = {i: model.stream(batches[i]) for i in processes.own_batches(len(batches))}
-    streams = [*own.values()]
+    by_index = {i: model.stream(batches[i]) for i in processes.own_batches(len(batches))}
+    streams = [*by_index.values()]
     with model.paused(streams):
         while blocks and (name := common_block(streams)):
             block = blocks.pop(name, None)
@@ -317,10 +317,10 @@ def input_moments(
             ):
                 for run in watch.runs():
                     for index in processes.batches_of(run, len(batches)):
-                        watch.begin(own[index].batch)
-                        answer = model.answer_of(own[index])
+                        watch.begin(by_index[index].batch)
+                        answer = model.answer_of(by_index[index])
                         if blocks:  # the output head was never loaded
-                            own[index].answer(answer)
+                            by_index[index].answer(answer)
                 sums = watch.total()
             yield name, sums
 

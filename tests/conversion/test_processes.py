@@ -15,7 +15,7 @@ import torch
 from tcompress import processes
 from tcompress.artifact.checksums import digest_of
 from tcompress.blockwise.sensitivity import Sensitivity
-from tcompress.linalg.moments import MomentSums
+from tcompress.linalg.moments import MomentSums, ProductSum
 from tests.support.cli import error, run
 from tests.support.tiny import build
 
@@ -158,6 +158,15 @@ def test_sensitivities_add_up_to_the_whole() -> None:
         (whole.curvature, total.curvature),
     ):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_that_moves_goes_on_where_it_is() -> None:
+    """Rows of a sum that has not begun wait on its device, which another process has not."""
+    product = ProductSum.zero(4, 4, torch.device("meta"))
+    moved = processes.moved(product, "cpu")
+    rows = torch.randn(6, 4)
+    moved.add(rows, rows)
+    torch.testing.assert_close(moved.total, (rows.T @ rows).double(), rtol=1e-5, atol=1e-5)
 
 
 def test_every_batch_is_in_one_run() -> None:

@@ -382,7 +382,14 @@ EXACT = 1e-9  # largest difference where the very same numbers are compared, in 
 def check_written(
     folder: Path, outputs: Outputs, fits: Callable[[str], BlockResult], factors: SharedFactors
 ) -> None:
-    """Compare the files with the fits of one block, and of one place of every other kind."""
+    """Compare the files with the fits of one block, and of one place of every other kind.
+
+    Args:
+        folder: What was written.
+        outputs: What it should hold.
+        fits: Reads fits by the name under which they are kept.
+        factors: Those that layers share.
+    """
     source, plan = outputs.source, outputs.plan
     if plan.changes_model:
         with unloadable():

@@ -401,7 +401,12 @@ def out_of_reach(
 ) -> PlanError:
     """Say that a budget is too small, how small it may be, and what else would make it smaller.
 
-    The `size` is that of the smallest plan, where candidates are smaller still.
+    Args:
+        budget: What was asked for.
+        source: The dense model.
+        recipe: All that was asked for.
+        smallest: A plan with the smallest sizes that layers take.
+        size: What it measures, where candidates are smaller still.
     """
     size = size_of(smallest, source, recipe) if size is None else size
     if budget.unit != "bytes":

@@ -11,8 +11,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -45,16 +44,11 @@ BITS = (8, 4)
 
 
 @dataclass(frozen=True)
-class TableCandidate(Candidate):
-    """A way to store the word embeddings; it costs bytes beyond those of the smallest."""
+class TableForm:
+    """One way to store the word embeddings of a model."""
 
     rounding: Rounding | None = None
     embeddings: tuple[LayerPlan, ...] = ()  # where they are of low rank
-
-    @property
-    def is_dense(self) -> bool:
-        """True for the tables as they are."""
-        return self.rounding is None and not self.embeddings
 
     def within(self, plan: Plan) -> Plan:
         """Give a plan with tables like this."""
@@ -75,50 +69,56 @@ class TableCandidate(Candidate):
 
 
 @dataclass(frozen=True)
+class TableCandidate(Candidate):
+    """A form of the word embeddings; it costs bytes beyond those of the smallest."""
+
+    table: TableForm = TableForm()
+
+
+@dataclass(frozen=True)
 class TableSite(Site):
     """The candidates of the word embeddings."""
 
     def cost_in(self, plan: Plan) -> int:
         """Bytes of the candidate that a plan has, beyond those of the smallest."""
         rounding = None if plan.storage is None else plan.storage.embeddings
+        form = TableForm(rounding, plan.embeddings)
         candidates = (c for c in self.candidates if isinstance(c, TableCandidate))
-        return next(
-            item.costs[BYTES]
-            for item in candidates
-            if (item.rounding, item.embeddings) == (rounding, plan.embeddings)
-        )
+        return next(item.costs[BYTES] for item in candidates if item.table == form)
 
 
-def table_candidates(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
-    """List what the tables may become, the dense ones first; what they cost is not known yet."""
-    form = partial(TableCandidate, "", (), 0.0, {})
+def table_forms(source: SourceModel, recipe: Convert) -> list[TableForm]:
+    """List what the tables may become, the dense ones first."""
+    group = recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
-    candidates = [form(), *(form(Rounding.usual(bits, recipe.group_size)) for bits in widths)]
+    roundings = [Rounding.usual(bits, group) for bits in widths]
+    forms = [TableForm(rounding) for rounding in (None, *roundings)]
     for fraction in TABLE_RANKS:
         options = Embeddings(method=LowRankSpec(), target=fraction)
         with suppress(PlanError):  # what computes more than a table does keeps its weight
             planned = plan_embeddings(options, source)
-            candidates.append(form(Rounding.usual(4, recipe.group_size), planned))
-    return candidates
+            forms.append(TableForm(Rounding.usual(4, group), planned))
+    return forms
 
 
 def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
     source, plan = inputs.source, inputs.plan
-    offered = table_candidates(source, inputs.recipe)
-    inputs.progress.stage("trying word embeddings", len(offered), "tables")
-    sizes = [disk_bytes(source, item.within(plan), inputs.recipe.dtype) for item in offered]
+    forms = table_forms(source, inputs.recipe)
+    inputs.progress.stage("trying word embeddings", len(forms), "tables")
+    sizes = [disk_bytes(source, form.within(plan), inputs.recipe.dtype) for form in forms]
     change = _change_with(inputs)
     candidates = []
-    for item, size in zip(offered, sizes, strict=True):
-        lost = 0.0 if item.is_dense else max(0.0, change(dict(_tables(inputs, item)))) / unit
+    for form, size in zip(forms, sizes, strict=True):
+        plain = form == TableForm()
+        loss = 0.0 if plain else max(0.0, change(dict(_tables(inputs, form)))) / unit
         costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
-        candidates.append(replace(item, loss=lost, costs=costs))
-        inputs.progress.advance(1, "as it is" if item.is_dense else f"{item.rounding}")
+        candidates.append(TableCandidate("", (), loss, costs, form))
+        inputs.progress.advance(1, "as it is" if plain else f"{form.rounding}")
     return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
 
 
-def _tables(inputs: SearchInputs, item: TableCandidate) -> Iterator[tuple[str, Tensor]]:
+def _tables(inputs: SearchInputs, item: TableForm) -> Iterator[tuple[str, Tensor]]:
     """Compute the tables of a candidate as they are read again, by module path."""
     source, device = inputs.source, inputs.device
     assert inputs.data is not None

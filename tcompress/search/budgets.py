@@ -247,7 +247,7 @@ class BudgetProblem:
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
-                plan = choice.within(plan)
+                plan = choice.table.within(plan)
         if self.table is None and forms and not any(forms.values()):
             raise PlanError(
                 f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",

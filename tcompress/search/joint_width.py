@@ -24,9 +24,15 @@ from tcompress.structures.width import WidthLayout
 def width_site(
     orders: Sequence[ChannelOrder], entries: Mapping[str, LayerPlan], sites: Mapping[str, Site]
 ) -> WidthSite | None:
-    """List what the layers of some couplings may become together; nothing if one is not sized.
+    """List what the layers of some couplings may become together.
 
-    Entries are by weight name in the model, sites of single layers by that in the checkpoint.
+    Args:
+        orders: The couplings, with their channels in order.
+        entries: Plans of layers by weight name in the model.
+        sites: Those of the layers by themselves, by weight name in the checkpoint.
+
+    Returns:
+        The site, or nothing where a layer of it is not sized.
     """
     layers = {layer for order in orders for layer in order.coupling.layers}
     if not {entries[layer.weight_name].key for layer in layers} <= sites.keys():
@@ -113,7 +119,9 @@ def joined(
 def with_losses(site: WidthSite, factors: Mapping[Coupling, Mapping[int, float]]) -> WidthSite:
     """Scale what fewer channels lose, and none; nothing loses more than none of them.
 
-    Factors are by coupling and by the size that was tried: none of the channels, or some.
+    Args:
+        site: The layers.
+        factors: By coupling and by the size that was tried: none of the channels, or some.
     """
     orders = tuple(_scaled(order, factors.get(order.coupling, {})) for order in site.orders)
     candidates = tuple(

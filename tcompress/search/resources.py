@@ -132,7 +132,11 @@ class Goal:
         return self.resource.dense / self.ratio - self.rest
 
     def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
-        """Plan with room for layers, `least` at least, until a model takes as little as asked for.
+        """Plan with room for layers until a model takes as little as asked for.
+
+        Args:
+            solve: Plans with so much room.
+            least: What the smallest candidates take.
 
         Returns:
             The plan, and how many times less than the dense model it takes.

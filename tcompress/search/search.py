@@ -82,7 +82,11 @@ class Measurements:
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
-        """Measure what the word embedding may become, once; `usual` as `Factors` have it."""
+        """Measure what the word embedding may become, once.
+
+        Args:
+            usual: What the output changes by for a predicted loss of one, where that is known.
+        """
         data = self.inputs.data
         assert data is not None
         unit = usual or 1 / sum(map(samples_in, data.fitted_batches))
@@ -126,7 +130,11 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     """Return plans with final sizes, in the order of preference, none of them twice.
 
     Each method that takes all layers is an answer too where it was measured alone, beside what
-    `auto` makes of all of them. What is `measured` of the model is added to.
+    `auto` makes of all of them.
+
+    Args:
+        inputs: A model, and what is asked of it.
+        measured: What is known of the model, and is added to.
     """
     measured = measured or Measurements(inputs)
     recipe, plan, label = inputs.recipe, inputs.plan, inputs.label
@@ -172,9 +180,13 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
 def _solved(
     problem: BudgetProblem, names: Sequence[str], label: str, goal: Goal | None
 ) -> dict[str, Plan]:
-    """Spend the budget on all these methods, an answer called `label`, and on each alone.
+    """Spend the budget on all methods, and on each alone; whole models are timed where it counts.
 
-    Whole models are measured where there is a goal.
+    Args:
+        problem: The budget, and what it may be spent on.
+        names: Methods that are worth it.
+        label: Name of the answer that uses all of them.
+        goal: What models are to take little of, if anything.
     """
     predictions = problem.predictions
     complete = [name for name in predictions.complete if name in names]

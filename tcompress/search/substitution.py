@@ -192,8 +192,11 @@ def layer_substitutes(
 ) -> Iterator[Substitute]:
     """Take the layers of each half of a block, by each of the structures they are offered.
 
-    Sites are by weight name in the checkpoint, entries by name in the model; sizes are close to a
-    kept fraction.
+    Args:
+        block: The block.
+        sites: Its layers by weight name in the checkpoint.
+        entries: Their plans by name in the model.
+        fraction: Kept fraction that sizes are taken close to.
     """
     for half in _halves(block):
         sized = [entries[layer.name] for layer in half if layer.name in entries]
@@ -267,7 +270,12 @@ class Factors:
 
 
 def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, float]) -> Factors:
-    """Compare what the output changes by, with those that were tried, with what was predicted."""
+    """Compare what the output changes by with what was predicted.
+
+    Args:
+        substitutes: All by the methods in question, by number.
+        changes: Changes of the output with those that were tried, by number.
+    """
     order = [*dict.fromkeys(item.block for item in substitutes.values())]
     tried = to_try(substitutes)
     ratios = [max(0.0, changes[n]) / item.predicted for n, item in tried.items()]

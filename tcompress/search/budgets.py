@@ -6,7 +6,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from math import fsum, inf
+from itertools import pairwise
+from math import copysign, fsum, inf
 
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -45,7 +46,8 @@ def approach(
     """Yield numbers to try, the next by what those before took, until one was tried before.
 
     It lies between the closest on both sides of the aim, as a straight line tells. Where all are on
-    one side, one more is taken to take one more, or what the last two tell.
+    one side, one more is taken to take one more, or what the last two tell; where these take the
+    same, sizes have steps, and the next one goes twice as far as any before.
 
     Args:
         taken: What numbers take, which grows with them. The caller adds each before the next.
@@ -66,6 +68,10 @@ def approach(
             number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
         else:
             move = (aim - taken[number]) / _slope(taken)
+            numbers = [*taken]
+            if len(numbers) > 1 and taken[numbers[-1]] == taken[numbers[-2]]:
+                furthest = max(abs(after - before) for before, after in pairwise(numbers))
+                move = copysign(max(2 * furthest, UNSPENT * abs(aim), abs(move)), move)
             number = placed(number + min(step, max(-step, move)))
 
 
@@ -171,7 +177,13 @@ class BudgetProblem:
         barred = set[tuple[str, str]]()
         answers: dict[float, Answer] = {}
         sizes: dict[float, float] = {}
-        for room in approach(sizes, spent, limit, int):
+        least = min(spent, self.least(methods, self.resource))
+
+        def placed(room: float) -> float:
+            last = not answers and len(sizes) == TRIES - 1  # whether it can be met at all
+            return least if last else max(least, int(room))
+
+        for room in approach(sizes, spent, limit, placed):
             while True:
                 # A rewritten layer makes up for what those before it lost; a dense one does not.
                 sites = self.sites(methods, may_stay=self.table is not None, barred=barred)

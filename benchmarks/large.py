@@ -1,11 +1,11 @@
 """Memory and time of conversions of a large Llama, measured on its first blocks and as estimated.
 
     python benchmarks/large.py FOLDER [--shape 1b|7b] [--blocks 2] [--methods svd,lprod,width,auto]
-        [--samples 64] [--length 512] [--dry-run]
+        [--samples 64] [--length 512] [--bf16] [--dry-run]
 
 Writes a sharded bfloat16 checkpoint of random weights into FOLDER (kept for later runs), and
 converts it in a process of its own for each method: without data where `--samples 0`, else with
-samples of random tokens, of which a tenth is held out. Printed are the peak of resident memory
+samples of random tokens, of which a tenth is held out (`--bf16`: passes in bfloat16). Printed are the peak of resident memory
 above that of an interpreter with all imports, what the estimate of such a model says, seconds by
 stage as the manifest has them, and what the estimate says of all blocks. `--dry-run` only
 estimates: weights are then a file with nothing in it, so that seven billion parameters take no
@@ -98,11 +98,12 @@ def empty_checkpoint(folder: Path, shape: dict[str, Any]) -> None:
         file.truncate(8 + len(text) + end)
 
 
-def recipe_of(method: str, samples: int, length: int) -> dict[str, Any]:
+def recipe_of(method: str, samples: int, length: int, *, bf16: bool = False) -> dict[str, Any]:
     """Options of a conversion; a text counts as a quarter of the longest length allowed."""
     data = {"source": "none"} if not samples else {"source": "builtin", "samples": samples}
     if samples:
         data |= {"source": "random.txt", "max_length": 4 * length}
+        data |= {"mixed_precision": "bf16" if bf16 else "no"}
     return {**METHODS[method], "calibration": data, "device": "cpu"}
 
 
@@ -121,6 +122,7 @@ def main() -> None:
     parser.add_argument("--methods", default="svd,lprod,width,auto")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     shape = SHAPES[args.shape]
@@ -133,7 +135,7 @@ def main() -> None:
     imports = "import tcompress.conversion.converter, transformers.models.llama.modeling_llama"
     loaded = 0.0 if args.dry_run else peak_of(imports)[0]
     for method in args.methods.split(","):
-        recipe = recipe_of(method, args.samples, args.length)
+        recipe = recipe_of(method, args.samples, args.length, bf16=args.bf16)
         costs = estimated(whole, recipe)
         print(f"{method}, all blocks as estimated: {_words(costs)}", flush=True)
         if args.dry_run:

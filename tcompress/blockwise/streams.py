@@ -31,7 +31,8 @@ class PartialModel:
 
     Its forward passes pause at every block. Everything outside the blocks is loaded at once, the
     output head only where asked for: a calibration stops after the last block. What is not stored
-    at all, such as a pooler that nobody trained, is then zero. Activations are float32.
+    at all, such as a pooler that nobody trained, is then zero. Weights are float32, and products
+    too where the source does not say otherwise (`autocast`).
     """
 
     def __init__(
@@ -60,12 +61,19 @@ class PartialModel:
             for name in self._empty(in_blocks):
                 shape = self.model.get_parameter(name).shape
                 _put(self.model, name, torch.zeros(shape, device=device))
-        self.forwards = intercept_blocks(self.model, blocks)
+        self.forwards = {
+            name: self.cast(forward)
+            for name, forward in intercept_blocks(self.model, blocks).items()
+        }
 
     def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
         """Make a forward pass; options as for `Stream`."""
         moved = {key: value.to(self.device) for key, value in batch.items()}
-        return Stream(self.model, moved, **options)
+        return Stream(self.cast(self.model), moved, **options)
+
+    def cast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Make a forward pass compute products in the precision that the source says."""
+        return cast_to(self.source.autocast, self.device, forward)
 
     @contextmanager
     def paused(self, streams: Sequence[Stream]) -> Iterator[None]:
@@ -115,6 +123,13 @@ class PartialModel:
                     value = value.float()
                 shared[key] = value
             _put(self.model, name, shared[key])
+
+
+def cast_to(
+    dtype: torch.dtype | None, device: torch.device, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make a forward pass compute its products in a dtype; None leaves it as it is."""
+    return forward if dtype is None else torch.autocast(device.type, dtype)(forward)
 
 
 def _give_back() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+
+import torch
 
 import tcompress
 from tcompress import processes
@@ -109,6 +111,8 @@ def convert(
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
     source = with_vocabulary(source, recipe, times)
+    if recipe.calibration.mixed_precision == "bf16":
+        source = replace(source, autocast=torch.bfloat16)
     plan = plan or make_plan(recipe, source)
     times.turn_to("reading data")
     conversion = Conversion.of(source, recipe, plan, times, data, statistics)

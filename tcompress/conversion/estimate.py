@@ -28,11 +28,11 @@ from tcompress.hf.opening import pick_device
 from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
-from tcompress.options.method_options import AutoSpec
+from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
-from tcompress.planning.sites import offered_by, roles_of
+from tcompress.planning.sites import couplings, offered_by, roles_of
 from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
@@ -50,6 +50,9 @@ TOKENS = 20
 
 FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
 """Operations in float32 in a second: of one thread of a CPU, of a whole GPU."""
+
+BFLOAT16 = 0.4
+"""Of the time of passes in float32, what they take in bfloat16, where it is multiplied fast."""
 
 _STEPS = 150  # of the fit of a transform
 _ROUNDS = 7  # over the summands of a sum
@@ -85,13 +88,14 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     memory = max([copied, *fits])
     weighs = tokens > 0 and recipe.measures_sensitivity
     flops = sum(_fit_flops(group, calibrated=tokens > 0, curved=weighs) for group in groups)
+    flops += _order_flops(plan, source, recipe, calibrated=tokens > 0)
     scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
     walks = 0  # through the whole model
     if tokens and groups:
         size = _walk(plan, source, recipe, samples, length)
         moments = [_moments_memory(group, curved=weighs) for group in groups]
         memory = size.fitting + max(map(sum, zip(fits, moments, strict=True)))
-        walk_flops = _walk_flops(plan, source, groups, tokens)
+        walk_flops = _walk_flops(plan, source, groups, tokens, _pass_share(recipe))
         walks = 3 if weighs else 1
         if weighs:
             memory = max(memory, size.statistics)
@@ -162,7 +166,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
         size = _parameters(keymap.model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            flops = 2.0 * (size * fitted + (size + after) * judged)
+            flops = 2.0 * _pass_share(recipe) * (size * fitted + (size + after) * judged)
             found.append((count, count * flops))
         after += size
     return found
@@ -194,6 +198,26 @@ def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
                 own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
                 fitted = sum(bool(transform_shapes(layout, side)) for side in SIDES)
                 flops += (own + _STEPS * 6 * m * n * fitted) * entry.copies
+    return flops
+
+
+def _order_flops(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: bool) -> float:
+    """Operations in float64 of ordering the channels of blocks that may become narrower."""
+    auto = isinstance(recipe.method, AutoSpec) and NARROWING in offered_by(recipe.method, STAND_IN)
+    narrow = [entry for entry in plan.layers if entry.is_narrow or (auto and calibrated)]
+    paths = {source.keymap.runtime_name(entry.block) or entry.block for entry in narrow}
+    flops = 0.0
+    for block in (block for block in roles_of(source).blocks if block.name in paths):
+        for coupling in couplings(block):
+            if (reader := coupling.reader) is None:
+                continue
+            channels, outputs = reader.in_features, reader.out_features
+            # All that is left is corrected after every few, and its own moments of the target.
+            once = 2.0 * channels**3 + 10.0 * outputs * channels**2
+            if not calibrated:  # moments are guessed from weights
+                inputs = sum(layer.in_features for layer, _ in coupling.writers)
+                once += 4.0 * inputs * channels**2
+            flops += once * max(1, reader.experts or 1)
     return flops
 
 
@@ -252,7 +276,7 @@ def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length
     return _WalkSize(
         fitting=both + readings,
         statistics=both + scores + statistics,
-        statistics_flops=tokens * (6.0 * sum(parameters) + sums),
+        statistics_flops=tokens * (6.0 * _pass_share(recipe) * sum(parameters) + sums),
         inputs=4 * tokens * width * len(paths),
         kept=kept if recipe.calibration.output_moments is not False else 0,
     )
@@ -274,7 +298,9 @@ def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
     return sums + max(summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes))
 
 
-def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int) -> float:
+def _walk_flops(
+    plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int, share: float
+) -> float:
     """Operations of both streams through all blocks, and of their moments.
 
     The dense stream runs once, the other one once for every group, up to it, with what is fitted
@@ -284,10 +310,15 @@ def _walk_flops(plan: Plan, source: SourceModel, groups: Sequence[Group], tokens
     flops = 0.0
     for block in dict.fromkeys(entry.block for entry in plan.layers):
         path = keymap.runtime_name(block) or block
-        flops += 2.0 * 2 * _parameters(keymap.model.get_submodule(path)) * tokens
+        flops += 2.0 * 2 * share * _parameters(keymap.model.get_submodule(path)) * tokens
     for group in groups:
         flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
     return flops
+
+
+def _pass_share(recipe: Convert) -> float:
+    """What a pass takes, of one in float32."""
+    return BFLOAT16 if recipe.calibration.mixed_precision == "bf16" else 1.0
 
 
 def _parameters(module: nn.Module) -> int:

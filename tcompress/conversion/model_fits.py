@@ -438,7 +438,7 @@ class BlockFitter:
                     if not unreached and self.sampler is None:  # the output head was never loaded
                         self._check_end(readings)
                     else:
-                        self._advance(readings, rewritten.new.forward, rewritten.routing)
+                        self._advance(readings, rewritten.forward, rewritten.routing)
                 if stored is None:
                     yield rewritten.result
 

@@ -18,6 +18,7 @@ from tcompress.blockwise.streams import (
     Readings,
     Stream,
     TokenRows,
+    cast_to,
     first_tensor,
     listed_item,
     queries_and_keys,
@@ -262,6 +263,12 @@ class RewrittenBlock:
     rows: TokenRows  # of the dense block
     reductions: Reductions  # channels that stay
     routing: Routing  # of the dense block's experts
+    autocast: torch.dtype | None  # dtype of products in passes
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Forward pass of the copy."""
+        return cast_to(self.autocast, next(self.dense.parameters()).device, self.new.forward)
 
     def inputs(
         self, path: str, dense: Stream, new: Stream, arguments: Callable[..., Any] = first_tensor
@@ -270,7 +277,7 @@ class RewrittenBlock:
         x = self.readings.of(dense, path, arguments)
         if new is dense and not self.result.layers:  # nothing before it has changed
             return x, x
-        return x, Readings(self.new, self.new.forward).of(new, path, arguments)
+        return x, Readings(self.new, self.forward).of(new, path, arguments)
 
 
 def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[..., Any]) -> Readings:
@@ -333,6 +340,7 @@ class BlockRewriter:
             TokenRows(dense, block),
             self.inputs.reductions(block.name) if stored is None else {},
             Routing(dense, {name.removeprefix(f"{block.name}.") for name in routed}),
+            self.inputs.source.autocast,
         )
         self._replace_attention(rewritten)
         for layers in block.groups:
@@ -373,7 +381,7 @@ class BlockRewriter:
         plain = [entry.model_copy(update={"guard": None}) for entry in entries]
         relative = partial(self._relative, rewritten)
         modules = install_attention(new, plain, relative, dtype=torch.float32, device=device)
-        readings = Readings(new, new.forward)
+        readings = Readings(new, rewritten.forward)
         fitted = [new for index, _, new in self.streams if not self.streams.holds_out(index)]
         for stored, module in modules.items():
             path, module.name = f"{module.name}.{CHILD}", f"{name}.{module.name}"

@@ -151,7 +151,7 @@ class SubstitutionWalk:
             routing.current = index
             if routing.paths:  # experts follow the dense routing
                 self._model.answer_of(waiting)
-            answers.append(self._model.answer_of(waiting, rewritten.new.forward))
+            answers.append(self._model.answer_of(waiting, rewritten.forward))
         return answers
 
 

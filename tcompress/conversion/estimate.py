@@ -85,10 +85,11 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
     shared = _shared_costs(plan, calibrated=tokens > 0)
-    memory = max([copied, *fits])
+    orders = _orders(plan, source, recipe, calibrated=tokens > 0)
+    memory = max([copied, *fits, *(cost.bytes for cost in orders)])
     weighs = tokens > 0 and recipe.measures_sensitivity
     flops = sum(_fit_flops(group, calibrated=tokens > 0, curved=weighs) for group in groups)
-    flops += _order_flops(plan, source, recipe, calibrated=tokens > 0)
+    flops += sum(cost.flops for cost in orders)
     scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
     walks = 0  # through the whole model
     if tokens and groups:
@@ -201,24 +202,27 @@ def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
     return flops
 
 
-def _order_flops(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: bool) -> float:
-    """Operations in float64 of ordering the channels of blocks that may become narrower."""
+def _orders(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: bool) -> list[FitCost]:
+    """Costs, in float64, of ordering the channels of blocks that may become narrower."""
     auto = isinstance(recipe.method, AutoSpec) and NARROWING in offered_by(recipe.method, STAND_IN)
     narrow = [entry for entry in plan.layers if entry.is_narrow or (auto and calibrated)]
     paths = {source.keymap.runtime_name(entry.block) or entry.block for entry in narrow}
-    flops = 0.0
+    costs = []
     for block in (block for block in roles_of(source).blocks if block.name in paths):
         for coupling in couplings(block):
             if (reader := coupling.reader) is None:
                 continue
             channels, outputs = reader.in_features, reader.out_features
-            # All that is left is corrected after every few, and its own moments of the target.
-            once = 2.0 * channels**3 + 10.0 * outputs * channels**2
+            # All that is left is corrected after every few, and what it tells of the target.
+            flops = 2.0 * channels**3 + 10.0 * outputs * channels**2
+            # G as measured or guessed and damped, with those of channels that are left.
+            size = 28 * channels**2 + 16 * outputs * channels
             if not calibrated:  # moments are guessed from weights
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
-                once += 4.0 * inputs * channels**2
-            flops += once * max(1, reader.experts or 1)
-    return flops
+                flops += 4.0 * inputs * channels**2
+                size += 8 * (inputs + outputs) * channels
+            costs.append(FitCost(flops * max(1, reader.experts or 1), size))
+    return costs
 
 
 def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:

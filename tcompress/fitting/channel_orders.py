@@ -208,8 +208,8 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
     for layer, part in coupling.writers:
         start = _offset(layer.parts, part)
         rows = weights[layer][start : start + part.size]
-        product = rows @ rows.mT
-        gram = product if gram is None or coupling.kind == "scores" else gram * product
+        product = rows @ rows.mT  # as large as the moments of the largest layer
+        gram = product if gram is None or coupling.kind == "scores" else gram.mul_(product)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
         many = coupling.reader.in_features // len(gram)
@@ -217,7 +217,7 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
         cut = gram.unflatten(0, (owned, size)).unflatten(2, (owned, size))
         wide = cut.repeat_interleave(many, 0).repeat_interleave(many, 2)
         gram = wide.flatten(2).flatten(0, 1)
-    return gram / gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny)
+    return gram.div_(gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
 
 
 def _metrics(layer: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:

@@ -30,14 +30,13 @@ def order_neurons(gram: Tensor, target: Tensor, constant: float) -> NeuronOrder:
     exactly among those that promised most before it.
 
     Args:
-        gram: Damped moments G of the neurons.  # (f, f)
+        gram: Damped moments G of the neurons, which are overwritten: they are large.  # (f, f)
         target: Correlation of what they should yield, in coordinates where errors are plain sums of
-            squares, with each neuron.  # (m, f)
+            squares, with each neuron; overwritten too.  # (m, f)
         constant: What is lost without any neuron.
 
     Reference: orthogonal matching pursuit (Pati et al. 1993) as a pivoted Cholesky factorisation.
     """
-    gram, target = gram.clone(), target.clone()
     count = len(gram)
     least = _FLOOR * gram.diagonal().clamp_min(0)
     left = torch.ones(count, dtype=torch.bool, device=gram.device)

@@ -52,7 +52,7 @@ def test_neurons_are_ordered_once_each_and_losses_are_those_of_least_squares(
 ) -> None:
     [gram], weight = _moments(count, seed), randn(5, count, seed=seed + 1)
     constant = float((weight @ gram * weight).sum())
-    found = order_neurons(gram, weight @ gram, constant)
+    found = order_neurons(gram.clone(), weight @ gram, constant)
     assert sorted(found.order.tolist()) == list(range(count))
     assert bool((found.losses.diff() <= 0).all())
     for kept in {1, count // 2, count} - {0}:
@@ -65,7 +65,7 @@ def test_the_first_neuron_explains_most_and_copies_come_last() -> None:
     twice = torch.cat([gram, gram], 0)
     twice = torch.cat([twice, twice], 1)  # every neuron has a copy
     target = torch.cat([weight @ gram] * 2, 1)
-    found = order_neurons(twice, target, float((weight @ gram * weight).sum()))
+    found = order_neurons(twice.clone(), target.clone(), float((weight @ gram * weight).sum()))
     assert sorted((found.order[:12] % 12).tolist()) == list(range(12))
     assert float(found.losses[12]) <= 1e-9 * float(found.losses[0])
     explained = (weight @ gram).square().sum(0) / gram.diagonal()

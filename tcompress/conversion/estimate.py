@@ -162,7 +162,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
     planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
     some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
-    found, after = list[tuple[int, float]](), 0
+    found, after = list[tuple[int, float]](), _head_parameters(source)
     for block in reversed(roles.blocks):
         size = _parameters(keymap.model.get_submodule(block.name))
         if block.name in some:
@@ -277,10 +277,11 @@ def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length
     statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
     sums = sum(float(x * x + y * y) for of_block in shapes for x, y in of_block)
     kept = sum(4 * y * y for of_block in shapes for _, y in of_block)
+    passed = 6.0 * sum(parameters) + 4.0 * _head_parameters(source)
     return _WalkSize(
         fitting=both + readings,
         statistics=both + scores + statistics,
-        statistics_flops=tokens * (6.0 * _pass_share(recipe) * sum(parameters) + sums),
+        statistics_flops=tokens * (_pass_share(recipe) * passed + sums),
         inputs=4 * tokens * width * len(paths),
         kept=kept if recipe.calibration.output_moments is not False else 0,
     )
@@ -318,6 +319,12 @@ def _walk_flops(
     for group in groups:
         flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
     return flops
+
+
+def _head_parameters(source: SourceModel) -> int:
+    """Parameters of the output head, which passes run through to the end."""
+    head = source.keymap.model.get_output_embeddings()  # type: ignore[operator]
+    return 0 if head is None else _parameters(head)
 
 
 def _pass_share(recipe: Convert) -> float:

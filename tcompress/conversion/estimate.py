@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
+from math import prod
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -54,7 +56,8 @@ FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
 BFLOAT16 = 0.4
 """Of the time of passes in float32, what they take in bfloat16, where it is multiplied fast."""
 
-_STEPS = 150  # of the fit of a transform
+_STEPS = 100  # of the fit of a transform
+_SMALL_PRODUCTS = 60  # operations in a step for each generator and row that it turns, with waiting
 _ROUNDS = 7  # over the summands of a sum
 _TRIED = 2  # answers that are so near that they are fitted too, beside that which is taken
 _TRIALS = 4  # conversions that a search for the number of blocks makes
@@ -197,8 +200,10 @@ def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
                 measured = 14.0 * m * n * n + n**3 if calibrated else 2.0 * m * n * 64
                 measured += 4.0 * m * m * n + m**3 if curved else 0.0
                 own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
-                fitted = sum(bool(transform_shapes(layout, side)) for side in SIDES)
-                flops += (own + _STEPS * 6 * m * n * fitted) * entry.copies
+                shapes = (transform_shapes(layout, side).values() for side in SIDES)
+                generators = sum(map(prod, chain.from_iterable(shapes)))
+                turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
+                flops += (own + turned) * entry.copies
     return flops
 
 

@@ -33,6 +33,7 @@ from tcompress.data.tables import check_data
 from tcompress.errors import InputError, Problems
 from tcompress.evaluation.measuring import check_measurement
 from tcompress.fields import RuntimeName
+from tcompress.hf.opening import multiplies_bfloat16
 from tcompress.models.names import encodes_sentences
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
@@ -169,7 +170,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
         elif minutes < LEAST_MINUTES:
             return narrowed, f"no (no time was left: `--minutes {_more_minutes(work)}` leaves some)"
         options: dict[str, Any] = {"minutes": minutes, "seed": work.settings.seed}
-        if _has_bfloat16():  # half as many steps again in the same time
+        # Half as many steps again in the same time; of accelerators healing asks itself.
+        if not torch.accelerator.is_available() and multiplies_bfloat16():
             options["mixed_precision"] = "bf16"
         if work.settings.data:
             options["data"] = {"source": list(work.settings.data)}
@@ -273,11 +275,3 @@ def _overrun(work: Work) -> tuple[str, ...]:
 def _more_minutes(work: Work) -> int:
     """Minutes in which healing would have had as long as all that came before it."""
     return math.ceil(2 * max(1.0, work.settings.most_minutes - work.minutes_left))
-
-
-def _has_bfloat16() -> bool:
-    """Tell whether products of this processor are faster in bfloat16."""
-    if torch.accelerator.is_available():
-        return False  # which healing asks itself
-    has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))

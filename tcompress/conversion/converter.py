@@ -31,6 +31,7 @@ from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
+from tcompress.hf.opening import multiplies_bfloat16
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
@@ -116,6 +117,12 @@ def convert(
     plan = plan or make_plan(recipe, source)
     times.turn_to("reading data")
     conversion = Conversion.of(source, recipe, plan, times, data, statistics)
+    slow = conversion.device.type == "cpu" and not multiplies_bfloat16()
+    if source.autocast is not None and slow:
+        times.tell(
+            "warning: this processor has no products in bfloat16, and passes take longer in it; "
+            "leave `--mixed-precision` out"
+        )
     identity = _identity(conversion)
     # Bad input leaves nothing behind, a kill or Ctrl-C does.
     workplace = FitWorkplace(output, identity, conversion.device, force=force)

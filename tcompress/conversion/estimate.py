@@ -26,7 +26,7 @@ from tcompress.conversion.model_fits import TRIAL_SAMPLES
 from tcompress.conversion.outputs import groups_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
 from tcompress.fitting.block_rewrite import Group
-from tcompress.hf.opening import pick_device
+from tcompress.hf.opening import multiplies_bfloat16, pick_device
 from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
@@ -55,6 +55,8 @@ FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
 
 BFLOAT16 = 0.4
 """Of the time of passes in float32, what they take in bfloat16, where it is multiplied fast."""
+EMULATED = 3.5
+"""The same on processors that have no such products."""
 
 _STEPS = 100  # of the fit of a transform
 _SMALL_PRODUCTS = 60  # operations in a step for each generator and row that it turns, with waiting
@@ -334,7 +336,10 @@ def _head_parameters(source: SourceModel) -> int:
 
 def _pass_share(recipe: Convert) -> float:
     """What a pass takes, of one in float32."""
-    return BFLOAT16 if recipe.calibration.mixed_precision == "bf16" else 1.0
+    if recipe.calibration.mixed_precision == "no":
+        return 1.0
+    slow = pick_device(recipe.device).type == "cpu" and not multiplies_bfloat16()
+    return EMULATED if slow else BFLOAT16
 
 
 def _parameters(module: nn.Module) -> int:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tcompress.conversion import converter
 from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
+from tcompress.progress import Silent
 from tests.support.conversions import calibration, recipe
 from tests.support.tiers import tiered
 from tests.support.tiny import EXPERTS, TINY, build
 
 CASES = [*product(TINY, ("svd", "width")), *product(EXPERTS, ("svd",))]
-OFTEN = [("bert", "svd"), ("mixtral", "svd")]
+OFTEN = [("bert", "svd")]
 
 
 @pytest.fixture
@@ -46,3 +48,36 @@ def test_errors_are_about_those_of_float32(
     assert not torch.equal(*errors)
     # Other channels may stay.
     torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=0.3, atol=5e-3)
+
+
+class _Heard(Silent):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_processors_without_such_products_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(converter, "multiplies_bfloat16", lambda: fast)
+    build("bert").save_pretrained(tmp_path / "dense")
+    asked = {"method": {"name": "svd"}, "target": 0.5, "device": "cpu"}
+    recipe = Convert.model_validate({**asked, "calibration": {"mixed_precision": "bf16"}})
+    heard = _Heard()
+
+    def stop(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(converter, "choose", stop)
+    with pytest.raises(InterruptedError):
+        convert(
+            str(tmp_path / "dense"),
+            recipe,
+            tmp_path / "small",
+            data=calibration("bert"),
+            progress=heard,
+        )
+    assert any("--mixed-precision" in text for text in heard.told) is not fast

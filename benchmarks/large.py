@@ -5,11 +5,11 @@
 
 Writes a sharded bfloat16 checkpoint of random weights into FOLDER (kept for later runs), and
 converts it in a process of its own for each method: without data where `--samples 0`, else with
-samples of random tokens, of which a tenth is held out (`--bf16`: passes in bfloat16). Printed are the peak of resident memory
-above that of an interpreter with all imports, what the estimate of such a model says, seconds by
-stage as the manifest has them, and what the estimate says of all blocks. `--dry-run` only
-estimates: weights are then a file with nothing in it, so that seven billion parameters take no
-space.
+samples of random tokens, of which a tenth is held out (`--bf16`: passes in bfloat16). Printed are
+the peak of resident memory above that of an interpreter with all imports, what the estimate of
+such a model says, seconds by stage as the manifest has them, and what the estimate says of all
+blocks. `--dry-run` only estimates: weights are then a file with nothing in it, so that seven
+billion parameters take no space.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class PartialModel:
     Its forward passes pause at every block. Everything outside the blocks is loaded at once, the
     output head only where asked for: a calibration stops after the last block. What is not stored
     at all, such as a pooler that nobody trained, is then zero. Weights are float32, and products
-    too where the source does not say otherwise (`autocast`).
+    too where the source does not say otherwise of blocks (`autocast`): small changes of an output
+    are measured.
     """
 
     def __init__(
@@ -62,18 +63,14 @@ class PartialModel:
                 shape = self.model.get_parameter(name).shape
                 _put(self.model, name, torch.zeros(shape, device=device))
         self.forwards = {
-            name: self.cast(forward)
+            name: cast_to(source.autocast, device, forward)
             for name, forward in intercept_blocks(self.model, blocks).items()
         }
 
     def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
         """Make a forward pass; options as for `Stream`."""
         moved = {key: value.to(self.device) for key, value in batch.items()}
-        return Stream(self.cast(self.model), moved, **options)
-
-    def cast(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Make a forward pass compute products in the precision that the source says."""
-        return cast_to(self.source.autocast, self.device, forward)
+        return Stream(self.model, moved, **options)
 
     @contextmanager
     def paused(self, streams: Sequence[Stream]) -> Iterator[None]:

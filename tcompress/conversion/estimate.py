@@ -167,13 +167,14 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
     planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
     some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
-    found, after = list[tuple[int, float]](), _head_parameters(source)
+    found, after = list[tuple[int, float]](), 0
+    head, share = _head_parameters(source), _pass_share(recipe)
     for block in reversed(roles.blocks):
         size = _parameters(keymap.model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            flops = 2.0 * _pass_share(recipe) * (size * fitted + (size + after) * judged)
-            found.append((count, count * flops))
+            passed = share * (size * fitted + (size + after) * judged) + head * judged
+            found.append((count, 2.0 * count * passed))
         after += size
     return found
 
@@ -284,11 +285,11 @@ def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length
     statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
     sums = sum(float(x * x + y * y) for of_block in shapes for x, y in of_block)
     kept = sum(4 * y * y for of_block in shapes for _, y in of_block)
-    passed = 6.0 * sum(parameters) + 4.0 * _head_parameters(source)
+    passed = 6.0 * _pass_share(recipe) * sum(parameters) + 4.0 * _head_parameters(source)
     return _WalkSize(
         fitting=both + readings,
         statistics=both + scores + statistics,
-        statistics_flops=tokens * (_pass_share(recipe) * passed + sums),
+        statistics_flops=tokens * (passed + sums),
         inputs=4 * tokens * width * len(paths),
         kept=kept if recipe.calibration.output_moments is not False else 0,
     )

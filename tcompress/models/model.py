@@ -132,7 +132,7 @@ class SourceModel:
     headed: type[PreTrainedModel] | None = None
     vocabulary: Vocabulary | None = None  # of a model with fewer tokens, those that are left
     whole: SourceModel | None = field(default=None, repr=False)  # the same with all its tokens
-    autocast: torch.dtype | None = None  # dtype of products in its passes; None is that of weights
+    autocast: torch.dtype | None = None  # dtype of products in its blocks; None is that of weights
 
     @classmethod
     def open(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from tcompress import processes
 from tcompress.attention.visibility import Visible
@@ -125,8 +126,21 @@ class PartialModel:
 def cast_to(
     dtype: torch.dtype | None, device: torch.device, forward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make a forward pass compute its products in a dtype; None leaves it as it is."""
-    return forward if dtype is None else torch.autocast(device.type, dtype)(forward)
+    """Make a block compute its products in a dtype; None leaves it as it is.
+
+    What it puts out is float32: what follows may be no part of a block.
+    """
+    if dtype is None:
+        return forward
+    cast = torch.autocast(device.type, dtype)(forward)
+
+    def widened(value: Tensor) -> Tensor:
+        return value.float() if value.dtype == dtype else value
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return pytree.tree_map_only(Tensor, widened, cast(*args, **kwargs))
+
+    return run
 
 
 def _give_back() -> None:

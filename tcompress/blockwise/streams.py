@@ -32,9 +32,9 @@ class PartialModel:
 
     Its forward passes pause at every block. Everything outside the blocks is loaded at once, the
     output head only where asked for: a calibration stops after the last block. What is not stored
-    at all, such as a pooler that nobody trained, is then zero. Weights are float32, and products
-    too where the source does not say otherwise of blocks (`autocast`): small changes of an output
-    are measured.
+    at all, such as a pooler that nobody trained, is then zero. Weights are float32, and
+    so are products, but in blocks where the source says otherwise (`autocast`): the head stays
+    exact, since small changes of an output are measured.
     """
 
     def __init__(

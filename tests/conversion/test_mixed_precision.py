@@ -10,8 +10,7 @@ import torch
 from tcompress.conversion import converter
 from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
-from tcompress.progress import Silent
-from tests.support.conversions import calibration, recipe
+from tests.support.conversions import Told, calibration, recipe
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
@@ -51,14 +50,6 @@ def test_errors_are_about_those_of_float32(
     torch.testing.assert_close(errors[1].mean(), errors[0].mean(), rtol=rtol, atol=5e-3)
 
 
-class _Heard(Silent):
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def tell(self, text: str) -> None:
-        self.told.append(text)
-
-
 @pytest.mark.parametrize("fast", [True, False])
 def test_processors_without_such_products_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
@@ -67,7 +58,7 @@ def test_processors_without_such_products_are_told_of(
     build("bert").save_pretrained(tmp_path / "dense")
     asked = {"method": {"name": "svd"}, "target": 0.5, "device": "cpu"}
     recipe = Convert.model_validate({**asked, "calibration": {"mixed_precision": "bf16"}})
-    heard = _Heard()
+    told = Told()
 
     def stop(*_: object) -> None:
         raise InterruptedError
@@ -79,6 +70,6 @@ def test_processors_without_such_products_are_told_of(
             recipe,
             tmp_path / "small",
             data=calibration("bert"),
-            progress=heard,
+            progress=told,
         )
-    assert any("--mixed-precision" in text for text in heard.told) is not fast
+    assert any("--mixed-precision" in text for text in told.texts) is not fast

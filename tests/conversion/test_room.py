@@ -11,21 +11,10 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import DiskError
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.progress import Silent
-from tests.support.conversions import calibration
+from tests.support.conversions import Told, calibration
 
 RECIPE = {"method": {"name": "svd"}, "target": 0.3, "device": "cpu"}
 DATA = {"source": "builtin", "samples": 256}
-
-
-class Told(Silent):
-    """Keeps what is told."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def tell(self, text: str) -> None:
-        self.texts.append(text)
 
 
 def test_a_small_disk_stops_it_before_any_work(

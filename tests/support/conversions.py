@@ -21,6 +21,7 @@ from tcompress.linalg.fits import fit_rotation
 from tcompress.linalg.ttfit import fit_tt
 from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.progress import Silent
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import StructuredLinear, widened
 from tests.support.tiny import TINY, build
@@ -47,6 +48,16 @@ WIDTHS: Mapping[str, dict[str, Any]] = {
     "width": {"method": {"name": "width"}, "target": 0.75},
     "svd-width": {"method": {"name": "svd"}, "target": 0.3, "keep_neurons": 0.75, "head_size": 0.5},
 }
+
+
+class Told(Silent):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def tell(self, text: str) -> None:
+        self.texts.append(text)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,12 +1,15 @@
-"""How much memory is free: of the machine, of the group of processes that this one is in, of a GPU.
+"""How much memory is free, of the machine, of a group of processes, of a GPU, and how it is taken.
 
 Nothing here imports torch unless a GPU is asked about.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +17,50 @@ if TYPE_CHECKING:
     import torch
 
 _GROUPS = Path("/sys/fs/cgroup")
+_FRESH = 1 << 25  # bytes from which glibc asks the system for new pages each time
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of `mallopt`
+_LARGEST_KEPT, _MOST_KEPT = 1 << 28, 1 << 30  # bytes of one block, and of all at the end
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Ask the system to back a large tensor of the CPU by huge pages, before it is written to.
+
+    The first touch of each small page costs more than a fast layer spends on the page. Only a
+    hint, for systems (Linux) that leave the choice to programs; returns the tensor.
+    """
+    advise = _advise() if tensor.is_cpu and tensor.nbytes >= _FRESH else None
+    if advise is not None:
+        address = tensor.data_ptr()
+        start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(start, end - start, mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what is freed, as allocators of servers do, for the next to take.
+
+    In a new process glibc returns large blocks to the system and takes them again in every pass;
+    the first touch of their pages then takes up to a quarter of a fast model's time, more or less
+    by chance. Holds for the whole process, where it runs on glibc.
+    """
+    with suppress(OSError, AttributeError, TypeError):
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
+        library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
+
+
+@cache
+def _advise() -> Callable[[int, int, int], int] | None:
+    """Find `madvise` of the C library, where there are huge pages to ask for."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    with suppress(OSError, AttributeError):
+        advise = ctypes.CDLL(None).madvise
+        advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        return advise  # type: ignore[no-any-return]
+    return None
 
 
 def free_memory(device: torch.device | None = None) -> int | None:

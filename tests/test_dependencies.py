@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "processes": {"errors"},
     "stage_times": {"progress"},
     "memory": set(),
-    "linalg": {"errors"},
+    "linalg": {"errors", "memory"},
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},

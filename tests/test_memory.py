@@ -1,5 +1,8 @@
-"""Free memory: of the machine, and within the limits of groups of processes."""
+"""Memory: how much is free, of the machine and within limits of groups; how large blocks are."""
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +37,30 @@ def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_other_devices_are_not_guessed() -> None:
     assert free_memory(torch.device("meta")) is None
+
+
+_FAULTS = """
+import resource, torch
+from tcompress import memory
+
+def faults(ask):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ask(torch.empty(5 << 24, dtype=torch.uint8)).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+plain, hinted = faults(lambda block: block), faults(memory.in_huge_pages)
+memory.keep_freed_memory()
+faults(lambda block: block)
+print(plain, hinted, faults(lambda block: block))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators decide themselves")
+def test_large_blocks_are_kept_and_have_large_pages() -> None:
+    command = [sys.executable, "-c", _FAULTS]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    plain, hinted, kept = map(int, out.split())
+    assert kept < plain / 10
+    pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if pages.is_file() and "[madvise]" in pages.read_text():
+        assert hinted < plain / 4

@@ -22,6 +22,7 @@ from tcompress.cli.terminal import (
     report_failure,
 )
 from tcompress.errors import InputError
+from tcompress.memory import keep_freed_memory
 from tcompress.progress import Silent, listening
 
 _EPILOG = """\
@@ -118,6 +119,7 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command, by default what was typed, and ends the program with its exit code."""
+    keep_freed_memory()
     typed = _asking_for_help(list(sys.argv[1:] if arguments is None else arguments))
     with outliving_readers(), _one_voice(), _stoppable() as heard:
         code = _run(typed)

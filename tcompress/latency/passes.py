@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tcompress.data.inputs import Inputs
+from tcompress.memory import keep_freed_memory
 
 Clock = Callable[[], float]
 
@@ -107,25 +108,12 @@ def turns(
 
     Who goes first changes with every turn; `wait` returns when the device has done all its work.
     """
-    _settle_memory()
+    keep_freed_memory()
     order = list(range(len(passes)))
     while True:
         seconds = {index: passes[index].seconds(clock, wait) for index in order}
         order.reverse()
         yield [seconds[index] for index in range(len(passes))]
-
-
-def _settle_memory() -> None:
-    """Let the C library keep what passes free, as it does in a process that lives for long.
-
-    In a new one glibc returns large blocks to the system and takes them again in every pass, which
-    costs a dense model more than a small one. It stops for sizes that it has seen freed; the block
-    is of the largest that it does so for (32 MB), and never touched.
-    """
-    torch.empty(_LARGEST_KEPT, dtype=torch.uint8)
-
-
-_LARGEST_KEPT = 31 * 2**20
 
 
 def waiting(device: torch.device) -> Callable[[], None]:

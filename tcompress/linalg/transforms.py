@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tcompress.memory import in_huge_pages
+
 # Batched products that write where the result belongs.
 #
 # All slice and rotation products of the project are one operation: ``p`` independent matrix
@@ -27,6 +29,7 @@ from torch import Tensor
 _ROWS = (1, 0, 2)  # memory order of (batch, rows, cols): rows outermost, batches side by side
 _FEATURES = (0, 2, 1)  # feature-major: batches outermost, rows innermost
 _STRIDED = (2, 0, 1)  # feature-major with interleaved batches
+_LINE, _PAGE = 64, 4096  # bytes
 
 
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
@@ -60,11 +63,15 @@ def _apply(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 
 def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     shape = (*a.shape[:2], b.shape[2])
-    out = a.new_empty([shape[axis] for axis in order]).permute([order.index(n) for n in range(3)])
+    *outer, run = (shape[axis] for axis in order)
+    # Runs whole pages apart fall into the same few lines of the caches.
+    aliases = order != _ROWS and not run * a.element_size() % _PAGE
+    memory = a.new_empty([*outer, run + (_LINE // a.element_size() if aliases else 0)])
+    out = memory[..., :run].permute([order.index(axis) for axis in range(3)])
     if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         # Strided operands of low precision fall to loops that are hundreds of times slower.
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
-    torch.bmm(a, b, out=out)
+    torch.bmm(a, b, out=in_huge_pages(out))
     return out
 
 

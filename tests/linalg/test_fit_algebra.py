@@ -393,6 +393,18 @@ def test_rotating_back_is_the_inverse(stages: Stages) -> None:
     assert_close(rotate(x, blocks).norm(dim=1), x.norm(dim=1))
 
 
+def test_rows_a_page_apart_are_kept_apart_and_rotated_alike() -> None:
+    stages = Stages(24, 8, 2)
+    blocks, x = build_blocks(randn(*stages.generators_shape), 8), randn(1024, 24, seed=1)
+    whole = rotate(x.requires_grad_(), blocks)
+    assert whole.stride(1) * whole.element_size() % 4096
+    parts = torch.cat([rotate(part, blocks) for part in x.split(1000)])
+    assert_close(whole, parts)
+    grads = (torch.autograd.grad(turned.square().sum() / 2, x)[0] for turned in (whole, parts))
+    for grad in grads:  # of half the squared norm, which a rotation leaves as it is
+        assert_close(grad, x)
+
+
 def test_folding_the_tube_transform_changes_nothing() -> None:
     stages, z = Stages(24, 8, 2), TUBES["dct"](4, 0)
     blocks, x = build_blocks(randn(*stages.generators_shape), 8), randn(5, 24, seed=1)

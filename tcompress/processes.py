@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from tcompress.errors import ProcessError
+from tcompress.errors import ProcessError, TCompressError
 
 if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
     import torch
@@ -109,13 +109,18 @@ def leads() -> bool:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Let the block run in this process by itself."""
-    token = _group.set(None)
+def _within(group: Any) -> Iterator[None]:
+    """Let the block work together with a group of processes; with none, alone."""
+    token = _group.set(group)
     try:
         yield
     finally:
         _group.reset(token)
+
+
+def alone() -> AbstractContextManager[None]:
+    """Let a block run in this process by itself."""
+    return _within(None)
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class _Outcome(Generic[T]):
     @classmethod
     def of(cls, work: Callable[[], T]) -> _Outcome[T]:
         try:
-            with _alone():
+            with alone():
                 return cls(work())
         except Exception as error:
             return cls(error=error)
@@ -176,6 +181,73 @@ def by_first(method: Callable[P, T]) -> Callable[P, T]:
         return first(lambda: method(*args, **kwargs))
 
     return run
+
+
+class Crew(Generic[S]):
+    """Processes of which the first says what all do next; between that it works alone.
+
+    The others `follow` until they are told that it is over; the first works in a block that is
+    `led`. Where there is one process alone, it does what it says.
+
+    Args:
+        work: Does one job, in all processes. It shares out what it can; an error of bad input is
+            met by all.
+    """
+
+    def __init__(self, work: Callable[[S], None]) -> None:
+        self._work, self._group = work, _group.get()
+        self._others_wait = count() > 1
+
+    def do(self, job: S, *, last: bool = False) -> None:
+        """Have all processes do a job, the first among them; after the last one nobody waits."""
+        others = self._others_wait
+        self._others_wait = False
+        try:
+            with _within(self._group):
+                if others:
+                    agreed((job, last))
+                self._work(job)
+        except ProcessError:
+            raise
+        except TCompressError:  # others have met it as well, and wait for what follows
+            self._others_wait = others and not last
+            raise
+        self._others_wait = others and not last
+
+    @contextmanager
+    def led(self) -> Iterator[None]:
+        """Let the first process work alone, and the others end when it does, with its error."""
+        end: Exception | None = None
+        try:
+            with _within(None):
+                yield
+        except Exception as error:
+            end = error
+            raise
+        finally:
+            if self._others_wait:
+                with _within(self._group):
+                    agreed(end)
+
+    def follow(self) -> None:
+        """Do what the first process says, until all is done.
+
+        Raises:
+            Exception: What the first process ended with, or the last job.
+        """
+        while (message := agreed(None)) is not None:
+            if isinstance(message, Exception):
+                raise message
+            job, last = message
+            try:
+                self._work(job)
+            except ProcessError:
+                raise
+            except TCompressError:
+                if last:
+                    raise
+            if last:
+                return
 
 
 def shared_out(work: Callable[[S], T], items: Sequence[S], device: torch.device | str) -> list[T]:

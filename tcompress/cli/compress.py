@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from tcompress import processes
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
 from tcompress.cli.first_look import first_look, reach
@@ -24,6 +25,7 @@ EXAMPLES = (
     "tcompress compress minilm --data train.csv --size 10MB",
     "tcompress compress minilm --data a.txt --data b.csv --speedup 6 --minutes 30",
     "tcompress compress minilm --speedup 4 --dry-run",
+    "torchrun --nproc_per_node 2 -m tcompress compress minilm --data train.csv --size 10MB",
     "tcompress compress bert-sst2 --data a.csv --speedup 4 --task classification --test-data b.csv",
 )
 
@@ -49,19 +51,18 @@ def compress(
         _show_forecast(one.model, goal, folder, hub, manner)
         return
     from tcompress.compression import compress as run
+    from tcompress.compression import follow
+    from tcompress.hf.opening import pick_device
 
     what = partial(_unwritten, folder)
-    quiet = manner.quiet
-    with terminal.resumable(what, quiet=quiet, output=folder, overview=True) as heard:
-        done = run(
-            one.model,
-            folder,
-            goal,
-            force=written.force,
-            token=hub.token,
-            trust_remote_code=hub.allow_remote_code,
-            **heard,
-        )
+    quiet, device = manner.quiet, pick_device("auto")
+    access: dict[str, Any] = {"token": hub.token, "trust_remote_code": hub.allow_remote_code}
+    terminals = terminal.resumable(what, quiet=quiet, output=folder, overview=True)
+    with terminals as heard, processes.joined(device):
+        if not processes.leads():
+            follow(one.model, **access)
+            return
+        done = run(one.model, folder, goal, force=written.force, **access, **heard)
     if manner.as_json:
         terminal.print_json(done.to_json())
     else:

@@ -61,7 +61,7 @@ _COMMANDS = {
 }
 
 
-_TOGETHER = ("convert", "finetune", "lm-eval")
+_TOGETHER = ("compress", "convert", "finetune", "lm-eval")
 """Commands that several processes do together."""
 
 
@@ -147,7 +147,7 @@ def _check_processes(typed: Sequence[str]) -> None:
     if processes.is_launched() and command not in (None, *_TOGETHER):
         raise InputError(
             f"`{command}` runs in one process, and a launcher has started several",
-            "leave the launcher out; with one, `convert` and `finetune` share their work out",
+            "leave it out; with one, `compress`, `convert` and `finetune` share their work out",
         )
 
 

@@ -1,5 +1,6 @@
 """The whole way from a dense model to a folder that ships: plan, convert, heal, export, measure."""
 
+from tcompress.compression.jobs import follow as follow
 from tcompress.compression.stages import compress as compress
 from tcompress.compression.table import Compressed as Compressed
 from tcompress.compression.table import Row as Row

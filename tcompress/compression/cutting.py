@@ -6,12 +6,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tcompress import files
+from tcompress import files, processes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.compression.attempts import Ask, Attempt, Goal, Measured, best, next_ask
 from tcompress.compression.forecast import bytes_of_weights, reason_of, smaller_ways
+from tcompress.compression.jobs import Job
 from tcompress.compression.working import Work
-from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
@@ -79,10 +79,9 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
 
 def _convert(work: Work, ask: Ask, folder: Path, statistics: Statistics) -> None:
     settings = _options(work, ask)
-    shared = {"force": True, "progress": work.progress}
-    # Only speeds of one recipe share what they measure.
-    given = statistics if settings.target_bytes is None and settings.speedup else None
-    convert(work.source, settings, folder, statistics=given, **shared)  # type: ignore[arg-type]
+    # Only speeds of one recipe share what they measure, in one process.
+    shares = settings.target_bytes is None and settings.speedup and not processes.is_launched()
+    work.crew.do(Job(settings, folder, statistics=statistics if shares else None))
 
 
 def _out_of_reach(work: Work, ask: Ask, error: PlanError) -> PlanError:

@@ -25,6 +25,7 @@ from tcompress.compression.baselines import SHIPPED, baselines, measurement, row
 from tcompress.compression.cutting import CONVERTED, EXPORTED, converted
 from tcompress.compression.effort import Effort, Needs, minutes_text
 from tcompress.compression.forecast import check_size
+from tcompress.compression.jobs import Job, perform
 from tcompress.compression.records import write_records
 from tcompress.compression.table import Compressed, Row, usage_of
 from tcompress.compression.working import DENSE, Say, Work, file_of
@@ -38,9 +39,9 @@ from tcompress.models.names import encodes_sentences
 from tcompress.options import Finetune
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
+from tcompress.processes import Crew
 from tcompress.progress import Progress, Silent
 from tcompress.runtimes.installed import require_onnx
-from tcompress.training.finetuning import finetune
 
 LEAST_MINUTES = 0.2
 """Time of healing below which none is begun: a model is opened, and hardly a step is taken."""
@@ -64,6 +65,8 @@ def compress(
 ) -> Compressed:
     """Write a small model in one folder for Transformers, sentence-transformers and ONNX Runtime.
 
+    Within `processes.joined` the first of several processes calls it, all others `follow`.
+
     Args:
         model: A dense model: folder, short name or hub id.
         output: Folder to write; it appears only when everything is finished.
@@ -78,29 +81,31 @@ def compress(
         InputError: Something given cannot be used, or the goal is out of reach.
     """
     output = Path(output).expanduser().absolute()
-    _check(output, settings, force)
-    source = open_checked(str(model), token=token, trust=trust_remote_code)
-    if settings.task is not None:
-        check_measurement(measurement(settings, Effort()), source, heads=True)
-    check_size(source, settings)
-    facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
-    identity = identity_of({**facts, "weights": source.store.fingerprint()})
-    if holds_other_work(output, identity):
-        say(f"What a run with other options left unfinished for `{output.name}` is not used.")
-    place = Workplace(output, identity, force=force)
-    with place.working():
-        if place.published:  # a kill came after it
-            finished = Compressed.of_json(place.result or {})
-            place.discard()
-            return finished
-        if not place.resumed:  # the model smaller and healed, and both models in the runtime
-            copies = 2 if settings.runtime == "torch" else 4
-            place.need(copies * source.store.total_bytes)
-        work = Work(source, settings, place, progress or Silent(), say)
-        work = replace(work, effort=_effort(work))
-        result = _all_stages(replace(work, runtime=_runtime(work)))
-        place.publish(force=force, result=result.to_json())
-    return result
+    crew = Crew[Job](lambda job: perform(source, job, progress, say))
+    with crew.led():
+        _check(output, settings, force)
+        source = open_checked(str(model), token=token, trust=trust_remote_code)
+        if settings.task is not None:
+            check_measurement(measurement(settings, Effort()), source, heads=True)
+        check_size(source, settings)
+        facts = {"compress": settings.model_dump(mode="json"), "tool": tcompress.__version__}
+        identity = identity_of({**facts, "weights": source.store.fingerprint()})
+        if holds_other_work(output, identity):
+            say(f"What a run with other options left unfinished for `{output.name}` is not used.")
+        place = Workplace(output, identity, force=force)
+        with place.working():
+            if place.published:  # a kill came after it
+                finished = Compressed.of_json(place.result or {})
+                place.discard()
+                return finished
+            if not place.resumed:  # the model smaller and healed, and both models in the runtime
+                copies = 2 if settings.runtime == "torch" else 4
+                place.need(copies * source.store.total_bytes)
+            work = Work(source, settings, place, progress or Silent(), say, crew)
+            work = replace(work, effort=_effort(work))
+            result = _all_stages(replace(work, runtime=_runtime(work)))
+            place.publish(force=force, result=result.to_json())
+        return result
 
 
 def _check(output: Path, settings: Compress, force: bool) -> None:
@@ -175,10 +180,8 @@ def _healed(work: Work, narrowed: Path) -> tuple[Path, str]:
             options["mixed_precision"] = "bf16"
         if work.settings.data:
             options["data"] = {"source": list(work.settings.data)}
-        model = open_checked(str(narrowed), trust=work.source.trust_remote_code)
-        shared: dict[str, Any] = {"progress": work.progress, "say": work.say}
         with work.timed("Healing"):
-            finetune(model, read(Finetune, options), folder, force=True, **shared)
+            work.crew.do(Job(read(Finetune, options), folder, narrowed), last=True)
     manifest = read_manifest(folder)
     runs = manifest.training if manifest else []
     steps = sum(run.steps for run in runs)

@@ -30,6 +30,7 @@ from tcompress.compression.effort import (
     TIMINGS,
     Effort,
 )
+from tcompress.compression.jobs import Job
 from tcompress.data.inputs import inputs_of
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
@@ -41,6 +42,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench
 from tcompress.options.commands import OnnxFiles
 from tcompress.options.compress_options import Compress
+from tcompress.processes import Crew
 from tcompress.progress import Overview, Progress
 
 DENSE = "dense"
@@ -58,6 +60,7 @@ class Work:
     place: Workplace
     progress: Progress
     say: Say
+    crew: Crew[Job]
     runtime: RuntimeName = "torch"
     effort: Effort = field(default_factory=Effort)
     began: float = field(default_factory=time.monotonic)

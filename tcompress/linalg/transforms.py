@@ -71,7 +71,7 @@ def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
         # Strided operands of low precision fall to loops that are hundreds of times slower.
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
-    torch.bmm(a, b, out=in_huge_pages(out))
+    torch.bmm(a, b, out=in_huge_pages(out) if type(out) is Tensor else out)  # not of fake ones
     return out
 
 

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,7 +45,7 @@ READ_EVERY = 10
 """Steps after which the host reads what they computed, and waits for the device so long."""
 
 WRITING = 4.0
-"""Times as long as opening the model takes writing it, with opening and comparing what was."""
+"""Times as long as opening the model takes to write it, and to open and compare the result."""
 
 SLOW = 0.5
 """Seconds from which a step is worth reading by itself: to wait for its end costs nothing then."""
@@ -104,7 +104,9 @@ class Loop:
             self.state.total = min(self._most, HEALING_STEPS)
         self.state.parts = min(options.accumulate, options.batch_size)
         self.rounded = RoundedWeights.of(setup.model, setup.source, setup.roundings)
-        self.pace = Pace(options.minutes, options.evaluate_every, self.spent)
+        # All processes must allow as many steps.
+        spent, self._writing = self._shared(self.spent, WRITING * setup.opening)
+        self.pace = Pace(options.minutes, options.evaluate_every, spent)
         self._has_told_steps = False  # that the time allows
         self.numbers = StepNumbers(setup, self.accelerator)
         self._validation = 0.0  # time that the first validation took, the same in all processes
@@ -157,11 +159,6 @@ class Loop:
         state.seconds = self._seconds()
         return state
 
-    @property
-    def _writing(self) -> float:
-        """Seconds to write the model, and to open and compare what was written."""
-        return WRITING * self.setup.opening
-
     def _mix(self) -> None:
         """Go back as far on the way from the first weights as agrees best with the teacher."""
         seconds = math.inf
@@ -204,13 +201,16 @@ class Loop:
 
     def _agree(self, *, interrupted: bool) -> bool:
         """Take the time and hear of Ctrl-C; all processes must stop after the same step."""
+        numbers = self._seconds(), self._validation, float(interrupted)
+        self._now, self._validation, heard = self._shared(*numbers)
+        return heard > 0
+
+    def _shared(self, *numbers: float) -> Sequence[float]:
+        """Return the means of numbers over all processes."""
         if self.accelerator.num_processes == 1:
-            self._now = self._seconds()
-            return interrupted
-        numbers = [self._seconds(), self._validation, float(interrupted)]
+            return numbers
         shared: Any = torch.tensor(numbers, device=self.accelerator.device)
-        self._now, self._validation, heard = self.accelerator.reduce(shared, "mean").tolist()
-        return bool(heard > 0)
+        return self.accelerator.reduce(shared, "mean").tolist()  # type: ignore[no-any-return]
 
     def _reads_now(self) -> bool:
         """True of steps whose numbers are read; alike in all processes."""

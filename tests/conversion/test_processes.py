@@ -14,9 +14,12 @@ import torch
 
 from tcompress import processes
 from tcompress.artifact.checksums import digest_of
+from tcompress.artifact.manifest import read_manifest
 from tcompress.blockwise.sensitivity import Sensitivity
 from tcompress.linalg.moments import MomentSums, ProductSum
 from tests.support.cli import error, run
+from tests.support.evaluation import encoder
+from tests.support.model_folders import sentences, text_file
 from tests.support.tiny import build
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +118,28 @@ def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) 
     assert _checksums(tmp_path / "cut") == _checksums(tmp_path / "whole")
 
 
+@pytest.mark.slow
+def test_processes_compress_together_and_fail_with_one_message(tmp_path: Path) -> None:
+    encoder(tmp_path / "bert")
+    text_file(tmp_path / "texts.txt", sentences(60))
+    dense = (tmp_path / "bert" / "model.safetensors").stat().st_size
+    typed = ("-m", "tcompress", "compress", str(tmp_path / "bert"), "--runtime", "torch", "--smoke")
+    typed = (*typed, "--minutes", "0.5", "--data", str(tmp_path / "texts.txt"), "--json")
+    folder = str(tmp_path / "small")
+    process = _launch(2, *typed, "--size", f"{int(0.8 * dense)}B", "-o", folder)
+    out, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    assert json.loads(out)["missed"] == []  # of the first process alone
+    manifest = read_manifest(Path(folder))
+    assert manifest is not None
+    assert manifest.training[-1].environment["processes"] == "2"
+    process = _launch(2, *typed, "--size", f"{dense // 100}B", "-o", str(tmp_path / "none"))
+    _, said = process.communicate(timeout=100)
+    assert process.returncode != 0
+    assert said.count("error: ") == 1, said
+    assert "is out of reach" in said
+
+
 @pytest.mark.parametrize("kind", ["same", "different", "weighed", "some the same"])
 def test_runs_add_up_to_the_whole(kind: str) -> None:
     """Each about means of its own."""
@@ -180,10 +205,10 @@ def test_every_batch_is_in_one_run() -> None:
 
 def test_what_one_process_does_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = run("compress", tmp_path, "--size", "1MB")
+    done = run("bench", tmp_path)
     assert (done.code, done.err) == (2, error(
-        "`compress` runs in one process, and a launcher has started several",
-        "leave the launcher out; with one, `convert` and `finetune` share their work out",
+        "`bench` runs in one process, and a launcher has started several",
+        "leave it out; with one, `compress`, `convert` and `finetune` share their work out",
     ))  # fmt: skip
     several = run("convert", tmp_path, "--speedup", "2,4", "--device", "cpu")
     assert several.code == 2

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from tcompress.blockwise.sensitivity import Sensitivity
@@ -403,6 +404,8 @@ def test_rows_a_page_apart_are_kept_apart_and_rotated_alike() -> None:
     grads = (torch.autograd.grad(turned.square().sum() / 2, x)[0] for turned in (whole, parts))
     for grad in grads:  # of half the squared norm, which a rotation leaves as it is
         assert_close(grad, x)
+    with FakeTensorMode():  # large ones have no memory to give advice about
+        assert rotate(torch.empty(2**18, 24), torch.empty(2, 3, 8, 8)).shape == (2**18, 24)
 
 
 def test_folding_the_tube_transform_changes_nothing() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _GROUPS = Path("/sys/fs/cgroup")
 _FRESH = 1 << 25  # bytes from which glibc asks the system for new pages each time
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # of `mallopt`
-_LARGEST_KEPT, _MOST_KEPT = 1 << 27, 1 << 30  # bytes of one block, and of all at the end
+_LARGEST_KEPT, _MOST_KEPT = 1 << 26, 1 << 30  # bytes of one block, and of all at the end
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def keep_freed_memory() -> None:
 
     In a new process glibc returns large blocks to the system and takes them again in every pass;
     the first touch of their pages then takes up to a quarter of a fast model's time, more or less
-    by chance. Holds for the whole process, where it runs on glibc. Blocks of 128 MB go back
+    by chance. Holds for the whole process, where it runs on glibc. Blocks of 64 MB go back
     all the same: what lies between them would leave holes that none of them fits into again.
     """
     with suppress(OSError, AttributeError, TypeError):

@@ -64,11 +64,12 @@ def _apply(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     shape = (*a.shape[:2], b.shape[2])
     *outer, run = (shape[axis] for axis in order)
-    # Runs whole pages apart fall into the same few lines of the caches.
-    aliases = order != _ROWS and not run * a.element_size() % _PAGE
-    memory = a.new_empty([*outer, run + (_LINE // a.element_size() if aliases else 0)])
+    on_cpu, size = a.device.type == "cpu", a.element_size()
+    # Runs whole pages apart fall into the same few lines of a CPU's caches.
+    aliases = on_cpu and order != _ROWS and not run * size % _PAGE
+    memory = a.new_empty([*outer, run + (_LINE // size if aliases else 0)])
     out = memory[..., :run].permute([order.index(axis) for axis in range(3)])
-    if a.device.type == "cpu" and a.dtype in (torch.bfloat16, torch.float16):
+    if on_cpu and a.dtype in (torch.bfloat16, torch.float16):
         # Strided operands of low precision fall to loops that are hundreds of times slower.
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
     torch.bmm(a, b, out=in_huge_pages(out) if type(out) is Tensor else out)  # not of fake ones

@@ -65,14 +65,23 @@ def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     shape = (*a.shape[:2], b.shape[2])
     *outer, run = (shape[axis] for axis in order)
     on_cpu, size = a.device.type == "cpu", a.element_size()
+    low = on_cpu and a.dtype in (torch.bfloat16, torch.float16)
+    # The transposed product is contiguous: one call of a library for all matrices, not one for
+    # each, between which all threads wait for the last.
+    whole = on_cpu and order == _FEATURES and not low
     # Runs whole pages apart fall into the same few lines of a CPU's caches.
-    aliases = on_cpu and order != _ROWS and not run * size % _PAGE
+    aliases = on_cpu and not whole and order != _ROWS and not run * size % _PAGE
     memory = a.new_empty([*outer, run + (_LINE // size if aliases else 0)])
     out = memory[..., :run].permute([order.index(axis) for axis in range(3)])
-    if on_cpu and a.dtype in (torch.bfloat16, torch.float16):
+    if low:
         # Strided operands of low precision fall to loops that are hundreds of times slower.
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
-    torch.bmm(a, b, out=in_huge_pages(out) if type(out) is Tensor else out)  # not of fake ones
+    if type(memory) is Tensor:  # not of fake ones
+        in_huge_pages(memory)
+    if whole:
+        torch.bmm(b.mT, a.mT, out=memory)
+    else:
+        torch.bmm(a, b, out=out)
     return out
 
 

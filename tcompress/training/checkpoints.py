@@ -25,6 +25,7 @@ class RunState(BaseModel):
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    validation: float = 0.0  # seconds of the first one
     parts: int = 1  # pieces that a batch is cut into
     rate: float | None = None  # of short runs, where it was tested for
     total: int = 0  # steps in all, as the time limit allows

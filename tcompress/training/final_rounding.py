@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tcompress.linalg.precision import in_float64
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.structures import Target, structure
 from tcompress.structures.base import RoundsInNorm, dense_of
@@ -85,7 +86,7 @@ class _Moments:
         assert isinstance(layer, StructuredLinear)
         x = inputs[0] if layer.reads is None else layer.reads.gather(inputs[0])
         is_text = self._mask is not None and x.shape[:-1] == self._mask.shape
-        rows = (x[self._mask] if is_text else x.flatten(0, -2)).double()
+        rows = in_float64(x[self._mask] if is_text else x.flatten(0, -2))
         gram = rows.mT @ rows
         self.grams[layer] = self.grams[layer] + gram if layer in self.grams else gram
 

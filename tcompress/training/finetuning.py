@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
     DistributedType,
+    InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
     patch_environment,
@@ -52,6 +53,7 @@ from tcompress.models import SourceModel
 from tcompress.models.names import CARD, carry_files, forget_code, name_cure, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
+from tcompress.processes import PATIENCE
 from tcompress.progress import Progress, Silent
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop
@@ -188,7 +190,8 @@ class _Run:
         identity = identity_of(
             {
                 "kind": "finetune",
-                "options": self.setup.options.model_dump(mode="json"),
+                # How long it may take says when it ends, not what was done until then.
+                "options": self.setup.options.model_dump(mode="json", exclude={"minutes"}),
                 "weights": self.source.store.fingerprint(),
                 "teacher": [teacher.store.fingerprint() for teacher in self.teachers],
                 "data": self.setup.data.fingerprint,
@@ -315,6 +318,8 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
                 cpu=cpu,
                 mixed_precision=precision,
                 log_with=list(options.trackers) or None,
+                # One process alone may work for hours while the others wait.
+                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
                 project_config=ProjectConfiguration(
                     project_dir=str(partial_folder(output)),
                     logging_dir=str(output.parent / f"{output.name}-logs"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint
@@ -134,7 +135,8 @@ class Loop:
         if not state.curve:
             before = self._seconds()
             self._validate()
-            self._validation = self._seconds() - before
+            state.validation = self._seconds() - before
+        self._validation = state.validation
         self._agree(interrupted=False)
         mixing = mixing_validations(self.setup)
         self.pace.reserve(self._validation * (1 + mixing) + self._writing)
@@ -166,7 +168,8 @@ class Loop:
             self.pace.reserve(self._writing)
             seconds = self.pace.left(self._seconds())
         start = self.checkpoints.best(0)
-        mix = best_mix(self.losses, start, self.rounded, self.progress, seconds=seconds)
+        run = partial(best_mix, self.losses, start, self.rounded, self.progress, seconds)
+        mix = self.fitting.in_batches(self.state, JUDGED, run)
         self.state.share, self.state.sources = mix.share, [*mix.sources]
         self.accelerator.wait_for_everyone()
 
@@ -174,8 +177,12 @@ class Loop:
         """Give weights the values that will be read, where they are stored in few bits."""
         losses, model = self.losses, self.setup.model
         model.eval()
-        batches = losses.spread(SAMPLES, JUDGED)
-        round_model(model, self.rounded.roundings, batches, losses.run_student)
+
+        def rounded(size: int) -> None:
+            batches = losses.spread(SAMPLES, size)
+            round_model(model, self.rounded.roundings, batches, losses.run_student)
+
+        self.fitting.in_batches(self.state, JUDGED, rounded)
         self.state.best = self.fitting.validate(self.state)
 
     def _between_steps(self, begun: int, *, interrupted: bool) -> None:
@@ -284,7 +291,8 @@ class Loop:
     def _validate(self) -> None:
         state, task = self.state, self.setup.task
         self._read()
-        value = self.fitting.validate(state)
+        # All must decide alike what comes of it.
+        value = broadcast_object_list([self.fitting.validate(state)])[0]
         check_finite(self.setup, f"the {self.setup.validated}", value, state.step)
         point = CurvePoint(
             step=state.step,

@@ -163,29 +163,32 @@ class Losses:
         """Yield batches of training examples, by their indices, on the CPU."""
         yield from self._host_batches(self.setup.data.train, order)
 
-    def loss_on(self, order: list[list[int]]) -> Callable[[], Tensor]:
+    def loss_on(self, order: list[list[int]], *, keeps: bool = True) -> Callable[[], Tensor]:
         """Make the function that measures the loss of training examples.
 
-        The teacher reads them once, whatever the calls.
+        The teacher reads them once, whatever the calls, unless what it says is not kept.
         """
-        passes: list[tuple[Batch, Batch, dict[str, Tensor], Observed]] = []
-        for batch in self.on_host(order):
-            moved = self._moved(batch)
-            with self._unread_masks(batch):
-                teacher = self.teachers.of_inputs(model_inputs(moved))
-                if self.teachers.targets is not None:
-                    teacher = self.teachers.of_batch(moved, self.setup.data.train)
-                passes.append((batch, moved, self._counts_of_all(batch), teacher))
+        batches = [(batch, self._counts_of_all(batch)) for batch in self.on_host(order)]
+        said = [self._taught(batch) for batch, _ in batches] if keeps else None
 
         @torch.no_grad()
         def measure() -> Tensor:
             total = torch.zeros((), device=self.accelerator.device)
-            for batch, moved, counts, teacher in passes:
+            for number, (batch, counts) in enumerate(batches):
+                moved, teacher = self._taught(batch) if said is None else said[number]
                 with self._unread_masks(batch), self.accelerator.autocast():
                     total += self._loss(moved, counts, teacher)
             return self.accelerator.reduce(total, "sum")  # type: ignore[return-value]
 
         return measure
+
+    def _taught(self, batch: Batch) -> tuple[Batch, Observed]:
+        """A batch on the device, and what the teacher says of it."""
+        moved = self._moved(batch)
+        with self._unread_masks(batch):
+            if self.teachers.targets is not None:
+                return moved, self.teachers.of_batch(moved, self.setup.data.train)
+            return moved, self.teachers.of_inputs(model_inputs(moved))
 
     def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(model_inputs(batch), self.model)

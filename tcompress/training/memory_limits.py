@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
@@ -15,6 +15,8 @@ from tcompress.training.losses import Losses, examples_in, is_out_of_memory
 from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
 from tcompress.training.schedule import block_steps
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +55,23 @@ class FittingLosses:
     def validate(self, state: RunState) -> float:
         """Measure the validated number, with smaller batches where memory runs out."""
         setup = self.losses.setup
-        size = max(1, setup.options.batch_size // state.parts)
+
+        def measure(size: int) -> float:
+            with self.rounded.applied(setup.trained):
+                return self.losses.validate(size)
+
+        return self.in_batches(state, max(1, setup.options.batch_size // state.parts), measure)
+
+    def in_batches(self, state: RunState, size: int, work: Callable[[int], T]) -> T:
+        """Do something with batches of a size, and again with smaller ones if memory runs out."""
         while True:
             try:
-                with self.rounded.applied(setup.trained):
-                    return self.losses.validate(size)
+                return work(size)
             except RuntimeError as error:
-                _check_memory(error, state.step, size, final=size == 1)
-                size //= 2
+                final = size == 1 or self.losses.accelerator.num_processes > 1
+                _check_memory(error, state.step, size, final=final)
+            size //= 2
+            clear_device_cache(garbage_collection=True)
 
 
 def _check_memory(error: RuntimeError, step: int, count: int, *, final: bool) -> None:

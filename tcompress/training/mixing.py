@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, log
 from statistics import fmean, stdev
@@ -76,10 +77,12 @@ def best_mix(
     start: Mapping[str, Tensor],
     rounded: RoundedWeights,
     progress: Progress,
-    *,
     seconds: float = inf,
+    size: int = JUDGED,
 ) -> Mix:
     """Give the model the best weights between its first ones and its present ones.
+
+    Where memory runs out, they are the present ones again.
 
     Args:
         losses: Of the run.
@@ -87,25 +90,27 @@ def best_mix(
         rounded: The weights as they will be stored.
         progress: Hears of batches.
         seconds: After these a few batches of every source are enough.
+        size: Samples that are compared at once.
     """
-    setup, teachers = losses.setup, losses.teachers
+    setup = losses.setup
     name = "comparing weights between the first and the best ones"
-    progress.stage(name, batches_of(setup.data.held), "batches")
+    progress.stage(name, batches_of(setup.data.held, size), "batches")
     sampler = sampler_of(setup.source, setup.options.seed)
     line = _Line(setup.trained, start)
-    texts = teachers.targets is not None and teachers.targets.kind == "vectors"
+    targets = losses.teachers.targets
+    texts = targets is not None and targets.kind == "vectors"
     changes: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
     comparisons: dict[float, OutputComparison | TextComparison] = {
         share: TextComparison(setup.sentences) if texts else OutputComparison(sampler)
         for share in SHARES
     }
     setup.model.eval()
-    with torch.no_grad():
-        begun = time.perf_counter()
-        for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held)):
+    begun = time.perf_counter()
+    with torch.no_grad(), line.kept():
+        for number, (source, batch) in enumerate(_by_turns(losses, setup.data.held, size)):
             if number >= LEAST * len(setup.data.held) and time.perf_counter() - begun > seconds:
                 break
-            inputs, taught = teachers.of_held_out(setup.data.held[source], batch, sampler)
+            inputs, taught = losses.teachers.of_held_out(setup.data.held[source], batch, sampler)
             for share in SHARES:
                 line.go(share)
                 with rounded.applied(setup.trained, state=share):
@@ -131,12 +136,14 @@ def best_mix(
     )
 
 
-def _by_turns(losses: Losses, held: Mapping[str, Encoded]) -> Iterator[tuple[str, Batch]]:
+def _by_turns(
+    losses: Losses, held: Mapping[str, Encoded], size: int
+) -> Iterator[tuple[str, Batch]]:
     """Yield a batch of every source in turn, as long as there are any."""
     for part in held.values():
         part.epoch = 0
     remaining = {
-        source: iter(losses.loaded(part, in_order(part, JUDGED))) for source, part in held.items()
+        source: iter(losses.loaded(part, in_order(part, size))) for source, part in held.items()
     }
     while remaining:
         for source, batches in [*remaining.items()]:
@@ -147,9 +154,9 @@ def _by_turns(losses: Losses, held: Mapping[str, Encoded]) -> Iterator[tuple[str
                 yield source, batch
 
 
-def batches_of(held: Mapping[str, Encoded]) -> int:
+def batches_of(held: Mapping[str, Encoded], size: int = JUDGED) -> int:
     """Number of batches that are compared, where there is time for all."""
-    return sum(-(-len(part) // JUDGED) for part in held.values())
+    return sum(-(-len(part) // size) for part in held.values())
 
 
 def harmed(
@@ -216,6 +223,15 @@ class _Line:
         self._trained = trained
         self._start = {name: start[name].to(value.device) for name, value in trained.items()}
         self._end = {name: value.detach().clone() for name, value in trained.items()}
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give the model its last weights again if an error ends the block."""
+        try:
+            yield
+        except RuntimeError:
+            self.go(1.0)
+            raise
 
     def go(self, share: float) -> None:
         """Give the model the weights that are so far on the way."""

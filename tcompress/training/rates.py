@@ -90,22 +90,27 @@ def tested_rate(
     alone = blocks_first(options) or not setup.imitates
     if is_set or alone or setup.untrained or not count:
         return None
-    size = max(1, options.batch_size // parts)
+    size, keeps = max(1, options.batch_size // parts), True
     while True:
         try:
-            return _rate_on(losses, gradients, count, size)
+            return _rate_on(losses, gradients, count, size, keeps=keeps)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            clear_device_cache(garbage_collection=True)
-            if size == 1:
-                return None  # the first step says what to do
-            size //= 2
         finally:
             optimizer.zero_grad(set_to_none=True)
+        clear_device_cache(garbage_collection=True)
+        if keeps:
+            keeps = False
+        elif size == 1:
+            return None  # the first step says what to do
+        else:
+            size //= 2
 
 
-def _rate_on(losses: Losses, gradients: Callable[[Batch], Tensor], count: int, size: int) -> float:
+def _rate_on(
+    losses: Losses, gradients: Callable[[Batch], Tensor], count: int, size: int, *, keeps: bool
+) -> float:
     """Find the rate on two times so many examples, of which `size` are read at once."""
     setup = losses.setup
     first, second = (
@@ -118,7 +123,7 @@ def _rate_on(losses: Losses, gradients: Callable[[Batch], Tensor], count: int, s
     losses.model.eval()
     return find_rate(
         setup.trained,
-        losses.loss_on(second),
+        losses.loss_on(second, keeps=keeps),
         highest=highest_rate(setup.options),
         batch_size=setup.options.batch_size * losses.accelerator.num_processes,
     )

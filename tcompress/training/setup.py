@@ -103,6 +103,7 @@ def set_up(
     progress: Progress | None = None,
 ) -> Setup:
     """Load data and models, and decide what is trained on what."""
+    _check_checkpointing(source, options)
     from_random = manifest is not None and manifest.source.init == "random"
     depth = None if manifest is None else manifest.plan.depth
     teaching = arranged(source, teachers, options, depth)
@@ -201,6 +202,8 @@ def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Fin
     problems = Problems()
     with problems.collected():
         pick_device(options.device)
+    with problems.collected():
+        _check_checkpointing(source, options)
     names: dict[str, float] = {}
     with problems.collected():
         from_random = source.seed is not None
@@ -211,6 +214,15 @@ def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Fin
         first = next(iter(teachers), None)
         check_training_data(source, options.data, task, options.seed, first)
     problems.report()
+
+
+def _check_checkpointing(source: SourceModel, options: Finetune) -> None:
+    kind = source.model_class
+    if options.gradient_checkpointing and not getattr(kind, "supports_gradient_checkpointing", 1):
+        raise InputError(
+            f"Transformers cannot compute blocks of `{kind.__name__}` twice",
+            "leave out `--gradient-checkpointing`; `--accumulate 8` takes less memory too",
+        )
 
 
 def _objective_weights(

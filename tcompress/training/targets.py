@@ -181,7 +181,7 @@ class Targets:
                 for text in example:
                     numbers.setdefault(text, len(numbers))
         texts = [*numbers]
-        _check_room(teachers, len(texts))
+        _check_room(teachers, len(texts), data[0])
         progress.stage("teachers read the texts", len(texts) * len(teachers), "texts")
         tables = [
             torch.cat([*_outputs_of(teacher, texts, folder, accelerator, progress)])
@@ -219,7 +219,7 @@ class Targets:
         """
         if not path.is_file():
             count = min(len(data), _FITTED)
-            student = embed([*range(count)]).double().cpu()
+            student = embed([*range(count)]).cpu().double()
             rows = self.rows[data][:count].flatten()
             map_ = _turning(self.table, self.table[rows].double(), student)
             _write(path, "map", map_.float())
@@ -241,11 +241,14 @@ def _turning(table: Tensor, taught: Tensor, student: Tensor) -> Tensor:
     return axes @ u[:, nonzero] @ vh[nonzero]
 
 
-def _check_room(teachers: Sequence[TextTeacher], count: int) -> None:
+def _check_room(teachers: Sequence[TextTeacher], count: int, train: Encoded) -> None:
+    """Refuse more texts than are kept, with about as many samples to train on as would be."""
     sizes = [_width(teacher) * _SIZES[teacher.dtype] for teacher in teachers]
     needed = count * sum(sizes)
     if needed > MOST_BYTES:
-        limit = MOST_BYTES // sum(sizes)
+        of_samples = {text for example in train.texts or () for text in example}
+        room = MOST_BYTES // sum(sizes) - (count - len(of_samples))
+        limit = max(1, room * len(train) // max(1, len(of_samples)) * 99 // 100)
         raise InputError(
             f"what the teachers say of {count:,} texts takes {needed / 2**30:.1f} GiB, at most "
             f"{MOST_BYTES / 2**30:g} are kept",

@@ -96,13 +96,17 @@ class _File:
         ]
         rows, columns = int(lengths.sum()), sum(part.columns for part in parts)
         path.parent.mkdir(parents=True, exist_ok=True)
-        room = min(MOST_BYTES, shutil.disk_usage(path.parent).free // 2)
-        if 2 * rows * columns > room:
+        # A run that goes on does what it did before, whatever room there is by now.
+        refused, size = path.with_suffix(".refused"), 2 * rows * columns
+        if refused.exists():
             return None
-        with suppress(OSError):  # the disk has filled up meanwhile
-            table = _mapped(path, rows * columns, torch.int16).view(rows, columns)
-            written = _mapped(path.with_suffix(".known"), len(lengths), torch.uint8)
-            return cls(parts, _ends_with_state(outputs), lengths, table, written)
+        begun = path.is_file() and path.stat().st_size == size
+        if begun or size <= min(MOST_BYTES, shutil.disk_usage(path.parent).free // 2):
+            with suppress(OSError):  # the disk has filled up meanwhile
+                table = _mapped(path, rows * columns, torch.int16).view(rows, columns)
+                written = _mapped(path.with_suffix(".known"), len(lengths), torch.uint8)
+                return cls(parts, _ends_with_state(outputs), lengths, table, written)
+        refused.touch()
         return None
 
     def has(self, indices: Tensor) -> bool:

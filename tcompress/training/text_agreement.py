@@ -50,7 +50,7 @@ class TextComparison:
         """
         student = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
         before, after = (
-            normalize(vectors.double().cpu(), dim=-1).unflatten(0, (-1, VARIANTS))
+            normalize(vectors.cpu().double(), dim=-1).unflatten(0, (-1, VARIANTS))
             for vectors in (taught, student)
         )
         self._vectors[source].append((before[:, 0], after[:, 0]))

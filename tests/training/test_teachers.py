@@ -335,7 +335,20 @@ def test_what_teachers_say_must_be_numbers(place: Path, tmp_path: Path) -> None:
 def test_too_many_texts_are_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And so many as the hint names are not."""
+    options = {**_options(place, "wide"), "steps": 1}
+    hints = []
     monkeypatch.setattr(targets, "MOST_BYTES", 1000)
-    with pytest.raises(InputError, match="at most"):
-        train(place / "student", tmp_path / "out", **_options(place, "wide"))
-    assert [*tmp_path.iterdir()] == []
+    for _ in range(2):
+        with pytest.raises(InputError, match="at most") as refused:
+            train(place / "student", tmp_path / "out", **options)
+        assert [*tmp_path.iterdir()] == []
+        hints.append((refused.value.hint or "").split("`")[1].split())
+        texts_of_teachers = int(refused.value.message.split()[5].replace(",", ""))
+        row = WIDE["hidden_size"] * 2  # in float16
+        monkeypatch.setattr(targets, "MOST_BYTES", (texts_of_teachers - 12) * row)
+    assert hints[0] == ["--samples", "1"]
+    samples = int(hints[1][1])
+    assert 10 < samples < 40
+    data = {**options["data"], "samples": samples}
+    train(place / "student", tmp_path / "out", **{**options, "data": data})

@@ -1,6 +1,7 @@
 """Healing ends where the weights between start and end agree best with the teacher."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_the_weights_that_were_chosen_are_written(
     assert bool(changed) == (share > 0)
     for name, value in seen[0].items():
         assert torch.equal(before[name], value)
+
+
+def test_too_little_memory_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer samples at a time then; what was trained is not lost."""
+    sizes, inner = [], mixing.OutputComparison.add
+
+    def add(self: Any, source: str, *outputs: Any) -> float:
+        sizes.append(len(outputs[-1]["input_ids"]) // VARIANTS)
+        if sizes[-1] > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return inner(self, source, *outputs)
+
+    monkeypatch.setattr(mixing.OutputComparison, "add", add)
+    monkeypatch.setattr(mixing, "chosen", lambda *_: 1.0)
+    folder, how = small_encoder(tmp_path), {"data": texts(tmp_path, 200), "steps": 6}
+    train(folder, tmp_path / "out", **how)
+    assert sizes[:2] == [16, 8]
+    assert {*sizes[2:]} == {4}
+    monkeypatch.undo()
+    monkeypatch.setattr(mixing, "chosen", lambda *_: 1.0)
+    train(folder, tmp_path / "enough", **how)
+    few, enough = (load_file(tmp_path / n / "model.safetensors") for n in ("out", "enough"))
+    assert all(torch.equal(few[name], enough[name]) for name in enough)
 
 
 def test_what_healing_did_is_told_by_source(tmp_path: Path) -> None:

@@ -7,12 +7,21 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from tcompress.errors import InputError
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.training.objectives import Observer, fed_with, loaded_roles, token_mask
 from tests.support.converted import converted
 from tests.support.tiny import TINY
-from tests.support.training import batch_of, gradients, losses_of, small, small_encoder, texts
+from tests.support.training import (
+    batch_of,
+    gradients,
+    losses_of,
+    small,
+    small_encoder,
+    texts,
+    train,
+)
 
 # Norms behind the last block of each stack, which `output_hidden_states` includes.
 NORMS: dict[str, tuple[str | None, ...]] = {
@@ -149,3 +158,11 @@ def test_a_mask_of_another_shape_is_not_used() -> None:
     batch = {"attention_mask": torch.zeros(2, 5)}
     assert not token_mask(batch, torch.zeros(2, 5, 3)).any()
     assert token_mask(batch, torch.zeros(2, 7, 3)).all()
+
+
+def test_families_whose_blocks_are_computed_once(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match="cannot compute blocks of `MPNetForMaskedLM` twice"
+    ) as refused:
+        train(small("mpnet", tmp_path), tmp_path / "out", gradient_checkpointing=True)
+    assert "--accumulate" in (refused.value.hint or "")

@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from tcompress.training import loop
+from tcompress.training.losses import Losses
 from tcompress.training.rates import HALVINGS, MOVES, find_rate, rate_for
 from tcompress.training.schedule import HEALING_RATE
 from tests.support.training import settings, small_encoder, texts, train
@@ -71,3 +72,28 @@ def test_healing_tests_its_rate_and_goes_on_with_it(
     for index, given in enumerate(({"learning_rate": 5e-4}, {"stage": "blocks"})):
         train(model, tmp_path / str(index), **how, **given)
     assert rates[1:] == [None, None]
+
+
+def test_what_a_teacher_says_is_not_kept_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, asked = [], []
+    inner, loss_on = loop.tested_rate, Losses.loss_on
+
+    def heard(*arguments: Any) -> float | None:
+        rates.append(inner(*arguments))
+        return rates[-1]
+
+    def short(self: Losses, order: list[list[int]], *, keeps: bool = True) -> Any:
+        asked.append((len(order[0]), keeps))
+        if keeps:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return loss_on(self, order, keeps=keeps)
+
+    monkeypatch.setattr(loop, "tested_rate", heard)
+    model, data = small_encoder(tmp_path), texts(tmp_path)
+    train(model, tmp_path / "enough", data=data)
+    monkeypatch.setattr(Losses, "loss_on", short)
+    train(model, tmp_path / "out", data=data)
+    assert [keeps for _, keeps in asked] == [True, False]
+    assert rates[1] == rates[0]

@@ -108,6 +108,24 @@ def test_without_room_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Monkey
     assert not (tmp_path / "kept").exists()
 
 
+def test_a_run_that_goes_on_does_what_it_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own file is part of what the disk lacks by then; or there is room by now."""
+    for free, calls in ((10**9, 2), (0, 3)):
+        monkeypatch.setattr(
+            teacher_cache.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)
+        )
+        path, teacher = tmp_path / str(free) / "kept", Teacher()
+        _observed(TeacherCache(path, LENGTHS, logits=False), teacher, [0, 1, 2, 3])
+        other = SimpleNamespace(free=10**9 - free)
+        monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda _, other=other: other)
+        store = TeacherCache(path, LENGTHS, logits=False)
+        for _ in range(2):
+            _observed(store, teacher, [0, 1, 2, 3])
+        assert teacher.calls == calls
+
+
 def test_a_disk_that_fills_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import DataError, FitError
+from tcompress.linalg import in_float64
 from tcompress.models import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")
@@ -236,7 +237,8 @@ def _examples(
             part: Any = slice(index, index + 1)
             if dense.dim() == 3:
                 part = part, slice(first, first + step)
-            yield dense[part].double(), new[part].double(), None if mask is None else mask[part]
+            both = in_float64(dense[part]), in_float64(new[part])
+            yield *both, None if mask is None else mask[part].to(both[0].device)
 
 
 def _divergence(dense: Tensor, new: Tensor) -> Tensor:
@@ -284,7 +286,7 @@ def _centred(values: Tensor, weights: Tensor) -> Tensor:
 
 def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines of the variants of every text with each other, and of all texts."""
-    unit = normalize(vectors.double(), dim=-1).unflatten(0, (VARIANTS, -1))
+    unit = normalize(in_float64(vectors), dim=-1).unflatten(0, (VARIANTS, -1))
     first, second = torch.triu_indices(VARIANTS, VARIANTS, 1, device=unit.device)
     rows, columns = torch.triu_indices(unit.shape[1], unit.shape[1], 1, device=unit.device)
     variants = (unit[first] * unit[second]).sum(-1)

@@ -20,7 +20,14 @@ from torch.utils import _pytree as pytree
 from tcompress import processes
 from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
-from tcompress.blockwise.streams import PartialModel, Stream, TokenRows, common_block, first_tensor
+from tcompress.blockwise.streams import (
+    PartialModel,
+    Stream,
+    TokenRows,
+    common_block,
+    first_tensor,
+    runs_twice,
+)
 from tcompress.errors import DataError, FitError
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import ProductSum, centre_of, is_finite, multipliable, token_weights
@@ -177,6 +184,8 @@ class BackwardWalk:
             streams = [*self._streams.values()]
             with self._model.paused(streams):
                 while name := common_block(streams):
+                    if name in order:
+                        raise runs_twice(name)
                     progress(name, "forward")
                     with self._model.loaded(name):
                         for index in self._streams:

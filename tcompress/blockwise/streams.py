@@ -284,6 +284,14 @@ def common_block(streams: Sequence[Stream]) -> str:
     return next(iter(names), "")
 
 
+def runs_twice(block: str) -> DataError:
+    """Refuse a block that a pass comes to again: it cannot be rewritten for two inputs."""
+    return DataError(
+        f"block `{block}` runs more than once in a forward pass",
+        "convert this model without data: `--calib none`",
+    )
+
+
 _CURRENT = threading.local()
 
 

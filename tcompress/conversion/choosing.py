@@ -94,7 +94,7 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace)
         label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
 
         def shallower(trial: FitWorkplace) -> Chosen:
-            cut = conversion.trial.cut(depths[name])
+            cut = conversion.cut(depths[name])
             return _taken(cut, _plans(cut, trial, several=False), trial)
 
         return _distance(conversion, name, label, workdir, shallower).change
@@ -163,7 +163,7 @@ def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkp
     """Fit a plan to some of the data, and compare."""
 
     def on_part(trial: FitWorkplace) -> Chosen:
-        part = replace(conversion.trial, data=conversion.trial_data)
+        part = replace(conversion, data=conversion.trial_data)
         return _taken(part, {name: plan}, trial)
 
     return _distance(conversion, name, f"trying {name}", workdir, on_part, measures=False)

@@ -129,7 +129,7 @@ def convert(
     with times.running(), workplace.working() as workdir:
         if workdir.published and (done := read_manifest(output)) is not None:
             workdir.discard()
-            return Converted(output, done, resumed=True)
+            return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
         room = (plan, source, recipe, workdir, conversion.device, times.tell)
         processes.first(lambda: check_room(*room))
@@ -145,10 +145,7 @@ def convert(
             return manifest
 
         manifest = processes.first(publish)
-    if recipe.counts_time:
-        settings = (source, output, manifest.plan, recipe)
-        manifest = processes.first(lambda: _timed(*settings)) or manifest
-    return Converted(output, manifest, workdir.resumed)
+    return Converted(output, _timed(source, output, manifest, recipe), workdir.resumed)
 
 
 def _write_model(
@@ -289,7 +286,8 @@ def _with_warnings(plan: Plan, conversion: Conversion, unreached: Sequence[str])
             "links out of the model's folder are not carried along: "
             f"{', '.join(f'`{name}`' for name in names[:3])}{rest}; copy the files there"
         )
-    if data is not None and not data.holdout and (recipe.tries_methods or recipe.chooses_depth):
+    compares = recipe.tries_methods or recipe.chooses_depth or recipe.max_loss is not None
+    if data is not None and not data.holdout and compares:
         plan = plan.warned(
             f"the calibration data has no sample to hold out ({data.samples} in all): candidates "
             "were compared on what they were fitted to, which favours those that adapt most; give "
@@ -301,8 +299,11 @@ def _with_warnings(plan: Plan, conversion: Conversion, unreached: Sequence[str])
 LONG, FEWER = 0.5, 5  # seconds of a pass of the dense model, and repeats of such ones
 
 
-def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Manifest | None:
-    """Measure the pass that was asked for, and record it beside what was predicted."""
+def _timed(source: SourceModel, output: Path, manifest: Manifest, recipe: Convert) -> Manifest:
+    """Measure the pass that was asked for, if any, and record it beside what was predicted."""
+    if not recipe.counts_time:
+        return manifest
+    plan = manifest.plan
     is_long = plan.budget is not None and (plan.budget.seconds or 0.0) > LONG
     work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
     new = STEPS if work.decodes else None
@@ -310,5 +311,10 @@ def _timed(source: SourceModel, output: Path, plan: Plan, recipe: Convert) -> Ma
     options = {"batch": (work.batch,), "length": length, "generate": new}
     options["repeats"] = FEWER if is_long else REPEATS
     limits = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
-    bench([str(output)], settings=Bench.model_validate({**options, **limits}))
-    return read_manifest(output)
+    settings, trust = Bench.model_validate({**options, **limits}), source.trust_remote_code
+
+    def measured() -> Manifest | None:
+        bench([str(output)], settings=settings, trust_remote_code=trust)
+        return read_manifest(output)
+
+    return processes.first(measured) or manifest

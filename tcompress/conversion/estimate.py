@@ -119,13 +119,13 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     memory = max([memory, *tables, *(cost.bytes for cost in shared)])
     flops += sum(cost.flops for cost in shared)
     if plan.depth is not None and plan.depth.chosen == "later":
-        blocks, folder_bytes = plan.depth.blocks, plan.depth.kept
+        blocks = plan.depth.blocks
         differs = tokens * min(1, SAMPLES / recipe.calibration.count)
         width = getattr(source.config.get_text_config(), "hidden_size", 0)
         weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
         memory = max(memory, weights + min(MOST_BYTES, int(4 * differs * width * (blocks + 1))))
         # For each block that is dropped, half of what is left as often as there are blocks left.
-        passes = sum(left / 2 for left in range(folder_bytes + 1, blocks + 1))
+        passes = sum(left / 2 for left in range(plan.depth.kept + 1, blocks + 1))
         flops += 2 * plan.block_parameters * passes * differs
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
@@ -161,7 +161,7 @@ def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple
     roles, keymap = roles_of(source), source.keymap
     attentions = attentions_of(keymap.model, roles)
     own = recipe.calibration
-    text = TOKENS if own.source == ("builtin",) else own.max_length // 4
+    text = _tokens(own)
     count = own.count
     fitted = text * min(FITTED, round(count * (1 - own.holdout)))
     judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
@@ -359,7 +359,7 @@ def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, 
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
     builtin = options.source == ("builtin",)
-    tokens = TOKENS if builtin else options.max_length // 4
+    tokens = _tokens(options)
     samples = options.enough(tokens, widest)
     if isinstance(patch, int) and isinstance(side, int):
         tokens, samples = (side // patch) ** 2 + 1, options.count
@@ -368,6 +368,11 @@ def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, 
     if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
         tokens, samples = tokens + sounds, min(samples, MOST_SOUNDS)
     return samples, tokens
+
+
+def _tokens(options: Calibration) -> int:
+    """Guess how many tokens a text has."""
+    return TOKENS if options.source == ("builtin",) else max(1, options.max_length // 4)
 
 
 def _speed(device: str) -> float:

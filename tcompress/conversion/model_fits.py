@@ -14,10 +14,17 @@ from tcompress import processes
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.sensitivity import damped_inputs, input_moments
-from tcompress.blockwise.streams import Branch, PartialModel, Readings, common_block, handed_on
+from tcompress.blockwise.streams import (
+    Branch,
+    PartialModel,
+    Readings,
+    common_block,
+    handed_on,
+    runs_twice,
+)
 from tcompress.conversion.outputs import Outputs
 from tcompress.data.calibration import CalibrationData, load_batches
-from tcompress.errors import DataError, FitError, message_of
+from tcompress.errors import FitError, message_of
 from tcompress.fitting.block_rewrite import (
     BlockRewriter,
     FitInputs,
@@ -98,7 +105,7 @@ class Conversion:
             widest = max((entry.in_features for entry in plan.layers), default=0)
             data = load_batches(source, options, widest)
         parts = (source, source, recipe, recipe.within_blocks, plan, data)
-        return cls(*parts, pick_device(recipe.device), progress, statistics)
+        return cls(*parts, pick_device(recipe.device, fits=True), progress, statistics)
 
     def cut(self, depth: DepthPlan) -> Conversion:
         """Return the same of a model with these blocks alone."""
@@ -108,11 +115,6 @@ class Conversion:
         inner = within(self.recipe, depth, self.dense)
         plan = with_depth(make_plan(inner, source, self.plan.method), depth, self.dense)
         return replace(self, source=source, inner=inner, plan=plan)
-
-    @property
-    def trial(self) -> Conversion:
-        """The same to try something out: compared with the blocks that stay by now."""
-        return replace(self, dense=self.source, inner=self.recipe.within_blocks)
 
     @property
     def trial_data(self) -> CalibrationData | None:
@@ -426,7 +428,7 @@ class BlockFitter:
             while (unreached or self.sampler) and (name := common_block(streams)):
                 block = self._blocks.get(name)
                 if block is not None and name not in unreached:
-                    raise _runs_twice(name)
+                    raise runs_twice(name)
                 unreached.discard(name)
                 with self._model.loaded(name) as dense:
                     readings = dense_readings(block, dense, self._model.forwards[name])
@@ -453,7 +455,7 @@ class BlockFitter:
         except Exception:  # the output head, which holds no weights: the end was reached
             return
         if stream.call is not None and stream.call.block in self._blocks:
-            raise _runs_twice(stream.call.block)
+            raise runs_twice(stream.call.block)
 
     def _advance(
         self, readings: Readings, new: Callable[..., Any], routing: Routing | None
@@ -471,10 +473,3 @@ class BlockFitter:
                     outputs = (dense_stream.output, new_stream.output)
                     self.comparison.add(origin, *outputs, dense_stream.batch, index)
                 dense_stream.output = new_stream.output = None  # at once: logits are large
-
-
-def _runs_twice(block: str) -> DataError:
-    return DataError(
-        f"block `{block}` runs more than once in a forward pass",
-        "convert this model without data: `--calib none`",
-    )

@@ -85,7 +85,9 @@ def _that_fit(
                 return
 
     yield from flags({f"--calib-samples {n}": {"samples": n} for n in _fewer(data.count)})
-    yield from flags({"--calib none": {"source": ("none",)}})
+    compares = recipe.resource_budget or recipe.max_loss or recipe.chooses_depth
+    if not compares and recipe.vocab != "data":
+        yield from flags({"--calib none": {"source": ("none",)}})
 
 
 def _fewer(count: int) -> Iterator[int]:

@@ -243,6 +243,9 @@ def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) 
         ordered = order_neurons(gram, target, constant)
     else:
         ordered = order_groups(gram, target, constant, len(gram) // coupling.size)
+    losses = ordered.losses * reader.statistics.rows
+    if coupling.kind == "heads" and coupling.size == 1:  # all or none: there is nothing to order
+        return ChannelOrder(coupling, losses)
     widths = {
         (facts[it.weight_name].entry.key, part.name): part.size for it, part in coupling.writers
     }
@@ -251,7 +254,7 @@ def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) 
     for (key, part), width in widths.items():
         rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
         reductions[key, part, width] = Reduction(rows[ordered.order].flatten())
-    return ChannelOrder(coupling, ordered.losses * reader.statistics.rows, reductions)
+    return ChannelOrder(coupling, losses, reductions)
 
 
 def _by_head(matrix: Tensor, size: int) -> Tensor:

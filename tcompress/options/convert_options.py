@@ -428,8 +428,7 @@ class Convert(Section):
     )
     bits: Literal[8, 4] | None = option(
         None,
-        "bits that weights are stored in, rounded to nearest; on disk alone, since loading gives "
-        "them their dtype back",
+        "bits that weights are stored in; on disk alone, since loading gives them their dtype back",
         panel=OUTPUT,
         metavar="8|4",
     )
@@ -596,7 +595,7 @@ class Convert(Section):
                 f"no model's own config can say `{self.method.name}`: with `plain` allowed are the "
                 "method `width` and fewer blocks"
             )
-        others = ("attention", "embeddings", "residual_rank", "layers", "max_error")
+        others = ("attention", "embeddings", "residual_rank", "layers", "max_error", "max_loss")
         given = [f"`{name}`" for name in others if getattr(self, name)]
         if given:
             names = ", ".join(given)

@@ -251,6 +251,8 @@ class BudgetProblem:
             smallest = sum(min(item.costs[resource] for item in site.every) for site in sites)
             limit, spent = self.limits()
             size = limit - spent + smallest
+            if size <= limit:  # what is out of reach is the other budget
+                raise
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
     def _plan(self, allocation: Allocation) -> Plan:

@@ -174,7 +174,15 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
-    return processes.agreed(_solved(problem, names, label, goal))
+    solved: dict[str, Plan] | PlanError
+    try:
+        solved = _solved(problem, names, label, goal)
+    except PlanError as error:  # solvers with a time limit may differ
+        solved = error
+    solved = processes.agreed(solved)
+    if isinstance(solved, PlanError):
+        raise solved
+    return solved
 
 
 def _solved(

@@ -39,8 +39,13 @@ class TimingCache:
         except (OSError, ValueError):  # of users without a home there is nowhere to keep anything
             return cls()
         path = folder / f"{fingerprint(*machine, *facts)}.json"
-        since, values = processes.first(lambda: read_record(path, _parsed)) or (0.0, {})
-        return cls(path, since, values) if 0 <= time.time() - since < LASTING else cls(path)
+
+        def lasting() -> tuple[float, dict[str, float]] | None:
+            record = read_record(path, _parsed)
+            return record if record and 0 <= time.time() - record[0] < LASTING else None
+
+        record = processes.first(lasting)  # whose clock decides for all
+        return cls(path) if record is None else cls(path, *record)
 
     def keep(self) -> None:
         """Write all times that were measured so far."""

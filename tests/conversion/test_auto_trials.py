@@ -201,9 +201,14 @@ def test_where_predictions_decide(changes: Any, folder: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_in_fewer_blocks(folder: Path, tmp_path: Path) -> None:
-    done = _convert(folder, tmp_path / "out", _recipe(drop_layers=1))
+    """Which are no first blocks; what was tried is as far from the whole dense model as told."""
+    done = _convert(folder, tmp_path / "out", _recipe(keep_layers=[1, 2]))
     assert done.manifest.plan.depth.kept == 2
-    assert len(done.manifest.plan.budget.tried) > 1
+    facts = done.manifest.plan.budget
+    assert len(facts.tried) > 1
+    dense, model = (AutoModelForCausalLM.from_pretrained(name) for name in (folder, done.folder))
+    change = change_of(dense, model, drawn(LLAMA), sampler_of(SourceModel.open(str(folder))))
+    assert facts.tried[facts.taken] == pytest.approx(change, rel=1e-3)
 
 
 @pytest.mark.slow

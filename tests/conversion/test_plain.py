@@ -247,6 +247,7 @@ def test_all_that_cannot_be_said_is_said_at_once(tmp_path: Path) -> None:
         ({**HALF, "embeddings": {"method": {"name": "svd"}, "target": 0.5}}, "`embeddings`"),
         ({**HALF, "layers": [{"match": "up", "keep": True}]}, "`layers`"),
         ({**WIDTH, "max_error": 0.1}, "`max_error`"),
+        ({**WIDTH, "max_loss": 0.01, "calibration": {"source": "builtin"}}, "`max_loss`"),
         ({**HALF, "target": 0.5}, "each set the one width"),
         ({**WIDTH, "target": 0.5, "init": "random"}, "widths in the configuration"),
     ],

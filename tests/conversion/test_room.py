@@ -38,3 +38,15 @@ def test_little_memory_is_told(
     convert(sources("llama"), recipe, tmp_path / "out", progress=told)
     [text] = told.texts
     assert text.startswith("warning: about 0.1 MB of memory will be needed, and 0.0 MB are free")
+
+
+def test_no_data_is_no_way_out_where_data_decides(
+    tmp_path: Path, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda _: 600_000)
+    method = {"method": {"name": "auto"}, "target": None, "max_loss": 0.01}
+    recipe = Convert.model_validate({**RECIPE, **method, "calibration": DATA})
+    with pytest.raises(DiskError) as refused:
+        convert(sources("llama"), recipe, tmp_path / "out", data=calibration("llama"))
+    assert "`--calib-samples" in (refused.value.hint or "")
+    assert "`--calib none`" not in (refused.value.hint or "")

@@ -1,6 +1,7 @@
 """Fewer channels between layers: neurons, values and scores of heads."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from tcompress.blockwise import sensitivity
 from tcompress.errors import PlanError, RecipeError
 from tcompress.exports.dense import export_dense
+from tcompress.fitting.channel_orders import LayerFacts, order_channels
+from tcompress.fitting.layer_fits import LayerStatistics
 from tcompress.hf import build as installing
 from tcompress.linalg.channels import head_bases, order_groups, order_neurons
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, read_parameter
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
 from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import attentions_of
@@ -29,6 +33,7 @@ from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import joint
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import alike, randn
+from tests.support.tiny import TINY
 
 quick = settings(deadline=None, derandomize=True, max_examples=20)
 
@@ -259,6 +264,34 @@ def test_heads_that_a_norm_takes_together_stay_together(tmp_path: Path) -> None:
     heads = whole_heads(found)
     assert heads is not None
     assert heads.sizes == [0]
+
+
+def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
+    """Whole heads have the width of one there; they are all or none, and in no order."""
+    tiny = TINY["llama"]
+    replace(tiny, options={**tiny.options, "num_key_value_heads": 1}).build().save_pretrained(
+        tmp_path
+    )
+    source = SourceModel.open(str(tmp_path))
+    plan = make_plan(Convert.model_validate({"method": {"name": "width"}, "target": 0.5}), source)
+    [_, found] = attentions_of(source.keymap.model, roles_of(source))
+    block = roles_of(source).blocks[-1]
+    layers = {layer.name: layer for layer in block.layers}
+    entries = {layers[e.name].weight_name: e for e in plan.layers if e.name in layers}
+    facts = {}
+    for layer in block.layers:
+        weight = read_parameter(source.store, source.keymap, layer.weight_name).double()
+        moments = torch.eye(weight.shape[1], dtype=torch.float64)
+        statistics = LayerStatistics(weight, moments, moments[0])
+        if layer.weight_name in entries:
+            facts[layer.weight_name] = LayerFacts(entries[layer.weight_name], statistics, None)
+    orders = {
+        coupling.kind: order_channels(coupling, facts, 0.01)
+        for coupling in (*couplings(block), whole_heads(found))
+        if coupling is not None
+    }
+    assert orders["values"].reductions
+    assert not orders["values"].reductions.keys() & orders["heads"].reductions.keys()
 
 
 @pytest.mark.often("bert", "whisper")

@@ -48,8 +48,9 @@ def keep_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError, TypeError):
         library = ctypes.CDLL(None)
-        library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT)
-        library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
+        # Older versions take no more than 32 MB; without the first the second does harm.
+        if any(library.mallopt(_MMAP_THRESHOLD, most) for most in (_LARGEST_KEPT, _FRESH)):
+            library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
 
 
 @cache

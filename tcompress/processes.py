@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from tcompress.errors import ProcessError, TCompressError
+from tcompress.errors import PlanError, ProcessError
 
 if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
     import torch
@@ -30,7 +30,9 @@ P = ParamSpec("P")
 RUNS = 8
 """Runs of batches that are summed up by themselves; so many processes at most share them."""
 
-_PATIENCE = timedelta(days=7)  # that one process works while the others wait
+PATIENCE = timedelta(days=7)
+"""That one process works while the others wait."""
+
 _STORE_PATIENCE = timedelta(seconds=10)  # with the launcher's store
 
 _group: ContextVar[Any] = ContextVar("group", default=None)
@@ -82,9 +84,10 @@ def joined(device: torch.device) -> Iterator[None]:
     from accelerate import PartialState
 
     with _lost_processes():
-        PartialState(cpu=device.type == "cpu")  # or as who called has set it up
+        # Or as who called has set it up.
+        PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
         # Tensors travel by way of the CPU, whatever the processes compute on.
-        token = _group.set(dist.new_group(backend="gloo", timeout=_PATIENCE))
+        token = _group.set(dist.new_group(backend="gloo", timeout=PATIENCE))
     try:
         yield
     finally:
@@ -190,8 +193,9 @@ class Crew(Generic[S]):
     `led`. Where there is one process alone, it does what it says.
 
     Args:
-        work: Does one job, in all processes. It shares out what it can; an error of bad input is
-            met by all.
+        work: Does one job, in all processes. It shares out what it can. That there is no plan is
+            found by all, and the first may go on from there; after any other error, which one may
+            meet alone, all end.
     """
 
     def __init__(self, work: Callable[[S], None]) -> None:
@@ -207,9 +211,7 @@ class Crew(Generic[S]):
                 if others:
                     agreed((job, last))
                 self._work(job)
-        except ProcessError:
-            raise
-        except TCompressError:  # others have met it as well, and wait for what follows
+        except PlanError:  # others have met it as well, and wait for what follows
             self._others_wait = others and not last
             raise
         self._others_wait = others and not last
@@ -241,9 +243,7 @@ class Crew(Generic[S]):
             job, last = message
             try:
                 self._work(job)
-            except ProcessError:
-                raise
-            except TCompressError:
+            except PlanError:
                 if last:
                     raise
             if last:

@@ -74,3 +74,23 @@ def test_large_blocks_are_kept_and_have_large_pages() -> None:
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if pages.is_file() and "[madvise]" in pages.read_text():
         assert hinted < plain / 4
+
+
+@pytest.mark.parametrize(("most", "kept"), [(1 << 30, 1 << 26), (1 << 25, 1 << 25), (0, None)])
+def test_older_libraries_keep_what_they_can(
+    most: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second threshold by itself would end what the library does about the first."""
+    set_to: dict[int, int] = {}
+
+    class Library:
+        def mallopt(self, what: int, size: int) -> int:
+            if what == memory._MMAP_THRESHOLD and size > most:
+                return 0
+            set_to[what] = size
+            return 1
+
+    monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: Library())
+    memory.keep_freed_memory.__wrapped__()
+    assert set_to.get(memory._MMAP_THRESHOLD) == kept
+    assert (memory._TRIM_THRESHOLD in set_to) == (kept is not None)

@@ -204,11 +204,13 @@ class Workplace:
                 self.folder.mkdir(mode=0o700)
             except FileExistsError:
                 _check_own(self.folder)
-            for path in self.folder.rglob("*"):
-                if path.is_symlink():  # what it leads to stays
-                    path.unlink()
+            if (self.folder / _LOCK).is_symlink():  # what it leads to stays
+                (self.folder / _LOCK).unlink()
             lock = FileLock(self.folder / _LOCK)
             lock.acquire(timeout=0)
+            for path in self.folder.rglob("*"):
+                if path.is_symlink():  # of a run that has ended
+                    path.unlink()
         except FileNotFoundError:  # another run has just removed the folder
             return self._locked()
         except Timeout as error:

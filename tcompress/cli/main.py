@@ -31,7 +31,7 @@ _EPILOG = """\
   1    unexpected failure; `TCOMPRESS_TRACEBACK=1` shows where
   2    bad option, recipe or input, numbers that are not finite,
        or a sweep with a failed cell
-  3    done, but a declared threshold was missed
+  3    done, but a declared threshold, or the goal of `compress`, was missed
   130  interrupted; 143 where a SIGTERM did it
 
 [bold]Examples[/bold]

@@ -178,7 +178,7 @@ def _write_files(
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
     """Write all files, and compare each with PyTorch."""
     if settings.dense:
-        dense = export_dense(source.folder, place.folder / "dense", progress=progress)
+        dense = export_dense(source.folder, place.folder / "dense", force=True, progress=progress)
         source = open_checked(str(dense))
     encoder, notes = _encoder(source, settings)
     (place.model / to).mkdir()

@@ -10,6 +10,7 @@ stored in eight bits and made floats again when a file is opened. Four bits are 
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ def quantize_int8(
     Returns:
         Names of the larger tensors that stay in float32.
     """
+    import onnx
     from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
@@ -67,22 +69,26 @@ def quantize_int8(
         block_tables(graph)
     store_others(graph)
     model = graph.stored()
-    _save(model, target, external)
     products = [node.name for node in Graph(model).products(2)]
-    if products:
-        with _quiet():
-            quantize_dynamic(
-                model,
-                target,
-                op_types_to_quantize=["MatMul"],
-                nodes_to_quantize=products,
-                per_channel=True,
-                reduce_range=True,  # to `LARGEST_STEP`
-                weight_type=QuantType.QInt8,
-                use_external_data_format=external,
-                # What contributed operators compute, shape inference does not know.
-                extra_options={"DefaultTensorType": TensorProto.FLOAT},
-            )
+    if not products:
+        _save(model, target, external)
+        return _left(target)
+    with _quiet(), tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        written = Path(scratch) / target.name if external else target
+        quantize_dynamic(
+            model,
+            written,
+            op_types_to_quantize=["MatMul"],
+            nodes_to_quantize=products,
+            per_channel=True,
+            reduce_range=True,  # to `LARGEST_STEP`
+            weight_type=QuantType.QInt8,
+            use_external_data_format=external,
+            # What contributed operators compute, shape inference does not know.
+            extra_options={"DefaultTensorType": TensorProto.FLOAT},
+        )
+        if external:  # under the name that its weights have here
+            _save(onnx.load(written), target, external)
     return _left(target)
 
 

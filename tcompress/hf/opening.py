@@ -25,6 +25,7 @@ from tcompress.errors import (
     first_line,
     listed,
 )
+from tcompress.linalg import has_float64
 from tcompress.models import KeyMap, SourceModel, WeightStore, read_parameter
 from tcompress.models.model import draw_model
 from tcompress.models.vocabulary import row_axes, select_rows
@@ -35,11 +36,11 @@ from tcompress.structures.modules.linear import StructuredLinear
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
 
-def pick_device(name: str) -> torch.device:
-    """Returns the device to compute on, if there is such a device here."""
+def pick_device(name: str, *, fits: bool = False) -> torch.device:
+    """Returns the device to compute on, if there is such a device here, and it can `fit`."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
-        return found if found is not None and _fits_on(found) else torch.device("cpu")
+        return found if found is not None and has_float64(found) else torch.device("cpu")
     if name.partition(":")[0] not in KINDS:
         known = ", ".join(f"`{known}`" for known in ("auto", *KINDS, "cuda:1"))
         raise InputError(f"unknown device `{name}`; known are {known}", "use `--device auto`")
@@ -49,18 +50,10 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError, ValueError) as error:
         hint = "use `--device cpu`, or `auto`"
         raise InputError(f"device `{name}` cannot be used here", hint) from error
+    if fits and not has_float64(device):
+        reason = f"device `{name}` has no float64, in which layers are fitted"
+        raise InputError(reason, "use `--device cpu`; what it makes runs on any device")
     return device
-
-
-def _fits_on(device: torch.device) -> bool:
-    """Return whether a device has float64, which fits are in: `mps` has not, nor have all `xpu`."""
-    if device.type == "cuda":  # at no cost
-        return True
-    try:
-        torch.ones(1, dtype=torch.float64, device=device).add(1)
-    except (RuntimeError, TypeError):
-        return False
-    return True
 
 
 def multiplies_bfloat16() -> bool:

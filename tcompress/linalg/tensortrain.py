@@ -168,7 +168,8 @@ def tt_rows(index: Tensor, cores: Sequence[Tensor]) -> Tensor:
     chain = torch.ones((), dtype=cores[0].dtype, device=index.device).expand(len(index), 1, 1)
     for core, digit in zip(cores, digits, strict=True):
         own = core.transpose(0, 1)[digit]  # (n, R_{n-1}, J_n, R_n)
-        chain = (chain @ own.flatten(2)).view(len(index), -1, core.shape[-1])
+        width = chain.shape[1] * core.shape[2]
+        chain = (chain @ own.flatten(2)).view(len(index), width, core.shape[-1])
     return chain[..., 0]
 
 

@@ -69,12 +69,14 @@ def _product_into(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
     # The transposed product is contiguous: one call of a library for all matrices, not one for
     # each, between which all threads wait for the last.
     whole = on_cpu and order == _FEATURES and not low
+    # Strided operands of low precision fall to loops that are hundreds of times slower on CPUs;
+    # strided results are lost on `mps` of some systems.
+    copies = low or a.device.type == "mps"
     # Runs whole pages apart fall into the same few lines of a CPU's caches.
     aliases = on_cpu and not whole and order != _ROWS and not run * size % _PAGE
     memory = a.new_empty([*outer, run + (_LINE // size if aliases else 0)])
     out = memory[..., :run].permute([order.index(axis) for axis in range(3)])
-    if low:
-        # Strided operands of low precision fall to loops that are hundreds of times slower.
+    if copies:
         return out.copy_(torch.bmm(a.contiguous(), b.contiguous()))
     if type(memory) is Tensor:  # not of fake ones
         in_huge_pages(memory)
@@ -90,7 +92,7 @@ def batched_product(a: Tensor, b: Tensor, order: tuple[int, ...]) -> Tensor:
 
     # (batch, rows, inner), (batch, inner, cols) -> (batch, rows, cols)
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return torch.bmm(a, b)  # a compiler chooses the memory order itself
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _apply(a, b, order)

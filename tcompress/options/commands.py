@@ -81,7 +81,9 @@ class Measured(Section):
     baseline: str | None = option(
         None, "model to compare with; default the first one", panel=MEASUREMENT, **MODEL
     )
-    save: bool = option(True, "leave the manifests of converted models", "--no-save", panel=OUTPUT)
+    save: bool = option(
+        True, "do not keep the numbers in the models' `tcompress.json`", "--no-save", panel=OUTPUT
+    )
 
 
 class Timed(Section):

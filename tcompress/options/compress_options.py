@@ -67,7 +67,10 @@ class Compress(Section):
     )
     seed: int = option(0, "seed of all random choices", panel=WORK, ge=0, lt=2**32)
     task: EvaluationTaskName | None = option(
-        None, "what quality is measured by, with `test_data`", panel=MEASURED, metavar="NAME"
+        None,
+        "what quality is measured by, with `test_data`; any but `seq2seq`",
+        panel=MEASURED,
+        metavar="NAME",
     )
     test_data: Sources = option(
         (), "labelled data to measure on", panel=MEASURED, splits=False, **DATASET

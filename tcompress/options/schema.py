@@ -63,7 +63,8 @@ class Sweep(Section):
 
     methods: tuple[AnyMethod | MethodName, ...] = option(
         (),
-        "methods: a name alone takes options that suit the target; default `convert.method`",
+        "methods: a name alone takes options that suit the target; default the recipe's, or one of "
+        "each structure",
         metavar="NAME[:OPTION=VALUE]...,...",
         complete="method_lists",
         read=read_methods,

@@ -85,16 +85,18 @@ class TransformLayout(Transform):
     def build(self, tensors: Tensors, like: Tensor) -> Operator:
         """Builds the operator; gradients flow to the generators."""
         fixed = tensors["tubes"] if "tubes" in tensors else self.tube_matrix()
-        fixed = fixed.to(like.device)
+        if linalg.has_float64(like.device):
+            fixed = fixed.to(like.device)
+        if self.kind not in ("learned", "fitted"):
+            return Operator(None, fixed.to(like))
+        generators = linalg.in_float64(tensors["generators"])
         if self.kind == "learned":
-            turn = linalg.build_blocks(tensors["generators"], self.p)
-            return Operator(None, (turn @ fixed.to(turn)).to(like.dtype))
-        if self.kind != "fitted":
-            return Operator(None, fixed.to(like.dtype))
-        blocks = linalg.build_blocks(tensors["generators"], self.block)
+            turn = linalg.build_blocks(generators, self.p)
+            return Operator(None, (turn @ fixed.to(turn)).to(like))
+        blocks = linalg.build_blocks(generators, self.block)
         if linalg.merges_with(self.rotation, self.p):
-            return Operator(linalg.fold_tube_transform(blocks, fixed).to(like.dtype), None)
-        return Operator(blocks.to(like.dtype), fixed.to(like.dtype))
+            return Operator(linalg.fold_tube_transform(blocks, fixed).to(like), None)
+        return Operator(blocks.to(like), fixed.to(like))
 
 
 def apply_transform(x: Tensor, operator: Operator) -> Tensor:

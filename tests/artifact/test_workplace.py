@@ -363,6 +363,16 @@ def test_links_inside_are_not_followed(name: str, tmp_path: Path) -> None:
     assert left(tmp_path) == ["out", "victim"]
 
 
+def test_links_of_a_run_at_work_stay(tmp_path: Path) -> None:
+    """A second one is refused before it touches anything."""
+    place = Workplace(tmp_path / "out", "x")
+    (place.model / "weights").symlink_to(tmp_path)
+    with pytest.raises(InputError, match="another run is writing"):
+        Workplace(tmp_path / "out", "x")
+    assert (place.model / "weights").is_symlink()
+    place.discard()
+
+
 def test_a_working_folder_that_others_may_write(tmp_path: Path) -> None:
     """Nothing of it counts."""
     work(tmp_path / "out", "planted").close()

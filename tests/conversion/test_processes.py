@@ -16,6 +16,7 @@ from tcompress import processes
 from tcompress.artifact.checksums import digest_of
 from tcompress.artifact.manifest import read_manifest
 from tcompress.blockwise.sensitivity import Sensitivity
+from tcompress.errors import FitError, PlanError, TCompressError
 from tcompress.linalg.moments import MomentSums, ProductSum
 from tests.support.cli import error, run
 from tests.support.evaluation import encoder
@@ -138,6 +139,34 @@ def test_processes_compress_together_and_fail_with_one_message(tmp_path: Path) -
     assert process.returncode != 0
     assert said.count("error: ") == 1, said
     assert "is out of reach" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"), [(PlanError("no plan"), True), (FitError("NaN in these batches"), False)]
+)
+def test_what_one_process_may_meet_alone_ends_all(
+    error: TCompressError, goes_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a process that has gone: the launcher ends all."""
+    messages: list[object] = [("job", False), None]
+    told: list[object] = []
+
+    def work(job: object) -> None:
+        raise error
+
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    monkeypatch.setattr(processes, "agreed", lambda value: messages.pop(0))
+    crew = processes.Crew[str](work)
+    if goes_on:
+        crew.follow()
+    else:
+        with pytest.raises(FitError):
+            crew.follow()
+    assert bool(messages) != goes_on
+    monkeypatch.setattr(processes, "agreed", told.append)
+    with pytest.raises(type(error)), crew.led():
+        crew.do("job")
+    assert told == [("job", False), *([error] if goes_on else [])]
 
 
 @pytest.mark.parametrize("kind", ["same", "different", "weighed", "some the same"])

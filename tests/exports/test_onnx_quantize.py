@@ -124,6 +124,18 @@ def test_weights_have_fewer_bits_and_compute_nearly_the_same(
         assert stacks or after <= numbers * (0.5 + 0.16)
 
 
+@pytest.mark.parametrize("write", [quantize_int8, quantize_int4])
+def test_weights_of_large_files_lie_beside_them(
+    write: Callable[..., tuple[str, ...]], path: Path, tmp_path: Path
+) -> None:
+    alone, small = tmp_path / "alone.onnx", tmp_path / "small.onnx"
+    write(path, alone)
+    assert write(path, small, external=True) == ()
+    names = {path.name, "alone.onnx", "small.onnx", "small.onnx_data"}
+    assert {item.name for item in tmp_path.iterdir()} == names
+    np.testing.assert_array_equal(_computed(small), _computed(alone))
+
+
 def test_products_of_bytes_fit_into_sixteen_bits(path: Path) -> None:
     """Without VNNI two products of an unsigned and a signed byte are added in 16 bits."""
     small = path.with_name("small.onnx")

@@ -92,6 +92,7 @@ def test_rows_are_those_of_the_dense_weight(case: Case) -> None:
     assert isinstance(kind, LooksUp)
     found = kind.rows(index, tensors, layout)
     assert_close(found, reference_of(layer)[index].double(), rtol=1e-5, atol=1e-6)
+    assert kind.rows(index[:0], tensors, layout).shape == (0, layout.in_features)
     with FlopCounterMode(display=False) as counted:
         kind.rows(torch.tensor([3]), tensors, layout)
     assert counted.get_total_flops() == 2 * lookup_macs(layout)

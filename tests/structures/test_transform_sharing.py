@@ -231,3 +231,19 @@ def test_threads_in_different_dtypes() -> None:
                 assert trio(x).dtype == (torch.float32 if index % 2 else torch.bfloat16)
 
     _in_threads(work)
+
+
+@pytest.mark.parametrize("method", ["dct", "fitted"])
+def test_gradients_of_each_sample(method: str) -> None:
+    """By `torch.func`, whose tensors have no memory of their own."""
+    trio = Trio(method).train()
+    parameters = {name: value.detach() for name, value in trio.named_parameters()}
+    x = randn(3, 2, WIDTH)
+
+    def loss(values: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(trio, values, (row,)).square().sum()
+
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x)
+    trio(x).square().sum().backward()
+    for name, value in trio.named_parameters():
+        assert_close(each[name].sum(0), value.grad)

@@ -94,7 +94,8 @@ class TransformModule(nn.Module):
 
         When the same reader asks again, the input counts as new.
         """
-        if self.readers == 1 or torch.compiler.is_compiling():
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        if self.readers == 1 or traced:
             return self._apply_transform(x)
         dtype = compute_dtype(x.device, x.dtype)
         key = (dtype, torch.is_grad_enabled(), x.data_ptr(), version_of(x))

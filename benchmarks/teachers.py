@@ -112,8 +112,9 @@ def write_texts(train: list[Path], data: list[Path], out: Path) -> dict[bool, li
     """Write what is trained on, without measured sentences: as it is, and with variants."""
     measured = {text for path in data for text in texts_of(path)}
     files: dict[bool, list[str]] = {False: [], True: []}
+    folders = [path.parent.name for path in train]
     for path in train:
-        name = path.parent.name or path.stem
+        name = path.parent.name if folders.count(path.parent.name) == 1 else path.stem
         texts = [text for text in texts_of(path) if text not in measured]
         variants = [without_words(text, DROPPED) for text in texts]
         for has, lines in ((False, texts), (True, [*texts, *variants])):

@@ -14,7 +14,7 @@ from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.sites import Coupling, couplings
-from tcompress.roles import Block, Layer
+from tcompress.roles import Block, Layer, Part
 from tcompress.structures.modules.linear import Channels
 
 # An order of channels holds for all sizes: with n of them the first n stay. For neurons, and whole
@@ -319,9 +319,8 @@ def _repeated(bases: HeadBases, many: int) -> Reduction:
     return Reduction(reduce, lift)
 
 
-def _offset(parts: Sequence[object], part: object) -> int:
-    sizes = [before.size for before in parts[: parts.index(part)]]  # type: ignore[attr-defined]
-    return sum(sizes)
+def _offset(parts: Sequence[Part], part: Part) -> int:
+    return sum(before.size for before in parts[: parts.index(part)])
 
 
 def _shared_bases(moments: Tensor, curvatures: Tensor, owned: int) -> HeadBases:

@@ -54,10 +54,6 @@ class SearchInputs:
     progress: Progress
     several: bool = False  # whether each method that takes all layers may be an answer by itself
 
-    @property
-    def label(self) -> str:
-        return self.recipe.method.name if self.recipe.method else ""
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -19,6 +19,7 @@ from torch import Tensor
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.errors import FitError, message_of
+from tcompress.fitting.block_rewrite import dense_matrix
 from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
 from tcompress.fitting.channel_orders import order_channels as channel_order
 from tcompress.fitting.layer_fits import MORE_DATA, LayerStatistics
@@ -83,11 +84,6 @@ class Predictions:
     fixed: frozenset[str] = frozenset()  # weights of layers that have a size of their own
     substitutes: tuple[Substitute, ...] = ()  # that may be put alone into the dense model
 
-    @property
-    def methods(self) -> list[str]:
-        """Names of the methods that are offered."""
-        return [*self.offers]
-
     def mapped(
         self,
         layer: Callable[[Site], Site],
@@ -138,7 +134,7 @@ class _Measuring:
             statistics = {}
             for path in reached if recipe.by_loss or self.narrows else ():
                 entry, layer_sums = self.entries[path], sums.pop(path)  # one copy at a time
-                weight = self._weight(path, entry)
+                weight = dense_matrix(self.inputs.source, entry, self.inputs.device)
                 statistics[entry.name] = LayerStatistics.of(weight, layer_sums, centred=entry.bias)
             sums.clear()
             yield by_name[name], statistics
@@ -152,7 +148,7 @@ class _Measuring:
             for layer in block.layers:
                 if (entry := self.entries.get(layer.name)) is None:
                     continue
-                weight = self._weight(layer.name, entry)
+                weight = dense_matrix(self.inputs.source, entry, self.inputs.device)
                 size = entry.in_features
                 if size not in grams:
                     grams[size] = torch.eye(size, dtype=torch.float64, device=self.inputs.device)
@@ -161,13 +157,6 @@ class _Measuring:
                 statistics[entry.name] = LayerStatistics(weight, gram, mean)
             yield block, statistics
             self.inputs.progress.advance(1, block.name)
-
-    def _weight(self, path: str, entry: LayerPlan) -> Tensor:
-        return entry.matrix(self._tensor(f"{path}.{entry.parameter}"))
-
-    def _tensor(self, name: str) -> Tensor:
-        source = self.inputs.source
-        return read_finite(source.store, source.keymap, name, self.inputs.device)
 
     def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
         """Keep what fits will need of a block's moments."""
@@ -194,13 +183,14 @@ class _Measuring:
         """Order channels that layers of a block have in common; those of one layer together."""
         if not self.narrows:
             return []
+        source, recipe, device = self.inputs.source, self.inputs.recipe, self.inputs.device
         facts: dict[str, LayerFacts] = {}
         for layer in block.layers:
             entry = self.entries.get(layer.name)
             if entry is not None and entry.name in statistics:
-                bias = self._tensor(f"{layer.name}.bias") if entry.bias else None
+                stored = source.store, source.keymap, f"{layer.name}.bias", device
+                bias = read_finite(*stored) if entry.bias else None
                 facts[layer.weight_name] = LayerFacts(entry, statistics[entry.name], bias)
-        source, recipe = self.inputs.source, self.inputs.recipe
         damping = recipe.calibration.damping
         groups: list[list[ChannelOrder]] = []
         for coupling in couplings(block):

@@ -137,7 +137,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         measured: What is known of the model, and is added to.
     """
     measured = measured or Measurements(inputs)
-    recipe, plan, label = inputs.recipe, inputs.plan, inputs.label
+    recipe, plan = inputs.recipe, inputs.plan
+    label = recipe.method.name if recipe.method else ""
     by_loss = recipe.by_loss
     asks = by_loss if inputs.data is None else recipe.measures_sensitivity
     if not plan.layers or not asks:
@@ -161,7 +162,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         goal = None if limit is None else Goal(resource, limit, rest)
     groups = grouped(plan, inputs.source)
     problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
-    names = predictions.methods
+    names: Sequence[str] = [*predictions.offers]
     if goal is not None:
         problem = problem.limited(goal.resource.unit, goal.room)
         names = _worth_trying(problem, names)
@@ -254,7 +255,7 @@ def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
         except PlanError:
             return True
 
-    offers = problem.predictions.offers or {}
+    offers = problem.predictions.offers
     kinds = {name: structure_of(offers[name][0]).name for name in fast}
     return [name for name in fast if kinds[name] in structures or not hopeless(name)]
 

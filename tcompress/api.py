@@ -57,6 +57,9 @@ from tcompress.vocabulary.choice import with_vocabulary
 __all__ = ["export_dense", "inspect", "keep_weights", "report"]  # beside what is defined here
 
 
+_TARGETS = (0.5, 0.25)
+
+
 def convert(
     model: str | Path | Mapping[str, Any],
     *,
@@ -148,7 +151,7 @@ def sweep(
     model: str | Path,
     *,
     methods: Sequence[str | Mapping[str, Any]] = (),
-    targets: Sequence[float] = (0.5, 0.25),
+    targets: Sequence[float] = _TARGETS,
     task: str | None = None,
     data: str | Path | Sequence[str | Path] | None = None,
     finetune: Mapping[str, Any] | None = None,
@@ -194,6 +197,10 @@ def sweep(
     Raises:
         InputError: Something given cannot be used, or no cell can be done.
     """
+    given: Any = {"methods": methods or None, "task": task, "data": data, "finetune": finetune}
+    given |= {"bench": bench or None, "keep_models": None if keep_models else False}
+    given["targets"] = None if tuple(targets) == _TARGETS else targets
+    _refuse_beside(recipe, **given, calibration=calibration, **options)
     if isinstance(recipe, str):
         recipe = parse_recipe(*find_recipe(recipe))
     if recipe is None:

@@ -283,8 +283,9 @@ class _Run:
             outcome.scores.append(scores)
             for note in dict.fromkeys(note for model in scores for note in model.notes):
                 self.say(f"warning: {item.task}: {note}")
-            words = missed(item, scores[-1].metrics)
-            outcome.missed += [] if words is None else [words]
+            for own in scores[-len(item.runtime) :]:  # of the last model, in each runtime
+                words = missed(item, own.metrics)
+                outcome.missed += [] if words is None else [words]
         if (wanted := self.recipe.bench) is not None:
             found = time_passes(wanted, outcome.folder, self.source, self.progress)
             outcome.benches = (found,)

@@ -34,6 +34,7 @@ from tcompress.errors import (
     TCompressError,
     TrainingError,
     first_line,
+    listed,
 )
 from tcompress.evaluation.measuring import evaluate
 from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
@@ -369,6 +370,9 @@ def check_recipe(recipe: Recipe) -> None:
     for item in recipe.evaluate:
         if item.threshold is not None:
             Threshold.parse(item.threshold)
+        if len(item.runtime) > 1:
+            text = f"a sweep measures in one runtime, and `runtime` names {listed(item.runtime)}"
+            raise RecipeError(text, "leave one; `tcompress evaluate` takes several")
     if recipe.finetune is not None and not recipe.evaluate:
         raise RecipeError(
             "trained models cannot be compared without a task: errors of layers are known of the "

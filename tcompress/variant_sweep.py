@@ -32,6 +32,8 @@ class Variants:
     folder: Path
     page: Path
     reports: dict[str, ModelReport]
+    missed: dict[str, tuple[str, ...]]
+    """Thresholds that models missed, in words."""
 
     def to_json(self) -> dict[str, Any]:
         """Return sizes and numbers of all as plain data."""
@@ -45,6 +47,7 @@ class Variants:
                     "blocks": report.parameters.blocks.now,
                     "parameters": report.parameters.total.now,
                     "metrics": [metric.model_dump(mode="json") for metric in report.metrics],
+                    "missed": list(self.missed[name]),
                 }
                 for name, report in self.reports.items()
             ],
@@ -97,17 +100,19 @@ def sweep_variants(
     if recipe.report is not None:
         check_page(page)
     heard, reports = progress or Silent(), dict[str, ModelReport]()
+    missed: dict[str, tuple[str, ...]] = {}
     for number, (name, variant) in enumerate(chosen.items(), 1):
         heard.part(name, number, len(chosen))
         done: dict[str, Any] = {"force": force, "again": force, "token": token}
         done |= {"progress": heard, "say": say}
         outcome = run_recipe(variant, open_model(variant), folder / name, **done)
         reports[name] = outcome.reports[-1].model_copy(update={"name": name})
-        compared = Variants(folder, page, reports)
+        missed[name] = tuple(outcome.missed)
+        compared = Variants(folder, page, reports, missed)
         text = json.dumps({"schema": 1, **compared.to_json()}, indent=2, ensure_ascii=False)
         write_text(folder / "sweep.json", text)  # it can be looked at while others are in work
         write_html([*reports.values()], page)
-    return Variants(folder, page, reports)
+    return Variants(folder, page, reports, missed)
 
 
 def variants_table(compared: Variants) -> RenderableType:

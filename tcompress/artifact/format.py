@@ -127,8 +127,15 @@ class Rebuilt:
         Their names lack, or gain, one prefix such as `bert.`, while the plan in its config stays as
         it was. A plan whose tensors are not found keeps its names.
         """
-        attention = _renamed_like(self.attention, keys)
-        return replace(self, layers=_renamed_like(self.layers, keys), attention=attention)
+        layers, attention = _renamed_like(self.layers, keys), _renamed_like(self.attention, keys)
+        after: tuple[Entry, ...] = (*layers, *attention)
+        pairs = zip(self.entries, after, strict=True)
+        lost, gained = next((_prefixes(old.name, new.name) for old, new in pairs), ("", ""))
+        forms = tuple(
+            form.model_copy(update={"name": gained + form.name.removeprefix(lost)})
+            for form in self.forms
+        )
+        return replace(self, layers=layers, attention=attention, forms=forms)
 
 
 def parse_plan(section: Mapping[str, Any], manifest: Rebuilt | None = None) -> Rebuilt:
@@ -213,6 +220,13 @@ def _renamed_like(layers: tuple[E, ...], keys: Collection[str]) -> tuple[E, ...]
         if mark.endswith(f".{key}"):
             return tuple(_moved(layer, mark.removesuffix(key), "") for layer in layers)
     return layers
+
+
+def _prefixes(old: str, new: str) -> tuple[str, str]:
+    """Prefixes that a name has lost, and gained."""
+    if len(new) < len(old):
+        return old.removesuffix(new), ""
+    return "", new.removesuffix(old)
 
 
 def _moved(entry: E, lost: str, gained: str) -> E:

@@ -325,7 +325,9 @@ def _gru(x: Tensor, tensors: Tensors) -> Tensor:
 
     weights = [tensors[name] for name in _NAMES]
     state = x.new_zeros(1, len(x), x.shape[2])
-    options = {"num_layers": 1, "dropout": 0.0, "train": False, "bidirectional": False}
+    # Without dropout it changes no number, but GPUs keep for gradients only what is trained.
+    train = torch.is_grad_enabled()
+    options = {"num_layers": 1, "dropout": 0.0, "train": train, "bidirectional": False}
     states, _ = torch.gru(x, state, weights, has_biases=True, batch_first=True, **options)  # type: ignore[call-overload]
     return states
 

@@ -21,7 +21,7 @@ from tcompress import processes
 from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
 from tcompress.memory import free_memory
-from tcompress.models import SourceModel, read_finite
+from tcompress.models import SourceModel, read_finite, tell_padding
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
 from tcompress.stage_times import FORWARD, timed
@@ -47,6 +47,7 @@ class PartialModel:
         # real; a key-value cache would grow with every run of a block.
         with init_empty_weights(include_buffers=False):
             self.model: nn.Module = source.model_class._from_config(config).eval()
+        tell_padding(self.model)
         for module in self.model.modules():
             if getattr(module, "config", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]

@@ -62,6 +62,9 @@ def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner:
     several = len(wanted.data) > 1
     mains = [(item.name, main_of(item.metrics, several=several)) for item in scores]
     missed = {name: main.label for name, main in mains if bound and main and bound.missed(main)}
+    for name, main in mains if call.baseline else mains[1:]:
+        if bound and main is None:  # such as agreement of models that read other tokens
+            missed[name] = "nothing that both have"
     numbers = [(item.name, [*item.metrics, *item.means]) for item in scores]
     files = write_tables(tables, metrics_sheet(numbers), metrics_table(numbers))
     if manner.as_json:

@@ -76,7 +76,7 @@ def recipe_of(
     call: Swept, cells: Given[Sweep], measured: Given[Evaluate], said: Given[Convert]
 ) -> Recipe:
     """Makes a recipe of the options: that which is named, if any, with changes."""
-    from tcompress.options import change_recipe, find_recipe, parse_recipe
+    from tcompress.options import change_recipe, dump_recipe, find_recipe, parse_recipe
     from tcompress.options.choose import conversion
 
     text, origin = find_recipe(call.recipe) if call.recipe is not None else (None, "sweep")
@@ -95,7 +95,10 @@ def recipe_of(
         for name in ("finetune", "bench"):
             changed[name] = changed[name] and changed[name].model_copy(update=device)
         changed["evaluate"] = tuple(item.model_copy(update=device) for item in changed["evaluate"])
-    return change_recipe(made.model_copy(update=changed), call.changes, origin)
+    made = made.model_copy(update=changed)
+    if base is not None:  # what options say has to go with what it says
+        made = parse_recipe(dump_recipe(made), origin)
+    return change_recipe(made, call.changes, origin)
 
 
 def _finetune(call: Swept, base: Recipe) -> Finetune | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,20 @@ def _attempts(work: Work, ask: Ask, dense: Measured) -> list[Attempt]:
     with tempfile.TemporaryDirectory(dir=work.place.folder, prefix="statistics-") as scratch:
         statistics = Statistics(Path(scratch))
         while following is not None and len(attempts) < ATTEMPTS:
-            folder = _attempt(work, len(attempts))
-            try:
-                with work.timed("Converting"):
-                    _convert(work, following, folder, statistics)
-            except PlanError as error:
-                if attempts:
-                    break
-                raise _out_of_reach(work, following, error) from error
-            files.remove(work.place.folder / f"{EXPORTED}-{len(attempts)}")
-            name, label = f"{EXPORTED}-{len(attempts)}", "what was converted"
+            number, asked = len(attempts), asdict(following)
+            folder, name = _attempt(work, number), f"{EXPORTED}-{number}"
+            done = {note["number"]: note["ask"] for note in work.place.notes("attempt")}
+            if done.get(number) != asked or read_manifest(folder) is None:
+                try:
+                    with work.timed("Converting"):
+                        _convert(work, following, folder, statistics)
+                except PlanError as error:
+                    if attempts:
+                        break
+                    raise _out_of_reach(work, following, error) from error
+                files.remove(work.place.folder / name)
+                work.place.note("attempt", number=number, ask=asked)
+            label = "what was converted"
             found = work.measured(work.exported(folder, name, label))
             work.say(f"converted: {_words(found)}")
             if (manifest := read_manifest(folder)) is not None:

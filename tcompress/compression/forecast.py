@@ -8,6 +8,7 @@ from typing import Any
 
 from tcompress.compression.effort import Needs
 from tcompress.compression.static_row import TABLE, is_shown
+from tcompress.data.inputs import inputs_of
 from tcompress.errors import PlanError
 from tcompress.fields import RuntimeName
 from tcompress.models import SourceModel
@@ -73,6 +74,8 @@ def reason_of(error: PlanError) -> str:
 def smaller_ways(source: SourceModel, settings: Compress) -> str:
     """Say what to type where a goal is out of reach."""
     more = "ask for less" if settings.size is None else "allow more bytes"
+    if not inputs_of(source).text:
+        return more
     if settings.vocab is None:
         hint = f"{more}, or leave out the tokens that your data does not need"
         hint += ": `--vocab data`" if settings.data else ": `--vocab data --data FILE`"

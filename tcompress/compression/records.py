@@ -36,7 +36,7 @@ def write_records(
     report = report.model_copy(update={"name": name})
     write_html([report], folder / PAGE)
     card = folder / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     exported = [file for file in manifest.exports if file.runtime is not None]
     if exported:
         text = with_files(text, exported)

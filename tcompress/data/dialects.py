@@ -373,11 +373,15 @@ def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
                 types[name].add(_TYPES.get(kind, "string"))
     if all(len(kinds) == 1 for kinds in types.values()):
         return {}
-    return {name: _joint(kinds - {"null"}) for name, kinds in types.items()}
+    return {name: _joint(kinds) for name, kinds in types.items()}
 
 
 def _joint(kinds: set[str]) -> str:
     """The type that holds values of all."""
+    if len(kinds) == 2 and "null" in kinds:  # which whole numbers and truths cannot hold
+        [kind] = kinds - {"null"}
+        return {"int64": "float64", "bool": "string"}.get(kind, kind)
+    kinds = kinds - {"null"}
     if len(kinds) <= 1:
         return next(iter(kinds), "string")
     return "float64" if kinds == {"int64", "float64"} else "string"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +56,17 @@ class TextEncoder:
         limits = (max_length, longest_text(source, inputs), length)
         vocabulary = vocabulary_size(source, inputs)
         # A padding token may have been added to a tokenizer whose model never learnt of it.
-        pad, end = (
-            token if token is not None and (vocabulary is None or token < vocabulary) else None
-            for token in (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        stated = getattr(source.config.get_text_config(), "pad_token_id", None)
+        pad, stated, end = (
+            token if token is not None and 0 <= token < (vocabulary or inf) else None
+            for token in (tokenizer.pad_token_id, stated, tokenizer.eos_token_id)
         )
         return cls(
             tokenizer=tokenizer,
             inputs=inputs,
-            limit=int(min(limit for limit in limits if limit is not None)),
-            pad=next((token for token in (pad, end) if token is not None), 0),
+            # Tokenizers without a length say 10**30, which is more than they can count.
+            limit=int(min(2**31 - 1, *(limit for limit in limits if limit is not None))),
+            pad=next((token for token in (pad, stated, end) if token is not None), 0),
             end=end,
             start=decoder_start(source) if inputs.decoder else None,
             place=str(source.folder),

@@ -128,7 +128,8 @@ class _PairTask(EvaluationTask):
         def embedded(batch: Row) -> Tensor:
             skipped = batch.pop(_SKIPPED)
             hidden = body(**batch).last_hidden_state.float()
-            return self.sentences.compared(hidden, batch["attention_mask"], skipped)
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+            return self.sentences.compared(hidden, mask, skipped)
 
         vectors = runner.outputs(rows, self.reader.pad, embedded)
         return vectors[prepared.first], vectors[prepared.documents]

@@ -63,9 +63,9 @@ class Compared:
         self._agreements[index] = int((chosen[:, 0] == tokens[:, 0]).sum())
         columns = tokens.long() if self._numbers is None else self._numbers[tokens.long()]
         # Tokens that the model lacks are in the rest.
-        present = (columns >= 0).to(logs.device)
-        gathered = logs.gather(-1, columns.clamp_min(0).to(logs.device))
-        p, q = reference.to(logs.device).double(), gathered.double()
+        present = columns >= 0
+        gathered = logs.gather(-1, columns.clamp_min(0).to(logs.device)).cpu()
+        p, q = reference.double(), gathered.double()
         sums = ((x.exp() * present).sum(-1).clamp_max(1 - _TINY) for x in (p, q))
         p_rest, q_rest = (torch.log1p(-total) for total in sums)
         divergence = (p.exp() * (p - q) * present).sum(-1) + p_rest.exp() * (p_rest - q_rest)
@@ -263,7 +263,7 @@ def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -
 def _window_loss(scores: Tensor, truth: Tensor) -> float:
     """Loss of one window at a time: the logits of a large vocabulary take much memory."""
     losses = cross_entropy(scores.float(), truth, reduction="none")
-    return float(checked(losses).sum(dtype=torch.float64))
+    return float(checked(losses).cpu().sum(dtype=torch.float64))  # not all devices have it
 
 
 _SHARE = 0.15

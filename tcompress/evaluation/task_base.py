@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
 from tcompress.hf.opening import Head, has_head
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Evaluate
 
 Row = dict[str, Tensor]
@@ -45,11 +46,17 @@ class Runner:
 
     def batches(self, rows: Sequence[Row], pad: int) -> Iterator[tuple[list[int], Row]]:
         """Yield indices of examples and their inputs, longest first, since they pad least so."""
-        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]["input_ids"]))
-        for batch_slice in self.slices(len(order)):
-            chosen = order[batch_slice]
-            batch = collate([rows[index] for index in chosen], pad)
-            yield chosen, {name: value.to(self.device) for name, value in batch.items()}
+        lengths = [len(row["input_ids"]) for row in rows]
+        order = sorted(range(len(rows)), key=lambda index: -lengths[index])
+        # Some families mix padding in, or read the last place whatever stands there.
+        last = getattr(self.model.config, "summary_type", None) == "last"
+        alike = last or any("attention_mask" not in row for row in rows[:1])
+        runs = [[*run] for _, run in groupby(order, lengths.__getitem__)] if alike else [order]
+        for run in runs:
+            for batch_slice in self.slices(len(run)):
+                chosen = run[batch_slice]
+                batch = collate([rows[index] for index in chosen], pad)
+                yield chosen, {name: value.to(self.device) for name, value in batch.items()}
 
     def outputs(self, rows: Sequence[Row], pad: int, compute: Callable[[Row], Tensor]) -> Tensor:
         """Compute something of each row, in their order, as far as it is finite."""
@@ -277,10 +284,8 @@ class EvaluationTask(ABC):
         reference: Any = None,
     ) -> Measured:
         """Measure a model that was loaded for it; `advance` hears of inputs done."""
-        config: Any = model.config.get_text_config()
-        # Heads that read the last token have to know which tokens are padding.
-        if getattr(config, "pad_token_id", None) is None and self.max_length is not None:
-            config.pad_token_id = self.reader.pad
+        if self.max_length is not None:
+            tell_padding(model, self.reader.pad)
         return self.run(Runner(model, batch_size, model.device, advance), reference)
 
 

@@ -282,7 +282,7 @@ def _record(
 ) -> None:
     """Write what was measured into card and manifest, and `config.json`, which makes it load."""
     card = folder / CARD
-    text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     for kind in _HEADINGS:
         if not (folder / kind).is_dir():  # of a folder that came with a table, but not its files
             text = without_files(text, kind)
@@ -370,6 +370,6 @@ def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onn
 
 def without_files(card: str, to: ExportFormat) -> str:
     """Take the table of files for a runtime out of a card."""
-    before, _, older = card.partition(f"\n{_HEADINGS[to]}\n")
+    before, _, older = f"\n{card}".partition(f"\n{_HEADINGS[to]}\n")
     _, heading, after = older.partition("\n## ")  # files of the other kind
-    return before + f"{heading}{after}"
+    return f"{before}{heading}{after}".removeprefix("\n")

@@ -76,6 +76,8 @@ def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
     """
     for name in dict.fromkeys(path.rpartition(".")[0] for path in paths):
         attention = root.get_submodule(name)
+        if CHILD in attention._modules:  # what mixes tokens there is as wide as the dense heads
+            continue
         layers = [m for m in attention.children() if isinstance(m, StructuredLinear)]
         dense = any(isinstance(m, nn.Linear | Conv1D) for m in attention.children())
         channels = [part.channels for m in layers if m.reads is None for part in m.parts]
@@ -346,6 +348,8 @@ def mix_tokens(
     causal, queries = replacement.layout.causal, query.shape[-2]
     # Masks of flash attention mean that the last keys belong to the queries.
     flash = "flash" in str(getattr(replacement.host_config, "_attn_implementation", ""))
+    if flash:
+        _check_flash(replacement.name, queries, key.shape[-2], attention_mask, kwargs)
     if attention_mask is None and causal and 1 < queries < key.shape[-2] and not flash:
         # A static cache that is still empty: Transformers leaves the mask out, and means that
         # the first keys belong to the queries.
@@ -357,6 +361,28 @@ def mix_tokens(
     if asked:
         return replacement(query, key, value, attention_mask, **said, weights=True)  # type: ignore[no-any-return]
     return replacement(query, key, value, attention_mask, **said), None
+
+
+def _check_flash(
+    name: str, queries: int, keys: int, mask: Tensor | None, said: Mapping[str, Any]
+) -> None:
+    """Refuse what flash attention is told beside a mask: windows, packed texts, static caches."""
+    window, positions = said.get("sliding_window"), said.get("position_ids")
+    problem = None
+    if window and keys > window:
+        problem = f"a window of {window} tokens"
+    elif mask is not None and mask.dim() == 2 and mask.shape[1] < keys:
+        problem = "a mask of fewer keys than there are"
+    elif said.get("cu_seq_lens_q") is not None:
+        problem = "packed texts"
+    elif mask is None and positions is not None and queries > 1:
+        alone = torch.compiler.is_compiling() or not bool((positions.diff(dim=-1) != 1).any())
+        problem = None if alone else "packed texts"
+    if problem is not None:
+        raise DataError(
+            f"attention `{name}` cannot read {problem} as flash attention is told of them",
+            'load the model with `attn_implementation="sdpa"`',
+        )
 
 
 def _take_over(attention: Any) -> Any:

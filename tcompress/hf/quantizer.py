@@ -257,8 +257,8 @@ def _found(plan: Rebuilt, keymap: KeyMap) -> set[str]:
 
 def _install(model: Any, plan: Rebuilt, keymap: KeyMap, dtype: Any = None) -> None:
     place: dict[str, Any] = {"dtype": dtype, "device": "meta"}
-    install_layers(model, plan.layers, keymap.runtime_name, **place)
     install_attention(model, plan.attention, keymap.runtime_name, **place)
+    install_layers(model, plan.layers, keymap.runtime_name, **place)
     install_forms(model, plan.forms, keymap.runtime_name, **place)
 
 

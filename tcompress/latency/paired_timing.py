@@ -21,7 +21,7 @@ from tcompress.fields import RuntimeName
 from tcompress.latency.generation import Generation
 from tcompress.latency.passes import Clock, Pass, forward_pass, spread, turns, waiting
 from tcompress.latency.sizes import Cell, RandomInputs, sequence_length
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Bench
 from tcompress.runtimes.onnx_module import OnnxModule
 
@@ -117,6 +117,9 @@ class TimedModel:
     source: SourceModel
     model: nn.Module = field(repr=False)
     kept_bytes: int | None = None  # memory that its cached dense weights take, if it keeps them
+
+    def __post_init__(self) -> None:
+        tell_padding(self.model)  # of which there is none
 
     @property
     def weight_bytes(self) -> int:

@@ -256,7 +256,8 @@ def read_header(packed: Any, size: int) -> Packed | None:
     """
     import numpy as np
 
-    start = np.asarray(packed[: min(size, _HEADER_BYTES) // 4 * 4])
+    start = packed[: min(size, _HEADER_BYTES) // 4 * 4]
+    start = np.asarray(start.cpu() if hasattr(start, "cpu") else start)
     header = Packed.read(start.view("<i4").tolist())
     return header if header is not None and header.nbytes == size else None
 

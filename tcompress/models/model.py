@@ -493,3 +493,18 @@ def registered_classes(config: PreTrainedConfig) -> list[type[PreTrainedModel]]:
             for kind in kinds if isinstance(kinds, tuple | list) else (kinds,):
                 found.setdefault(kind.__name__, kind)
     return list(found.values())
+
+
+def tell_padding(model: Any, pad: int | None = None) -> None:
+    """Let a head that reads the last token of a text know which tokens are padding.
+
+    Without `pad`, where the config is silent too, that is what ends a text.
+    """
+    if "SequenceClassification" not in type(model).__name__:
+        return
+    config = model.config.get_text_config()
+    if pad is not None:
+        config.pad_token_id = pad
+    elif getattr(config, "pad_token_id", None) is None:
+        end = getattr(config, "eos_token_id", None)
+        config.pad_token_id = end if isinstance(end, int) else 0

@@ -69,6 +69,8 @@ def conversion(
     base: Said = recipe.convert.model_dump(mode="json") if recipe else {"calibration": {}}
     if {*BUDGETS} & said.keys() or {"tol", "rank"} & said.get("method", {}).keys():
         base |= {name: None for name in BUDGETS if name in base}  # in place of the recipe's
+        if not {*TIMES, "max_loss"} & said.keys():
+            base |= {name: None for name in ("at", "threads") if name in base}
     scratch = said.get("init", base.get("init")) == "random"
     if scratch and base.get("init") != "random":  # what a recipe says of data is for fits
         base["calibration"] = {}

@@ -402,7 +402,8 @@ def shows_dense(reports: Sequence[ModelReport]) -> bool:
 
 def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
     """Lists the quantities that at least one model has; see `shows_dense`."""
-    macs = f"multiply-adds per token, T={reports[0].macs_per_token.length}"
+    lengths = {report.macs_per_token.length for report in reports}
+    macs = "multiply-adds per token" + (f", T={lengths.pop()}" if len(lengths) == 1 else "")
     when = ", before training" if any(report.training for report in reports) else ""
     kinds = dict.fromkeys(kind for report in reports for kind in list(report.errors)[:1])
     errors = {kind: f"mean {fmt.error_name(kind)}{when}" for kind in kinds}
@@ -486,7 +487,7 @@ def _column(
         "vocabulary": _vocabulary(report.vocabulary),
         "bytes on disk": Cell(fmt.bytes_text(disk.now), share),
         "int8 file": _int8_file(report.exports),
-        **({"stored in": Cell(str(report.storage))} if report.storage else {}),
+        "stored in": Cell(str(report.storage)) if report.storage else Cell(),
         macs: _amount(report.macs_per_token),
         **_budget(report.budget),
         **{text: Cell(fmt.error_text(own[k]) if k in own else "") for k, text in errors.items()},

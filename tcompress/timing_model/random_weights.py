@@ -10,7 +10,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 
 # A pass reads each of its weights once. Where there are more than any cache holds, one that was
 # read that long ago comes from memory as a new one would, so it may be the same one: weights come
@@ -38,6 +38,7 @@ class RandomWeights:
         """Build a model of the source's class."""
         with init_empty_weights(include_buffers=False):
             model = source.model_class._from_config(deepcopy(config))
+        tell_padding(model)
         model.tie_weights()  # each name of a tied tensor got an empty one
         self.fill(model)
         on_device: nn.Module = model.to(device=self.device, dtype=self.dtype)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -21,7 +20,7 @@ from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
 from tcompress.hf.opening import load_model, pick_device
 from tcompress.linalg.rounding import Rounding
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Finetune
 from tcompress.planning.entries import DepthPlan
 from tcompress.progress import Progress
@@ -139,9 +138,9 @@ def set_up(
         for watcher in watched:
             if "logits" in names:
                 _check_logits(model, watcher.model)
-            _tell_padding(watcher.model, data.pad)
+            tell_padding(watcher.model, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
-    _tell_padding(model, data.pad)
+    tell_padding(model, data.pad)
     if not (first is None if options.dropout is None else options.dropout):
         drop_nothing(model)
     setting = Setting(
@@ -271,15 +270,6 @@ def _default_weights(
         elif options.task is None and reads_text and not inputs_of(source).decoder:
             names.append("embedding")
     return dict.fromkeys(names, 1.0)
-
-
-def _tell_padding(model: PreTrainedModel, pad: int) -> None:
-    """Let heads that read the last token of a text know padding, where the config is silent."""
-    if "SequenceClassification" not in type(model).__name__:
-        return
-    config: Any = model.config.get_text_config()
-    if getattr(config, "pad_token_id", None) is None:
-        config.pad_token_id = pad
 
 
 def _choose_trained(

@@ -482,6 +482,8 @@ def test_options_beside_a_recipe_are_not_forgotten(dense: str) -> None:
         tcompress.convert(dense, recipe=recipe, method="svd", target=0.25)
     with pytest.raises(RecipeError, match="`steps` cannot be given beside a recipe"):
         tcompress.finetune(dense, recipe=Finetune(), steps=5)
+    with pytest.raises(RecipeError, match="`targets`, `keep` cannot be given beside a recipe"):
+        tcompress.sweep(dense, recipe="encoder/minilm-sweep", targets=[0.1], keep=["down"])
 
 
 def test_what_is_finished_is_not_thrown_away(tmp_path: Path) -> None:

@@ -84,6 +84,15 @@ def test_options_change_a_recipe() -> None:
     assert settings(recipe="encoder/minilm-tt-25").sweep.methods == ()  # its own
 
 
+def test_what_options_make_of_a_recipe_is_checked() -> None:
+    Path("own.yaml").write_text(
+        "recipe_version: 1\nconvert: {method: {name: svd, rank: 8}, calibration: {source: none}}\n"
+    )
+    done = run("sweep", "bert", "--recipe", "own.yaml", *FREE)
+    assert done.code == 2
+    assert "rank" in done.err
+
+
 def test_table_and_exit_code_with_a_refused_cell() -> None:
     done = completed("sweep", "bert", "--methods", "svd,lprod:p=3", "--targets", "0.5", *STS, *FREE)
     assert done.lines[0].split() == [

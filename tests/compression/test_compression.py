@@ -11,7 +11,7 @@ from transformers import AutoModel
 import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.workplace import partial_folder
-from tcompress.compression import stages
+from tcompress.compression import cutting, stages
 from tcompress.errors import InputError
 from tcompress.options.compress_options import Compress
 from tcompress.options.read import read
@@ -46,10 +46,16 @@ def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
     size = f"{int(0.8 * dense)}B"
     measured = ("--task", "sts", "--test-data", "pairs.jsonl")
     typed = (*TYPED, "--runtime", "torch", "--size", size, *measured)
+    with monkeypatch.context() as stopped:  # before it is clear that one conversion is enough
+        stopped.setattr(cutting, "next_ask", raising(KeyboardInterrupt))
+        done = run(*typed)
+    assert done.code == 130
+    assert "Converting" in done.err
     with monkeypatch.context() as stopped:  # before the folder gets its name
         stopped.setattr(stages, "write_records", raising(KeyboardInterrupt))
         done = run(*typed)
     assert done.code == 130
+    assert "Converting" not in done.err
     assert "Healing" in done.err
     assert "stages that were finished are kept" in done.err
     assert not (place / "small").exists()

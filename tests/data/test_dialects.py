@@ -248,6 +248,10 @@ def test_types_are_those_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.M
         assert table.rows["label"][:] == ["x", "y", "007", "08"]
         assert table.rows["unused"][:] == [None, None, "z", None]
         assert table.rows["stars"][:] == [1, 2, 3.5, None]
+    content = "text,label,true\na,1,True\nb,2,False\nc,,\nd,,\n"  # nothing in a whole chunk
+    with opened(_write(tmp_path / "q.csv", content), "train") as table:
+        assert table.rows["label"][:] == [1, 2, None, None]
+        assert table.rows["true"][:] == ["True", "False", None, None]
 
 
 @pytest.mark.parametrize("full", [True, False])

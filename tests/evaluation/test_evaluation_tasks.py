@@ -3,7 +3,9 @@
 import io
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,15 +13,17 @@ import pytest
 import scipy.stats
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor
+from transformers import AutoImageProcessor, AutoModelForSequenceClassification
 
+from tcompress.conversion.converter import convert
+from tcompress.data.calibration import CalibrationData
 from tcompress.data.examples import Examples, load_examples
-from tcompress.errors import DataError
-from tcompress.evaluation.measuring import TASKS
-from tcompress.evaluation.task_base import EvaluationTask
+from tcompress.errors import DataError, InputError
+from tcompress.evaluation.measuring import TASKS, evaluate
+from tcompress.evaluation.task_base import EvaluationTask, Runner
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
-from tcompress.options import Evaluate
+from tcompress.options import Convert, Evaluate
 from tests.support.cli import run
 from tests.support.evaluation import (
     classifier,
@@ -334,3 +338,55 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
     assert found["mrr"] == pytest.approx(np.mean([1 / place for place in places]))
     with pytest.raises(DataError, match="has 12 distinct responses, too few to choose among 13"):
         ready("response-selection", folder, data, candidates=13)
+
+
+def _turned_labels(folder: Path, labels: Sequence[str]) -> None:
+    """Write a classifier again with its labels in another order."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    order = [model.config.label2id[name] for name in labels]
+    for parameter in model.classifier.parameters():
+        parameter.data = parameter.data[order].clone()
+    model.config.id2label = dict(enumerate(labels))
+    model.config.label2id = {name: index for index, name in enumerate(labels)}
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_heads_whose_labels_are_in_another_order_agree(labelled: bool, tmp_path: Path) -> None:
+    names = ["neutral", "entails", "denies"]
+    for name in ("dense", "other"):
+        classifier(tmp_path / name, names)
+    _turned_labels(tmp_path / "other", sorted(names))
+    data = labelled_file(tmp_path / "rows.jsonl", classes=names)
+    if not labelled:
+        data = rows_file(tmp_path / "bare.jsonl", text=sentences(12))
+    options = Evaluate.model_validate({"task": "classification", "data": str(data)})
+    _, other = evaluate([str(tmp_path / "dense"), str(tmp_path / "other")], options)
+    found = {metric.name: metric.value for metric in other.metrics}
+    assert found["agreement"] == 1
+    assert found["kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_one_output_has_no_classes_to_agree_on(tmp_path: Path) -> None:
+    data = rows_file(tmp_path / "bare.jsonl", text=sentences(12))
+    options = Evaluate.model_validate({"task": "classification", "data": str(data)})
+    folder = str(classifier(tmp_path / "scores", 1))
+    with pytest.raises(InputError, match="one output, and so no classes to agree on"):
+        evaluate([folder, folder], options)
+
+
+def test_models_that_read_the_last_place_have_no_padding() -> None:
+    rows = [{"input_ids": torch.arange(size)} for size in (3, 5, 3, 4, 5)]
+    model: Any = SimpleNamespace(config=SimpleNamespace(summary_type="last"))
+    cpu = torch.device("cpu")
+    seen = [batch["input_ids"].shape for _, batch in Runner(model, 8, cpu, print).batches(rows, 9)]
+    assert seen == [(2, 5), (1, 4), (2, 3)]
+
+
+def test_a_decoder_without_padding_is_fitted_with_its_head(tmp_path: Path) -> None:
+    """Its head reads the last token of a text, and has to know which that is."""
+    folder = classifier(tmp_path / "gpt2", family="gpt2", pad_token_id=None)
+    texts = [{"input_ids": torch.arange(8).expand(4, 8)}] * 2
+    data = CalibrationData(texts, [1], "tiny", 8, 64, "tiny")
+    recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.5, "device": "cpu"})
+    assert convert(str(folder), recipe, tmp_path / "small", data=data).manifest.plan.layers

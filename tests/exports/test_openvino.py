@@ -71,6 +71,10 @@ def test_a_card_has_a_table_for_each_runtime() -> None:
     assert "`onnx/model.onnx`" in card
     assert "old.onnx" not in card
     assert without_files(without_files(card, "openvino"), "onnx").strip() == "# Model\n\ntext"
+    alone = with_files("", [file("onnx/old.onnx")], "onnx")  # of a folder without a card
+    alone = with_files(alone, [file("onnx/model.onnx")], "onnx")
+    assert alone.startswith("## ONNX files\n")
+    assert (alone.count("## ONNX files"), alone.count("old.onnx")) == (1, 0)
 
 
 @pytest.mark.doors

@@ -20,6 +20,7 @@ from transformers import BertModel, BertPreTrainedModel, Trainer, TrainingArgume
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
 from tcompress.models.names import METHODS
+from tcompress.options import Convert
 from tcompress.project import INSTALL
 from tests.support.conversions import (
     OPTIONS,
@@ -287,11 +288,19 @@ class Wrapped(Tagger):
     name = "text"
 
 
-@pytest.mark.parametrize("kind", [Tagger, Wrapped])
-def test_classes_of_users_are_saved_and_loaded(kind: type[Tagger], tmp_path: Path) -> None:
+FROM_SCRATCH: dict[str, Any] = {"init": "random", "norm": "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [(Tagger, None), (Wrapped, None), (Wrapped, FROM_SCRATCH)]
+)
+def test_classes_of_users_are_saved_and_loaded(
+    kind: type[Tagger], said: dict[str, Any] | None, tmp_path: Path
+) -> None:
     bare, small, again = (tmp_path / name for name in ("bare", "small", "again"))
     BertModel(build("bert").config).save_pretrained(bare)
-    convert(str(bare), recipe("svd"), small)
+    lprod = {"method": {"name": "lprod", "p": 2}, **(said or {})}
+    convert(str(bare), Convert.model_validate(lprod) if said else recipe("svd"), small)
     encoder = BertModel.from_pretrained(small, add_pooling_layer=False)
     encoder.save_pretrained(tmp_path / "encoder")
     BertModel.from_pretrained(tmp_path / "encoder", add_pooling_layer=False)

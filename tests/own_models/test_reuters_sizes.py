@@ -69,14 +69,17 @@ def _sets(folder: Path) -> list[str]:
 
 def test_sizes_and_accuracies_of_variants_stand_side_by_side(tmp_path: Path) -> None:
     said = [*_sets(tmp_path), "--set", "sweep.variants=[tsa+d8, add+d4]"]
+    said += ["--set", "evaluate.0.threshold='1.1'"]
     done = run("run", "scratch/r8-sizes", "-o", tmp_path / "out", *said, columns=160)
-    assert done.code == 0, done.err
+    assert done.code == 3, done.err  # all miss it
+    assert "Missed: tsa-d8: " in done.out
+    assert "Missed: add-d4: " in done.out
     assert "tsa-d8" in done.out
     found = json.loads((tmp_path / "out" / "sweep.json").read_text())
     sizes = {model["name"]: model["blocks"] for model in found["models"]}
     # A decay for each head; the additive baseline has q, k, v, o and a vector per head.
     assert sizes == {"tsa-d8": 3 * 2 * 16 * 2 + 2, "add-d4": 4 * 2 * 4 * 4 + 2 * 4}
-    assert all(len(model["metrics"]) >= 2 for model in found["models"])
+    assert all(len(model["metrics"]) >= 2 and model["missed"] for model in found["models"])
     assert (tmp_path / "out" / "sweep.html").is_file()
 
 

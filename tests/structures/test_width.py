@@ -216,6 +216,25 @@ def test_narrow_heads_compute_what_zeros_in_their_place_do(
     assert distance(outputs(narrow, inputs), outputs(padded, inputs)) <= 1e-6
 
 
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"name": "tam"},
+        {"name": "additive"},
+        {"name": "hot", "kernel": "favor", "fold": 4},
+        {"name": "tga"},
+    ],
+    ids=lambda own: own["name"],
+)
+def test_what_replaces_attention_sees_narrow_heads_as_wide_ones(
+    attention: dict[str, Any], tmp_path: Path
+) -> None:
+    """Its own tensors are as wide as dense heads."""
+    made = _narrow("bert", tmp_path, attention=attention, head_size=0.5)
+    assert any(layer._spreads for layer in _structured(made.load()))
+    assert all(own.isfinite().all() for own in outputs(made.load(), made.inputs()))
+
+
 def _structured(model: Any) -> list[Any]:
     return [item for item in model.modules() if hasattr(item, "head_width")]
 

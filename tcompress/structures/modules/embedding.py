@@ -101,4 +101,4 @@ class TiedTable(nn.Module):
         """Looks words up, or scores vectors.  # as in `StructuredEmbedding`."""
         # Called as a module, so that hooks which bring offloaded tensors to the device run.
         y = self._owner[0](x, self._scale)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if self.bias is None else y + self.bias.to(y)

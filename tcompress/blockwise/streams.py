@@ -71,6 +71,10 @@ class PartialModel:
 
     def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
         """Make a forward pass; options as for `Stream`."""
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if ids is not None and mask is not None and mask.shape == ids.shape:
+            for pad in ids[mask == 0][:1].tolist():  # what the data is filled up with
+                tell_padding(self.model, pad)
         moved = {key: value.to(self.device) for key, value in batch.items()}
         return Stream(self.model, moved, **options)
 

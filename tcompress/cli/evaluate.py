@@ -62,8 +62,10 @@ def evaluate(call: Measured, wanted: Evaluate, tables: Tables, hub: Hub, manner:
     several = len(wanted.data) > 1
     mains = [(item.name, main_of(item.metrics, several=several)) for item in scores]
     missed = {name: main.label for name, main in mains if bound and main and bound.missed(main)}
-    for name, main in mains if call.baseline else mains[1:]:
-        if bound and main is None:  # such as agreement of models that read other tokens
+    first, where = call.baseline or call.models[0], wanted.runtime[0]
+    base = first if where == "torch" else f"{first} ({where})"  # which agrees with nothing
+    for name, main in mains:
+        if bound and main is None and name != base:
             missed[name] = "nothing that both have"
     numbers = [(item.name, [*item.metrics, *item.means]) for item in scores]
     files = write_tables(tables, metrics_sheet(numbers), metrics_table(numbers))

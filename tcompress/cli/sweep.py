@@ -97,7 +97,7 @@ def recipe_of(
         changed["evaluate"] = tuple(item.model_copy(update=device) for item in changed["evaluate"])
     made = made.model_copy(update=changed)
     if base is not None:  # what options say has to go with what it says
-        made = parse_recipe(dump_recipe(made), origin)
+        made = parse_recipe(dump_recipe(made), origin, ["tcompress sweep"])
     return change_recipe(made, call.changes, origin)
 
 

@@ -17,7 +17,7 @@ from tcompress.data.encoding import has_processor_file, image_reader
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
-from tcompress.data.labels import Match, are_numbers, is_independent, label_names, matched
+from tcompress.data.labels import Match, is_independent, label_names, matched, order_of
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
@@ -83,7 +83,6 @@ class _ClassTask(EvaluationTask):
         scores = self.logits(runner).numpy()
         match = self.prepared.match
         statistics = [] if match is None else self._against_labels(match, scores)
-        scores = scores[:, self._order(match)]  # in which others are compared with it
         if reference is not None and reference.shape == scores.shape:
             several = self.examples.labels.several
             independent = is_independent(runner.model.config) if match is None else several
@@ -91,14 +90,13 @@ class _ClassTask(EvaluationTask):
             statistics += compare(scores, reference)
         return Measured(statistics, scores)
 
-    def _order(self, match: Match | None) -> list[int]:
-        """Order labels as the data does, or by their names, so that heads may differ in it."""
-        names = label_names(self.source.config)
-        if match is not None and sorted(match.labels) == [*range(len(names))]:
-            return [*match.labels]
-        if match is None and not are_numbers(names):
-            return sorted(range(len(names)), key=lambda index: names[index].casefold())
-        return [*range(len(names))]
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(label_names(self.source.config))
+
+    def aligned(self, predictions: Any, labels: Sequence[str]) -> Any:
+        order = order_of(self.labels, labels) if labels and predictions is not None else None
+        return predictions if order is None else predictions[:, order]
 
     def _against_labels(self, match: Match, scores: Array) -> list[Statistic]:
         of_class, classes = np.array(match.labels), self.examples.labels

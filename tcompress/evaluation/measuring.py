@@ -119,7 +119,7 @@ class _Measurement:
         same = baseline is not None and baseline.signature == task.prepared.signature
         reference = None
         if baseline is not None and (same or task.compares_texts):
-            reference = baseline.predictions
+            reference = task.aligned(baseline.predictions, baseline.labels)
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
         self.progress.stage(stage, task.work(model), "inputs")
@@ -132,8 +132,9 @@ class _Measurement:
                 f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
             ) from error
         seconds = time.perf_counter() - start
-        draws = (task.prepared.signature, options.bootstrap, options.seed, measured.predictions)
-        numbers = Baseline.of(name, measured.statistics, task.examples.name, *draws)
+        draws = (task.prepared.signature, options.bootstrap, options.seed)
+        predicted = (measured.predictions, task.labels)
+        numbers = Baseline.of(name, measured.statistics, task.examples.name, *draws, *predicted)
         protocol = self._protocol(data, task, model)
         if runtime != "torch":
             protocol["runtime"] = runtime

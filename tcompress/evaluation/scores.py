@@ -26,6 +26,7 @@ class Baseline:
     signature: str  # equal for models that read the same tokens
     predictions: Any = field(default=None, repr=False)
     """Predictions for every example, for agreement with it; of language models not on disk."""
+    labels: Sequence[str] = ()  # of the columns of predictions, where they have names
 
     @classmethod
     def of(
@@ -37,6 +38,7 @@ class Baseline:
         times: int,
         seed: int,
         predictions: Any = None,
+        labels: Sequence[str] = (),
     ) -> Baseline:
         """Compute numbers and resamples; fail where a number is not defined for this model."""
         values = [statistic.value() for statistic in statistics]
@@ -49,7 +51,7 @@ class Baseline:
         units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from, nor has a model without numbers.
         draws = resampled(statistics, times if units[0] > 1 else 0, seed) if units else []
-        return cls(name, values, draws, units, signature, predictions)
+        return cls(name, values, draws, units, signature, predictions, labels)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""

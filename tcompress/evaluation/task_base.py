@@ -255,6 +255,15 @@ class EvaluationTask(ABC):
         return False
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the columns of predictions, where a model names them."""
+        return ()
+
+    def aligned(self, predictions: Any, labels: Sequence[str]) -> Any:
+        """Return a baseline's predictions with columns in the order of this model's labels."""
+        return predictions
+
+    @property
     def facts(self) -> dict[str, Any]:
         """Facts about the examples, for a protocol."""
         return {**self.prepared.facts}

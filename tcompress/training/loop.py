@@ -125,6 +125,8 @@ class Loop:
         if (checkpoint := self.checkpoints.last()) is not None:
             self.accelerator.load_state(str(checkpoint))
             self.state = self.checkpoints.read_state(checkpoint)
+            if self.pace.minutes is None:  # what a limit had cut off
+                self.state.total = self._most
             self._start = time.perf_counter() - self.state.seconds
         self.losses.prepare_objectives()
         state = self.state

@@ -95,7 +95,8 @@ def tested_rate(
         try:
             return _rate_on(losses, gradients, count, size, keeps=keeps)
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            # Another process would wait for ever for the sums of this one.
+            if not is_out_of_memory(error) or losses.accelerator.num_processes > 1:
                 raise
         finally:
             optimizer.zero_grad(set_to_none=True)

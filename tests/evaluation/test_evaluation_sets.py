@@ -218,3 +218,8 @@ def test_a_share_of_the_baseline_needs_labels() -> None:
         InputError, match=r"`--threshold 0\.9x` is a share of the baseline's number"
     ):
         sts("bert", "bert-small", data="bare.jsonl", threshold="0.9x")
+
+
+def test_a_baseline_agrees_with_nothing_and_misses_nothing() -> None:
+    typed = ("evaluate", "bert-small", "--baseline", "bert", *STS, "--data", "bare.jsonl")
+    assert run(*typed, "--threshold", "0.1", "--quiet").code == 0

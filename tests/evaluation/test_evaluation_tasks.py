@@ -357,14 +357,16 @@ def test_heads_whose_labels_are_in_another_order_agree(labelled: bool, tmp_path:
     for name in ("dense", "other"):
         classifier(tmp_path / name, names)
     _turned_labels(tmp_path / "other", sorted(names))
+    classifier(tmp_path / "numbered", 3)  # the first once more
     data = labelled_file(tmp_path / "rows.jsonl", classes=names)
     if not labelled:
         data = rows_file(tmp_path / "bare.jsonl", text=sentences(12))
     options = Evaluate.model_validate({"task": "classification", "data": str(data)})
-    _, other = evaluate([str(tmp_path / "dense"), str(tmp_path / "other")], options)
-    found = {metric.name: metric.value for metric in other.metrics}
-    assert found["agreement"] == 1
-    assert found["kl"] == pytest.approx(0, abs=1e-6)
+    folders = [str(tmp_path / name) for name in ("dense", "other", "numbered")]
+    for other in evaluate(folders, options)[1:]:
+        found = {metric.name: metric.value for metric in other.metrics}
+        assert found["agreement"] == 1
+        assert found["kl"] == pytest.approx(0, abs=1e-6)
 
 
 def test_one_output_has_no_classes_to_agree_on(tmp_path: Path) -> None:
@@ -386,7 +388,9 @@ def test_models_that_read_the_last_place_have_no_padding() -> None:
 def test_a_decoder_without_padding_is_fitted_with_its_head(tmp_path: Path) -> None:
     """Its head reads the last token of a text, and has to know which that is."""
     folder = classifier(tmp_path / "gpt2", family="gpt2", pad_token_id=None)
-    texts = [{"input_ids": torch.arange(8).expand(4, 8)}] * 2
+    mask = (torch.arange(8) < torch.tensor([8, 7, 6, 8])[:, None]).long()
+    ids = torch.where(mask == 1, torch.arange(8) + 5, 3)
+    texts = [{"input_ids": ids, "attention_mask": mask}] * 2
     data = CalibrationData(texts, [1], "tiny", 8, 64, "tiny")
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.5, "device": "cpu"})
     assert convert(str(folder), recipe, tmp_path / "small", data=data).manifest.plan.layers

@@ -46,7 +46,6 @@ pytestmark = pytest.mark.usefixtures("one_thread", "own_folder")
 
 
 @pytest.mark.often("vit-hot-None")
-@pytest.mark.often("vit-hot-None")
 @pytest.mark.parametrize(
     ("family", "name", "method"),
     [

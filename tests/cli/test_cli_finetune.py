@@ -24,7 +24,7 @@ from tests.support.cli import completed, error, run
 from tests.support.evaluation import encoder, labelled_file, rows_file
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
-from tests.support.training import memory_for, small_encoder
+from tests.support.training import small_encoder
 from tests.support.typed import settings_of
 
 SHORT = ("--steps", "2", "--batch-size", "4", "--device", "cpu")
@@ -208,16 +208,6 @@ def test_a_changed_teacher(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     insisted = ("--teacher", name, "-o", tmp_path / "out", *SHORT)
     assert run("finetune", folder, "--quiet", *insisted).code == 0
-
-
-def test_memory_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = ("-o", tmp_path / "out", "--data", "texts.txt", "--quiet", *SHORT)
-    memory_for(0, monkeypatch)
-    done = run("finetune", "bert-small", *out)
-    assert done.code == 2
-    assert "error: memory ran out at step 1 with 1 examples at a time\n\nhint: shorten texts" in (
-        done.err
-    )
 
 
 def test_other_processes_leave_it_to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from tcompress.blockwise.output_sampler import VARIANTS, OutputSampler
 from tcompress.conversion.choosing import AIM, CLOSE, largest_error
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
-from tcompress.options import Convert
 from tcompress.search.budgets import TRIES
 from tests.support.conversions import calibration, make
 
@@ -98,13 +97,6 @@ def test_a_model_loses_no_more_than_allowed(tmp_path: Path) -> None:
 def test_what_cannot_be_had_is_said(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"loses at most 0\.00% of agreement"):
         make("bert", tmp_path, "svd", aware=True, target=None, max_loss=1e-9)
-
-
-def test_a_budget_of_agreement_needs_data() -> None:
-    with pytest.raises(ValueError, match="`max_loss` is measured on data"):
-        Convert.model_validate(
-            {"method": {"name": "svd"}, "max_loss": 0.1, "calibration": {"source": "none"}}
-        )
 
 
 def test_a_part_of_the_data_keeps_what_is_held_out() -> None:

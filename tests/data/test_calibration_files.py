@@ -33,7 +33,7 @@ from tcompress.progress import listening
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import rows_of
 from tests.support.calibrating import drawn
-from tests.support.hearing import Heard
+from tests.support.conversions import Told
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -570,7 +570,7 @@ def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
 
 
 def test_pictures_of_12_bits_are_told_of() -> None:
-    with listening(heard := Heard()):
+    with listening(heard := Told()):
         decode(_file(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
     assert "values up to 4095 only are dark" in heard.texts[0]
 

@@ -21,7 +21,7 @@ from tcompress.data.numbers import decimals
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
 from tcompress.progress import Silent, listening
-from tests.support.hearing import Heard
+from tests.support.conversions import Told
 
 PAIRS = Needs((2, 2), target="score")
 CLASSES = Needs((1, 2), target="class")
@@ -219,7 +219,7 @@ def test_commas_in_numbers() -> None:
 
 def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
     path = _write(tmp_path / "p.tsv", _joined("\t", [*FRAME.to_numpy().tolist(), ["a", "", 1.0]]))
-    with listening(heard := Heard()):
+    with listening(heard := Told()):
         for _ in range(2):
             assert load_examples(path, "train", PAIRS).targets == SCORES
     with listening(Silent()), listening(heard):  # as with `--json`

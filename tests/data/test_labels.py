@@ -22,8 +22,8 @@ from tcompress.options import Evaluate
 from tcompress.progress import listening
 from tcompress.training.objectives import Logits, Observed, Setting
 from tcompress.training.setup import Setup, set_up
+from tests.support.conversions import Told
 from tests.support.evaluation import classifier, encoder, loaded, rows_file
-from tests.support.hearing import Heard
 from tests.support.model_folders import sentences
 from tests.support.training import settings, train
 
@@ -178,7 +178,7 @@ def test_numbers_with_gaps(tmp_path: Path) -> None:
         ([100, 200, 300], ("100", "200", "300"), "has 3 different numbers up to 300: each is a"),
     ):
         path = rows_file(tmp_path / "a.jsonl", text=sentences(3), label=numbers)
-        with listening(heard := Heard()):
+        with listening(heard := Told()):
             assert load_examples(str(path), "train", CLASSES).classes == classes
         assert said in heard.texts[-1]
 

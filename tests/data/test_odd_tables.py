@@ -14,7 +14,7 @@ from tcompress.data.examples import Needs, load_examples
 from tcompress.data.tables import opened
 from tcompress.errors import DataError
 from tcompress.progress import listening
-from tests.support.hearing import Heard
+from tests.support.conversions import Told
 
 PAIRS = Needs((2, 2), target="score")
 CLASSES = Needs((1, 2), target="class", several=True)
@@ -148,7 +148,7 @@ def test_labels_without_agreement_are_left_out(tmp_path: Path) -> None:
     lines = _json(
         lambda n: {"gold_label": labels[n], "sentence1": FIRST[n], "sentence2": SECOND[n]}
     )
-    with listening(heard := Heard()):
+    with listening(heard := Told()):
         read = load_examples(_written(tmp_path, "s.jsonl", lines), "train", CLASSES)
     assert (read.texts, read.classes) == ((FIRST[::2], SECOND[::2]), ("entailment", "neutral"))
     assert heard.texts[-1].endswith("1 of 3 rows have no label that is agreed on")

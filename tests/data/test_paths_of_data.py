@@ -18,7 +18,7 @@ from PIL import Image
 from tcompress.data.tables import check_data, content, opened
 from tcompress.errors import DataError
 from tcompress.progress import listening
-from tests.support.hearing import Heard
+from tests.support.conversions import Told
 
 FRAME = pd.DataFrame({"text": ["a one two", "b three four", "c five six"], "label": [0, 1, 0]})
 # What shells, patterns, addresses and readers of paths take for something else.
@@ -137,7 +137,7 @@ def test_files_of_a_folder_go_together(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("label,text,score\n1,one,2\n")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(b"text,label,score\ntwo,1,2.5\n"))
     (tmp_path / "notes.txt").write_text("nothing\n")
-    with listening(heard := Heard()), opened(str(tmp_path), "train") as table:
+    with listening(heard := Told()), opened(str(tmp_path), "train") as table:
         assert table.rows.to_dict() == {"label": [1, 1], "text": ["one", "two"], "score": [2, 2.5]}
     assert any("`notes.txt`: of another kind, not read" in text for text in heard.texts)
     (tmp_path / "c.csv").write_text("text,label,score\nthree,x,1\n")
@@ -166,7 +166,7 @@ def test_tables_name_pictures(tmp_path: Path) -> None:
     (tmp_path / "set" / "metadata.csv").write_text(
         "file_name,label\npictures/1.png,b\npictures/0.png,a\n"
     )
-    with listening(heard := Heard()):
+    with listening(heard := Told()):
         assert _column(tmp_path / "set") == expected
     assert heard.texts[-1] == "metadata.csv: 1 pictures are not in it: left out"
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\npictures/9.png,b\n")
@@ -204,7 +204,7 @@ def test_an_empty_picture_is_named_and_other_files_too(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "0.png").write_bytes(b"")
     with (
-        listening(heard := Heard()),
+        listening(heard := Told()),
         pytest.raises(DataError, match=r"the picture `.*/b/0.png` is empty"),
     ):
         _column(tmp_path)

@@ -155,11 +155,6 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     "zero-attention-tucker-words-float16",
     "rank1-tucker-shared-one_sentence-None",
 )
-@pytest.mark.often(
-    "constant-tucker-shared-none-bfloat16",
-    "zero-attention-tucker-words-float16",
-    "rank1-tucker-shared-one_sentence-None",
-)
 @pytest.mark.parametrize(("weights", "method", "data", "dtype"), list(_cases()))
 def test_a_result_that_loads_or_one_clear_line(
     weights: str,
@@ -203,7 +198,6 @@ def _is_finite(folder: Path) -> bool:
         return bool(torch.isfinite(model(input_ids=_words(2, LENGTH)).logits).all())
 
 
-@pytest.mark.often("empty-svd")
 @pytest.mark.often("empty-svd")
 @pytest.mark.parametrize("method", ["svd", pytest.param("auto", marks=pytest.mark.fuzz)])
 @pytest.mark.parametrize(

@@ -215,7 +215,6 @@ def _results(folder: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.often("convert --force, two steps")
-@pytest.mark.often("convert --force, two steps")
 @pytest.mark.parametrize("name", ["convert", "convert --force", "convert --force, two steps"])
 def test_killed_at_some_operations(name: str, models: Path, tmp_path: Path) -> None:
     """The last ones, where models take places, and some before."""

@@ -87,9 +87,6 @@ def _header(path: Path) -> dict[str, Any]:
 @pytest.mark.often(
     "multilinear", "scratch", "svd", "lprod-dct", "lprod-fitted", "tt", "tucker", "auto", "hot"
 )
-@pytest.mark.often(
-    "multilinear", "scratch", "svd", "lprod-dct", "lprod-fitted", "tt", "tucker", "auto", "hot"
-)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_files(name: str, folder: Path, golden: Golden) -> None:
     made = _made(folder, name)
@@ -108,9 +105,6 @@ def test_files(name: str, folder: Path, golden: Golden) -> None:
     golden.document(f"artefacts/{name}.json", found, hide={"checksums"}, within=within)
 
 
-@pytest.mark.often(
-    "lprod-dct", "tucker", "svd", "lprod-fitted", "tt", "auto", "hot", "multilinear", "scratch"
-)
 @pytest.mark.often(
     "lprod-dct", "tucker", "svd", "lprod-fitted", "tt", "auto", "hot", "multilinear", "scratch"
 )

@@ -73,19 +73,6 @@ def test_batches_follow_from_what_is_timed() -> None:
     assert (Bench().caches, Bench(generate=4).caches) == ((), ("dynamic",))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"cache": ("static",)}, "belongs to `generate`"),
-        ({"generate": 4, "mode": ("compiled",)}, "add `static` to `cache`"),
-        ({"generate": 0}, "greater than 0"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Bench(**options)
-
-
 # -- what is decoded
 @pytest.mark.often("whisper-static")
 @pytest.mark.parametrize("cache", BOTH)

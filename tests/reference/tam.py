@@ -90,20 +90,6 @@ def split_concat(tensor: Array, split: str = "semantics") -> Array:
     return np.concatenate([tensor[:, k, :] for k in range(tensor.shape[1])], axis=1)
 
 
-def multi_linear(
-    gs: Sequence[Array],
-    q: Array,
-    k: Array,
-    v: Array,
-    weights: Mapping[str, Array],
-    split: str = "semantics",
-) -> Array:
-    """Equation (3): SplitConcat(mean of T_h) W^O; `weights`: `q`, `k`, `v`, (d, r), and `o`."""
-    q, k, v = q @ weights["q"], k @ weights["k"], v @ weights["v"]
-    mean = sum(attention_td(g, q, k, v) for g in gs) / len(gs)
-    return split_concat(mean, split) @ weights["o"]
-
-
 # -------------------------------------------------------------------------- multi-object attention
 
 
@@ -327,11 +313,6 @@ def encoder_layer(
     gelu = np.vectorize(lambda u: 0.5 * u * (1.0 + math.erf(u / math.sqrt(2.0))))
     inner = gelu(x @ weights["w1"] + weights["b1"]) @ weights["w2"] + weights["b2"]
     return layer_norm(x + inner, **weights["norm2"])  # type: ignore[call-overload]
-
-
-def match_score(output: Array, w: Array, bias: float = 0.0) -> float:
-    """Section 4.5: sigma(W O_cls), O_cls the first row of O; the bias is not said."""
-    return float(sigmoid(w @ output[0] + bias))
 
 
 def pretraining_loss(

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForImageClassification, AutoModelForTimeSeriesPrediction
 
 from tcompress.attention.kronecker import KroneckerLayout, mix_grid
-from tcompress.attention.replacement import replacement_named
 from tcompress.own_models.configs import TCompressGridConfig
 from tcompress.own_models.grid import Convolutions, rotations
 from tcompress.own_models.text import turned
@@ -17,52 +16,6 @@ from tests.reference import hot, lprod
 from tests.reference.copied import CLOSE, array, drawn, linear, model_of, norm
 
 GRID, HEADS, WIDTH = (2, 3, 2), 2, 4
-
-
-def _layout(**form: Any) -> KroneckerLayout:
-    return KroneckerLayout(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, grid=GRID, **form)
-
-
-def _mixed(q: Any, k: Any, v: Any, layout: KroneckerLayout) -> np.ndarray:
-    """Ours, (heads, *grid, width)."""
-    tensors = {"scale": torch.zeros(len(GRID), HEADS, dtype=torch.float64)}
-    constants = replacement_named("kronecker").constants(layout)
-    tensors |= {name: value.double() for name, value in constants.items()}
-    return array(mix_grid(q, k, v, None, tensors, layout)[0]).reshape(HEADS, *GRID, WIDTH)
-
-
-def _inputs() -> tuple[torch.Tensor, ...]:
-    return tuple(0.5 * drawn(1, HEADS, 12, WIDTH, seed=seed) for seed in range(3))
-
-
-def _reference(q: Any, k: Any, v: Any, **how: Any) -> np.ndarray:
-    """Equations (7), or (10), and (9), a head at a time."""
-    result = []
-    for head in range(HEADS):
-        grids = [array(x[0, head]).reshape(*GRID, WIDTH) for x in (q, k, v)]
-        mixed = grids[2]
-        for axis, s in hot.factors(grids[0], grids[1], **how).items():
-            mixed = hot.mode_product(mixed, s, axis + 1)
-        result.append(mixed)
-    return np.stack(result)
-
-
-@pytest.mark.parametrize("pool", ["sum", "mean"])
-def test_softmax(pool: Any) -> None:
-    ours = _mixed(*_inputs(), _layout(pool=pool))
-    np.testing.assert_allclose(ours, _reference(*_inputs(), pooling=pool), **CLOSE)
-
-
-def test_smreg() -> None:
-    """Performer's directions, of length sqrt(d), orthogonal in blocks, by (10) and (12)."""
-    layout = _layout(kernel="smreg", features=6, pool="sum")
-    directions = array(replacement_named("kronecker").constants(layout)["directions"])
-    gram = directions @ directions.T
-    np.testing.assert_allclose(gram[:4, :4], WIDTH * np.eye(4), atol=1e-5)  # drawn in float32
-    np.testing.assert_allclose(np.diag(gram), np.full(6, WIDTH), atol=1e-5)
-    ours = _mixed(*_inputs(), layout)
-    expected = _reference(*_inputs(), features=lambda x: hot.smreg_features(x, directions))
-    np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
 def _order(size: int, axes: int) -> list[int]:

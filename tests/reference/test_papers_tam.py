@@ -8,7 +8,7 @@ import torch
 
 from tcompress.attention.multilinear import MultilinearLayout
 from tcompress.attention.replacement import replacement_named
-from tcompress.attention.tam import TamLayout, gru_tensors, read_texts
+from tcompress.attention.tam import TamLayout
 from tcompress.attention.visibility import Visible
 from tests.reference import tam
 from tests.reference.copied import CLOSE, array, drawn
@@ -81,30 +81,6 @@ def test_start_of_a_core() -> None:
     core = array(values["core"])
     assert (core > 0).all()
     np.testing.assert_allclose(core.sum(-1), np.ones((1, HEADS)), rtol=1e-6)
-
-
-def test_memory() -> None:
-    """Two streams, each from a zero state, by one GRU whose reset comes after the product.
-
-    Cho et al. have it before; PyTorch's, which is ours, does not.
-    """
-    tensors = {
-        name: 0.5 * drawn(*shape, seed=n)
-        for n, (name, shape) in enumerate(gru_tensors(1, WIDTH).items())
-    }
-    x = drawn(1, 7, WIDTH, seed=8)
-    first = torch.tensor([[True] * 3 + [False] * 4])
-    ours = array(read_texts(x, tensors, first)[0])
-    into, state, bias, state_bias = (
-        dict(zip("rzn", np.split(array(tensors[name]), 3), strict=True))
-        for name in ("context_in", "context_state", "context_in_bias", "context_state_bias")
-    )
-    weights = {"w" + gate: into[gate] for gate in "rzn"} | {"u" + g: state[g] for g in "rzn"}
-    weights |= {"b" + gate: bias[gate] + state_bias[gate] for gate in "rz"}
-    weights |= {"bn": bias["n"], "cn": state_bias["n"]}
-    streams = [array(x[0, :3]), array(x[0, 3:])]
-    np.testing.assert_allclose(ours, tam.gru_memory(streams, weights, reset="after"), **CLOSE)
-    assert np.abs(ours - tam.gru_memory(streams, weights, reset="before")).max() > 1e-3
 
 
 def test_multilinear() -> None:

@@ -144,13 +144,3 @@ def literal_tam(q: Tensor, k: Tensor, s: Tensor, core: Callable[[int, int, int],
         for i, j, m in product(range(width), repeat=3):
             scores[a, b] += core(a, j, m) * q[a, i] * k[b, j] * s[c, m]
     return scores
-
-
-def literal_multilinear(q: Tensor, k: Tensor, v: Tensor, core: Tensor, out: Tensor) -> Tensor:
-    """One example: (heads, tokens, width) each; core (heads, width)."""
-    heads, tokens, width = q.shape
-    whole = torch.zeros(tokens, tokens, tokens, dtype=q.dtype)
-    for h, r in product(range(heads), range(width)):
-        for a, b, c in product(range(tokens), repeat=3):
-            whole[a, b, c] += core[h, r] * q[h, a, r] * k[h, b, r] * v[h, c, r] / heads
-    return whole.reshape(tokens, -1) @ out

@@ -20,6 +20,7 @@ from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
 from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, check_training_data, load_data
+from tests.support.conversions import Told
 from tests.support.evaluation import (
     classifier,
     encoder,
@@ -28,7 +29,6 @@ from tests.support.evaluation import (
     pairs_file,
     rows_file,
 )
-from tests.support.hearing import Heard
 from tests.support.model_folders import model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiny import IMAGE
 from tests.support.training import picture_rows, pictures, settings
@@ -223,7 +223,7 @@ def test_long_documents_are_several_samples(place: Path, tmp_path: Path) -> None
     parts = [_all(data, part, 10**4) for part in ("train", "validation")]
     read = sum(int(part["attention_mask"].sum()) - 2 * len(part["input_ids"]) for part in parts)
     assert read >= 0.98 * len(line.split())
-    with listening(heard := Heard()):
+    with listening(heard := Told()):
         assert len(_load(place / "encoder", source=source, samples=9, max_length=18).train) < 9
     assert heard.texts == [
         "one.txt: texts longer than 18 tokens: 1; further samples cut off them: 8; what is beyond "

@@ -159,9 +159,6 @@ class ExampleEncoder:
         labels = None
         if examples.targets is not None:
             labels = _targets_of(examples)
-            if pairs:
-                low, high = labels.min(), labels.max()
-                labels = (labels - low) / (high - low).clamp_min(1e-12)
         elif not pairs:
             texts = [text for text, rows in zip(texts, encoded, strict=True) if all(rows)]
             encoded = [rows for rows in encoded if all(rows)]

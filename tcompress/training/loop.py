@@ -306,15 +306,15 @@ class Loop:
         is_best = state.add(point, higher_is_better=task is not None and task.higher_is_better)
         self.accelerator.log(point.model_dump(exclude_none=True), step=state.step)
         if is_best and self.accelerator.is_main_process:
-            weights = {name: item.detach().cpu() for name, item in self.setup.trained.items()}
+            weights = {name: item.detach().cpu() for name, item in self.setup.changed.items()}
             self.checkpoints.keep_best(weights, state.step)
 
     def _restore_best(self) -> None:
         self.accelerator.wait_for_everyone()
-        trained = self.setup.trained
+        changed = self.setup.changed
         with torch.no_grad():
             for name, value in self.checkpoints.best(self.state.best_step).items():
-                trained[name].copy_(value)
+                changed[name].copy_(value)
         self.accelerator.wait_for_everyone()  # the main process removes them when it has written
 
     def _save(self) -> None:

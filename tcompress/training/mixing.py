@@ -15,7 +15,7 @@ from math import inf, log
 from statistics import fmean, stdev
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tcompress.artifact.manifest import SourceAgreement
 from tcompress.blockwise.comparison import OutputComparison
@@ -96,7 +96,7 @@ def best_mix(
     name = "comparing weights between the first and the best ones"
     progress.stage(name, batches_of(setup.data.held, size), "batches")
     sampler = sampler_of(setup.source, setup.options.seed)
-    line = _Line(setup.trained, start)
+    line = _Line(setup.changed, start)
     targets = losses.teachers.targets
     texts = targets is not None and targets.kind == "vectors"
     changes: dict[float, dict[str, list[float]]] = {s: {} for s in SHARES}
@@ -219,10 +219,10 @@ def _gap(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]
 class _Line:
     """Weights of a model between two of their states."""
 
-    def __init__(self, trained: Mapping[str, nn.Parameter], start: Mapping[str, Tensor]) -> None:
-        self._trained = trained
-        self._start = {name: start[name].to(value.device) for name, value in trained.items()}
-        self._end = {name: value.detach().clone() for name, value in trained.items()}
+    def __init__(self, changed: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
+        self._changed = changed
+        self._start = {name: start[name].to(value.device) for name, value in changed.items()}
+        self._end = {name: value.detach().clone() for name, value in changed.items()}
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -236,5 +236,5 @@ class _Line:
     def go(self, share: float) -> None:
         """Give the model the weights that are so far on the way."""
         with torch.no_grad():
-            for name, value in self._trained.items():
+            for name, value in self._changed.items():
                 value.copy_(torch.lerp(self._start[name], self._end[name], share))

@@ -65,6 +65,8 @@ class Observer:
         self.modules = [model.get_submodule(name) for name in names]
         both = bool(getattr(model.config, "is_encoder_decoder", False))
         self.decodes = [both and "decoder" in name for name in names]
+        self.order: list[int] | None = None
+        """For each label of the model that it teaches its own, if they are in another order."""
         self._outputs: Observed | None = None
         for module in self.modules:
             module.register_forward_hook(self._keep_state)
@@ -83,6 +85,8 @@ class Observer:
             outputs.output = (runner or self.model)(**batch)
         finally:
             self._outputs = None
+        if self.order is not None:
+            outputs.output.logits = outputs.output.logits[..., self.order]
         return outputs
 
     def _keep_state(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -286,6 +290,8 @@ class Hidden(Objective):
         self, batch: Batch, state: Tensor, target: Tensor, *, decodes: bool
     ) -> Tensor:
         state, target = state.float(), target.float()
+        if state.ndim == 4:  # of convolutions, whose channels come first
+            state, target = state.flatten(2).mT, target.flatten(2).mT
         error = (state - target).square().sum(-1) / target.square().sum(-1).clamp_min(1e-12)
         return (error * token_weights(batch, error, decodes=decodes)).sum()
 

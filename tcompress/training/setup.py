@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.attention.module import ReplacementModule
 from tcompress.data.inputs import inputs_of
-from tcompress.data.labels import is_independent, label_names
+from tcompress.data.labels import is_independent, label_names, order_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import InputError, Problems, listed
-from tcompress.hf.opening import load_model, pick_device
+from tcompress.hf.opening import has_head, load_model, pick_device
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Finetune
@@ -93,6 +94,13 @@ class Setup:
         named = self.model.named_parameters()
         return {name: value for name, value in named if value.requires_grad}
 
+    @property
+    def changed(self) -> dict[str, Tensor]:
+        """All that training changes: what is trained, and statistics of batches."""
+        ends = ("running_mean", "running_var")
+        counted = {n: value for n, value in self.model.named_buffers() if n.endswith(ends)}
+        return {**self.trained, **counted}
+
 
 def set_up(
     source: SourceModel,
@@ -121,6 +129,11 @@ def set_up(
     begun = time.perf_counter()
     model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
     opening = time.perf_counter() - begun
+    if options.task == "causal-lm" and _sees_ahead(model):
+        raise InputError(
+            f"a `{type(model).__name__}` sees the tokens that it is to predict",
+            "choose the task `masked-lm`, or a model that writes text",
+        )
     roles = loaded_roles(source, model)
     projections = any(OBJECTIVES[name].needs_projections for name in names)
     observer = Observer(model, roles, range(len(roles.blocks)), projections)
@@ -137,7 +150,8 @@ def set_up(
         watched = [observing(teacher) for teacher in teaching.beside]
         for watcher in watched:
             if "logits" in names:
-                _check_logits(model, watcher.model)
+                named = options.teacher != ("source",)
+                watcher.order = _order_of_logits(model, watcher.model, named=named)
             tell_padding(watcher.model, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     tell_padding(model, data.pad)
@@ -156,7 +170,8 @@ def set_up(
         task=task.loss if task else None,
     )
     objectives = [(OBJECTIVES[name](setting), weight) for name, weight in names.items()]
-    _choose_trained(model, roles, options, from_random=from_random)
+    fresh = task is not None and task.head is not None and not has_head(source, task.head)
+    _choose_trained(model, roles, options, from_random=from_random, fresh_head=fresh)
     untrained = manifest is not None and manifest.is_untrained
     setup = Setup(
         options,
@@ -177,6 +192,15 @@ def set_up(
     if options.bits is not None:  # else they are as they are stored
         round_frozen(model, source, setup.roundings)
     return setup
+
+
+def _sees_ahead(model: PreTrainedModel) -> bool:
+    """True if predictions depend on tokens that come later, as those of encoders do."""
+    ids = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]])
+    with torch.no_grad(), suppress(Exception):  # what such a model lacks is said where it is read
+        first, second = model(input_ids=ids).logits[:, :-1].float()
+        return not torch.allclose(first, second, atol=1e-3)
+    return False
 
 
 def _observing(
@@ -273,9 +297,14 @@ def _default_weights(
 
 
 def _choose_trained(
-    model: PreTrainedModel, roles: Roles, options: Finetune, *, from_random: bool
+    model: PreTrainedModel,
+    roles: Roles,
+    options: Finetune,
+    *,
+    from_random: bool,
+    fresh_head: bool,
 ) -> None:
-    """Freeze what is not trained; of a model that began at random nothing may stay as it is."""
+    """Freeze what is not trained; what began at random, model or head, may not stay as it is."""
     how, paths = options.train, list[str]()
     if how == "auto":
         how = "all" if options.task or from_random else "blocks"
@@ -286,9 +315,10 @@ def _choose_trained(
         if not paths:
             hint = "train `blocks` or `all` of it instead"
             raise InputError("no layer of the model is rewritten", hint)
-    prefixes = tuple(f"{path}." for path in paths)
+    prefixes, base = tuple(f"{path}." for path in paths), f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(how == "all" or name.startswith(prefixes))
+        is_new = fresh_head and not name.startswith(base)
+        parameter.requires_grad_(how == "all" or is_new or name.startswith(prefixes))
 
 
 def _paths(model: PreTrainedModel, *kinds: type[nn.Module]) -> list[str]:
@@ -335,7 +365,13 @@ def _readers(
     )
 
 
-def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+def _order_of_logits(
+    model: PreTrainedModel, teacher: PreTrainedModel, *, named: bool
+) -> list[int] | None:
+    """Find the label of the teacher for each of the model's; None where they are the same.
+
+    Other labels are refused of a teacher that was named; those of the dense model are its own.
+    """
     kind, other_kind = predicted(type(model)), predicted(type(teacher))
     if kind != other_kind:
         raise InputError(
@@ -344,8 +380,14 @@ def _check_logits(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
             f"{other_kind or 'nothing'}",
             _OTHER_TEACHER,
         )
-    labels, taught = (getattr(item.config, "num_labels", 0) for item in (model, teacher))
-    if kind != "tokens" and labels != taught:
-        raise InputError(
-            f"the model predicts {labels} classes, its teacher {taught}", _OTHER_TEACHER
-        )
+    if kind == "tokens":
+        return None
+    labels, taught = (label_names(item.config) for item in (model, teacher))
+    if len(labels) != len(taught):
+        text = f"the model predicts {len(labels)} classes, its teacher {len(taught)}"
+        raise InputError(text, _OTHER_TEACHER)
+    order = order_of(labels, taught)
+    if order is None and named:
+        text = f"the model predicts {listed(labels)}, its teacher {listed(taught)}"
+        raise InputError(text, _OTHER_TEACHER)
+    return None if order in (None, [*range(len(labels))]) else order

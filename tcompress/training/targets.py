@@ -28,7 +28,7 @@ from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError, InputError, TrainingError, first_line
 from tcompress.files import beside, free_text
 from tcompress.hf.opening import load_model
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, Text
 from tcompress.training.objectives import Observed
@@ -278,6 +278,7 @@ def _outputs_of(
     chunks = chunks[accelerator.process_index :: accelerator.num_processes]
     if any(not file.is_file() for _, file in chunks):
         model = load_model(teacher.source, dtype=torch.float32, device=accelerator.device)
+        tell_padding(model, teacher.encoder.pad)
         for first, file in chunks:
             chunk = texts[first : first + CHUNK]
             if not file.is_file():

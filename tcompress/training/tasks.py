@@ -241,6 +241,13 @@ class Similarity(Regression):
     head = None
     needs = Needs((2, 2), target="score")
 
+    def prepare(self, examples: Examples) -> Examples:
+        """Scale the scores of each source by itself."""
+        scores = torch.tensor(examples.targets, dtype=torch.float64)
+        low, high = scores.aminmax()
+        scaled = (scores - low) / (high - low).clamp_min(1e-12)
+        return replace(examples, targets=scaled.tolist())
+
     def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
         """Cosines of the rows 2 i and 2 i + 1."""
         rows = embedded(self.sentences, batch, outputs)

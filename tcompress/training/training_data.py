@@ -198,7 +198,8 @@ class ExampleReader:
             items = list(tables.draw_cells(table, chosen, samples, encoder.seed, writer))
             writer.close()
             cells = len(table.rows) * len(chosen)
-        if encoder.texts is not None and not encoder.is_causal:  # of which all tokens are read
+        writes = encoder.task is not None and encoder.task.name == "causal-lm"
+        if encoder.texts is not None and not (encoder.is_causal or writes):  # which read all tokens
             texts, how = [str(item) for item in items], (encoder.texts, table.label, cells)
             items += pieces_of(texts, samples, *how)
         contents = (item.encode() if isinstance(item, str) else item for item in items)

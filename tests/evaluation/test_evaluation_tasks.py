@@ -3,7 +3,6 @@
 import io
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import scipy.stats
 import torch
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForSequenceClassification
+from transformers import AutoImageProcessor
 
 from tcompress.conversion.converter import convert
 from tcompress.data.calibration import CalibrationData
@@ -33,6 +32,7 @@ from tests.support.evaluation import (
     loaded,
     pairs_file,
     rows_file,
+    turn_labels,
 )
 from tests.support.model_folders import model_folder, save_tokenizer, sentences
 from tests.support.training import picture_rows
@@ -340,23 +340,12 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
         ready("response-selection", folder, data, candidates=13)
 
 
-def _turned_labels(folder: Path, labels: Sequence[str]) -> None:
-    """Write a classifier again with its labels in another order."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
-    order = [model.config.label2id[name] for name in labels]
-    for parameter in model.classifier.parameters():
-        parameter.data = parameter.data[order].clone()
-    model.config.id2label = dict(enumerate(labels))
-    model.config.label2id = {name: index for index, name in enumerate(labels)}
-    model.save_pretrained(folder)
-
-
 @pytest.mark.parametrize("labelled", [True, False])
 def test_heads_whose_labels_are_in_another_order_agree(labelled: bool, tmp_path: Path) -> None:
     names = ["neutral", "entails", "denies"]
     for name in ("dense", "other"):
         classifier(tmp_path / name, names)
-    _turned_labels(tmp_path / "other", sorted(names))
+    turn_labels(tmp_path / "other", sorted(names))
     classifier(tmp_path / "numbered", 3)  # the first once more
     data = labelled_file(tmp_path / "rows.jsonl", classes=names)
     if not labelled:

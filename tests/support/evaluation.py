@@ -36,6 +36,19 @@ def classifier(
     return headed(family, folder, _CLASSIFIERS[family], seed, **options)
 
 
+def turn_labels(folder: Path, labels: Sequence[str]) -> None:
+    """Write a classifier again with its labels in another order."""
+    from transformers import AutoModelForSequenceClassification
+
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    order = [model.config.label2id[name] for name in labels]
+    for parameter in model.classifier.parameters():
+        parameter.data = parameter.data[order].clone()
+    model.config.id2label = dict(enumerate(labels))
+    model.config.label2id = {name: index for index, name in enumerate(labels)}
+    model.save_pretrained(folder)
+
+
 def encoder(
     folder: Path, seed: int = 0, pooling: Mapping[str, Any] | None = None, **more: Any
 ) -> Path:

@@ -22,7 +22,7 @@ from tcompress.training.objectives import Setting, Similarities
 from tcompress.training.targets import TextTeacher, _joined, _turning
 from tcompress.training.teaching import arranged
 from tcompress.training.text_agreement import without_words
-from tests.support.evaluation import classifier, encoder, headed, labelled_file
+from tests.support.evaluation import classifier, encoder, headed, labelled_file, turn_labels
 from tests.support.interrupted import partial_folder
 from tests.support.model_folders import edited
 from tests.support.training import (
@@ -263,6 +263,20 @@ def test_refused_before_any_work(case: str, place: Path, tmp_path: Path) -> None
         train(place / "student", tmp_path / "out", **{**_options(place, *teachers), **changes})
     assert all(text in error.value.message for text in wanted)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_labels_in_another_order_are_learnt_by_name(tmp_path: Path) -> None:
+    names = ["neutral", "entails", "denies"]
+    for name in ("student", "teacher", "stranger"):
+        classifier(tmp_path / name, names)
+    turn_labels(tmp_path / "teacher", sorted(names))
+    with edited(tmp_path / "stranger" / "config.json") as config:
+        config["id2label"] = {"0": "good", "1": "bad", "2": "evil"}
+    how = {"data": texts(tmp_path), "objectives": {"logits": 1.0}, "learning_rate": 1e-4}
+    done = train(tmp_path / "student", tmp_path / "out", teacher=[str(tmp_path / "teacher")], **how)
+    assert done.facts.curve[0].validation == pytest.approx(0, abs=1e-6)
+    with pytest.raises(InputError, match=r"predicts `denies`, .*, its teacher `bad`, `evil`"):
+        train(tmp_path / "student", tmp_path / "no", teacher=[str(tmp_path / "stranger")], **how)
 
 
 def test_other_labels_are_refused(tmp_path: Path) -> None:

@@ -10,8 +10,17 @@ from torch.testing import assert_close
 from tcompress.errors import InputError
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
-from tcompress.training.objectives import Observer, fed_with, loaded_roles, token_mask
+from tcompress.training.objectives import (
+    Hidden,
+    Observed,
+    Observer,
+    Setting,
+    fed_with,
+    loaded_roles,
+    token_mask,
+)
 from tests.support.converted import converted
+from tests.support.evaluation import labelled_file
 from tests.support.tiny import TINY
 from tests.support.training import (
     batch_of,
@@ -166,3 +175,25 @@ def test_families_whose_blocks_are_computed_once(tmp_path: Path) -> None:
     ) as refused:
         train(small("mpnet", tmp_path), tmp_path / "out", gradient_checkpointing=True)
     assert "--accumulate" in (refused.value.hint or "")
+
+
+def test_encoders_do_not_learn_to_write(tmp_path: Path) -> None:
+    how = {"task": "causal-lm", "teacher": ["none"], "data": texts(tmp_path)}
+    with pytest.raises(InputError, match="sees the tokens that it is to predict"):
+        train(small_encoder(tmp_path), tmp_path / "out", **how)
+
+
+def test_a_new_head_is_trained_whatever_else_is(tmp_path: Path) -> None:
+    data = {"source": [str(labelled_file(tmp_path / "rows.jsonl"))]}
+    how = {"task": "classification", "train": "rewritten", "data": data}
+    trained = losses_of(small_encoder(tmp_path), **how).setup.trained
+    assert {"classifier.weight", "classifier.bias"} < {*trained}
+    assert "embeddings.word_embeddings.weight" not in str([*trained])
+
+
+def test_states_of_convolutions_have_channels_first() -> None:
+    state, target = torch.randn(2, 6, 3, 4), torch.randn(2, 6, 3, 4)
+    rows = [item.flatten(2).mT for item in (state, target)]
+    seen = [[Observed(None, [item]) for item in pair] for pair in ((state, target), rows)]
+    first, second = (Hidden(Setting()).loss({}, *pair) for pair in seen)
+    assert_close(first, second)

@@ -35,7 +35,9 @@ def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     sentences = SentenceEncoder.of(source, last=False) if source.embeds_texts else None
     several = getattr(source.config, "problem_type", None) == "multi_label_classification"
     per_token = source.model_class.__name__ in _MARKS_TOKENS
-    return OutputSampler(sentences, seed, independent=several or per_token, per_token=per_token)
+    how = {"independent": several or per_token, "per_token": per_token}
+    measures = getattr(source.config, "problem_type", None) == "regression"
+    return OutputSampler(sentences, seed, measures=measures, **how)
 
 
 class OutputSampler:
@@ -47,7 +49,8 @@ class OutputSampler:
     their cosines with the other samples, which are what they are used for: changes across all that
     tells texts apart cost nothing. Other models get a random direction of every vector of theirs.
 
-    Scores are `independent` where each is a yes or no of its own, as for several labels at once.
+    Scores are `independent` where each is a yes or no of its own, as for several labels at once;
+    they count as vectors where a model `measures` with them, as in regression.
     `logits` are `per_token` where they hold one for each token: a matrix of scores looks the same,
     of classes or of tokens, where there are as many classes as tokens.
     """
@@ -57,6 +60,7 @@ class OutputSampler:
         sentences: SentenceEncoder | None,
         seed: int = 0,
         *,
+        measures: bool = False,
         independent: bool = False,
         per_token: bool = False,
     ) -> None:
@@ -67,7 +71,7 @@ class OutputSampler:
         as anywhere; and what a drawn outcome says of a single token is mostly chance.
         """
         self._sentences = sentences
-        self._independent = independent
+        self._measures, self._independent = measures, independent
         self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
         self._seed, self._generator = seed, torch.Generator()
 
@@ -151,9 +155,11 @@ class OutputSampler:
         scores: list[Part] = []
         for name in _SCORES:
             if (item := getattr(output, name, None)) is not None:
+                if item.dim() == 4:  # classes of every place of a picture
+                    item = item.movedim(1, -1)
                 scores.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
         if scores:
-            return "scores", scores
+            return "states" if self._measures else "scores", scores
         states = [getattr(output, name, None) for name in _STATES]
         vectors = [item for item in states if item is not None]
         if not vectors:

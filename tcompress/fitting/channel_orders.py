@@ -36,8 +36,9 @@ class Reduction:
         if self.lift is None:
             order = self.reduce[..., : channels.kept].long()
             return tensor[order] if order.ndim == 1 else tensor.take_along_dim(order[..., None], 1)
-        flat = tensor.unflatten(0, (channels.groups, channels.size))
-        bases = self.reduce[:, : channels.kept].to(tensor.dtype)
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))  # it is fitted to later
+        flat = wide.unflatten(0, (channels.groups, channels.size))
+        bases = self.reduce[:, : channels.kept].to(wide)
         return torch.einsum("hrs,hs...->hr...", bases, flat).flatten(0, 1)
 
     def lifted(self, tensor: Tensor, channels: Channels) -> Tensor:

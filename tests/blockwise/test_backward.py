@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -200,3 +201,14 @@ def test_draws_follow_the_seed() -> None:
 def test_an_output_of_neither_scores_nor_states_is_refused() -> None:
     with pytest.raises(DataError, match="has no scores and no states"):
         OutputSampler(None)(BaseModelOutput(), {})
+
+
+def test_what_is_measured_is_no_class_and_classes_of_places_stand_first() -> None:
+    """A shift of all outputs counts in regression; of pictures the second axis has classes."""
+    dense, new = torch.randn(3, 4), torch.randn(3, 4)
+    one, two = (SimpleNamespace(logits=item) for item in (dense, new))
+    change = OutputSampler(None, measures=True).change(one, two, {})
+    assert change == pytest.approx(float((dense - new).square().sum()), rel=1e-5)
+    places = [item.repeat(2, 1)[:, :, None, None].expand(-1, -1, 2, 2) for item in (dense, new)]
+    many = OutputSampler(None).change(*(SimpleNamespace(logits=item) for item in places), {})
+    assert many == pytest.approx(8 * OutputSampler(None).change(one, two, {}), rel=1e-5)

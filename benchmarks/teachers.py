@@ -17,8 +17,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +151,17 @@ def summary(scores: ModelScores) -> Results:
     return {"spearman": numbers}
 
 
+def pace(folder: str, against: str, options: Results) -> Results:
+    """Time a pass of a model, and of another in turn."""
+    [times] = tcompress.bench([folder], against, save=False, **options)
+    speed = times.speed[0]
+    return {
+        "milliseconds": [round(speed.milliseconds, 2), round(speed.baseline_milliseconds, 2)],
+        "times": speed.ratio,
+        "spread": [speed.spread, speed.baseline_spread],
+    }
+
+
 @dataclass(frozen=True)
 class Rows:
     """Steps that are done once, with what they came to."""
@@ -209,13 +222,9 @@ class Rows:
         options: Results = {"device": self.given.device if runtime == "torch" else "cpu"}
         options |= {"batch": [size[0]], "length": [size[1]], "threads": self.given.threads}
         options |= {"repeats": REPEATS, "runtime": [runtime]}
-        [times] = tcompress.bench([folder], self.dense(against), save=False, **options)
-        speed = times.speed[0]
-        return {
-            "milliseconds": [round(speed.milliseconds, 2), round(speed.baseline_milliseconds, 2)],
-            "times": speed.ratio,
-            "spread": [speed.spread, speed.baseline_spread],
-        }
+        # In a process of its own, as of a user: one that has trained keeps memory and threads.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(pace, folder, self.dense(against), options).result()
 
     def converted(self, name: str, form: Form, **options: Any) -> str:
         """Convert a model, unless that is done; gives its folder."""
@@ -248,15 +257,15 @@ class Rows:
         assert size is not None
         ask = self.given.speedup
         if ask is None:
-            pace = lambda: self.timed(self.dense("student"), "teacher", size)  # noqa: E731
-            ask = self.once("student against teacher", pace)["times"]
+            timing = lambda: self.timed(self.dense("student"), "teacher", size)  # noqa: E731
+            ask = self.once("student against teacher", timing)["times"]
         ratios: dict[str, float] = {}
         for _ in range(1 if self.given.speedup else TRIES):
             name = f"small {ask:.3g}"
             options = {"speedup": float(f"{ask:.3g}"), "threads": self.given.threads}
             folder = self.converted(name, form, **options)
-            pace = lambda at=folder: self.timed(at, form.against, size)  # noqa: E731
-            ratios[folder] = self.once(f"{name} against {form.against}", pace)["times"]
+            timing = lambda at=folder: self.timed(at, form.against, size)  # noqa: E731
+            ratios[folder] = self.once(f"{name} against {form.against}", timing)["times"]
             if abs(ratios[folder] - 1) <= CLOSE:
                 break
             ask = max(1.05, ask / ratios[folder])

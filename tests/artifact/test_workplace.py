@@ -21,7 +21,6 @@ from tcompress.models import resolve
 from tcompress.options import Convert, Finetune
 from tcompress.reporting.model_report import report_of
 from tests.support.cli import run
-from tests.support.tiny import build
 
 
 def model(folder: Path, text: str) -> Path:
@@ -468,15 +467,10 @@ def test_a_disk_that_becomes_full(
 # The Python interface: what it refuses, and how it names what it writes
 
 
-@pytest.fixture
-def dense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.chdir(tmp_path)
-    model: Any = build("bert")
-    model.save_pretrained("dense")
-    return "dense"
-
-
-def test_options_beside_a_recipe_are_not_forgotten(dense: str) -> None:
+def test_options_beside_a_recipe_are_not_forgotten(
+    tiny: Callable[[str], Path], own_folder: None
+) -> None:
+    dense = tiny("bert")
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.5})
     with pytest.raises(RecipeError, match="`method`, `target` cannot be given beside a recipe"):
         tcompress.convert(dense, recipe=recipe, method="svd", target=0.25)

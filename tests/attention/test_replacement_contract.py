@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +37,6 @@ from tests.support.replacements import (
     run,
     tensors_of,
 )
-from tests.support.tiny import build
 
 
 # ---------------------------------------------------------------- all mechanisms
@@ -320,16 +321,15 @@ def test_keys_and_values_have_gates_of_their_own() -> None:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+def model(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     """A tiny encoder with trained-like TAM in its last block."""
     folder = tmp_path_factory.mktemp("tam")
-    build("bert").save_pretrained(folder / "dense")  # type: ignore[attr-defined]
     recipe: Any = {
         "attention": {"name": "tam", "memory": "gru"},
         "attention_layers": [1],
         "calibration": {"source": "none"},
     }
-    convert(str(folder / "dense"), Convert.model_validate(recipe), folder / "out")
+    convert(str(tiny("bert")), Convert.model_validate(recipe), folder / "out")
     model: nn.Module = AutoModel.from_pretrained(folder / "out").eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

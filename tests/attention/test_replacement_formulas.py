@@ -1,10 +1,12 @@
 """What each mechanism computes, against what its paper writes."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,21 +19,19 @@ from tcompress.attention import (
 )
 from tcompress.attention.graph import GraphSpec
 from tcompress.attention.kronecker import KroneckerLayout, KroneckerSpec, mix_grid
-from tcompress.attention.multilinear import MultilinearSpec
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.attention.tam import TamLayout, TamSpec
 from tcompress.attention.visibility import Visible
 from tcompress.structures import Refusal
+from tests.reference import hot, tam, tsa
+from tests.reference.copied import CLOSE, array
 from tests.support.replacements import (
     CASES,
     HEADS,
     TEXT,
     WIDTH,
-    explicit_graph,
-    explicit_kronecker,
     inputs_of,
     layout_of,
-    literal_tam,
     randn,
     run,
     tensors_of,
@@ -54,7 +54,7 @@ def test_multiply_adds_are_those_of_a_real_pass(name: str) -> None:
 
 # ---------------------------------------------------------------- graph
 @pytest.mark.parametrize("name", ["tga", "tga-causal", "tsa", "tsa-causal"])
-def test_graph_filters_equal_powers_written_out(name: str) -> None:
+def test_graph_filters_are_powers_of_the_papers_graph(name: str) -> None:
     q, k, v = inputs_of(name)
     tensors, layout = tensors_of(name), layout_of(name)
     mixed = run(name, (q, k, v), tensors)
@@ -62,11 +62,12 @@ def test_graph_filters_equal_powers_written_out(name: str) -> None:
     for b in range(2):
         for h in range(HEADS):
             shared = h * layout.key_heads // HEADS
-            decay = float(tensors["decay"][h].sigmoid())
-            psi = explicit_graph(k[b, shared], decay, causal=layout.causal)
-            powers = [torch.linalg.matrix_power(psi, n) for n in range(len(weights))]
-            total = sum(c * p for c, p in zip(weights[:, h], powers, strict=True))
-            torch.testing.assert_close(mixed[b, h], total @ v[b, shared])
+            omega = tsa.bidirectional_graph(6, float(tensors["decay"][h].sigmoid()))
+            if layout.causal:
+                omega = 2 * np.tril(omega)
+            psi = tsa.attention_graph(array(k[b, shared]), omega)
+            expected = tsa.polynomial_filter(psi, array(v[b, shared]), weights[:, h].tolist())
+            np.testing.assert_allclose(array(mixed[b, h]), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("decay", [None, 0.7])
@@ -79,9 +80,7 @@ def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float
     torch.testing.assert_close(first, torch.full((HEADS,), expected))
 
 
-def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
-    with pytest.raises(ValueError, match="`tga` has a filter of order 2"):
-        GraphSpec(filter_order=3)
+def test_windows_hold_filters_of_order_two() -> None:
     near = BaseAttention(HEADS, HEADS, WIDTH, window=4)
     assert replacement_named("graph").layout(GraphSpec(), near).filter_order == 2
     with pytest.raises(Refusal, match="beyond the window"):
@@ -89,20 +88,55 @@ def test_orders_belong_to_tsa_and_windows_hold_two() -> None:
 
 
 # ---------------------------------------------------------------- Kronecker
-@pytest.mark.parametrize("pool", ["mean", "sum"])
-@pytest.mark.parametrize("grid", [(6,), (2, 3), (2, 3, 2)])
-def test_kronecker_equals_the_explicit_product(grid: tuple[int, ...], pool: Any) -> None:
-    tokens = int(torch.tensor(grid).prod())
-    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=tokens, grid=grid)
-    layout = replacement_named("kronecker").layout(KroneckerSpec(pool=pool), host)
-    q, k, v = (randn(2, HEADS, tokens, WIDTH, seed=s) for s in range(3))
-    scale = 0.5 * randn(len(grid), HEADS, seed=3)
-    mixed = replacement_named("kronecker").apply(q, k, v, {"scale": scale}, layout, Visible())
-    for b in range(2):
-        for h in range(HEADS):
-            own = scale[:, h].exp()
-            right = explicit_kronecker(q[b, h], k[b, h], v[b, h], grid, own, pool=pool)
-            torch.testing.assert_close(mixed[b, h], right)
+def _mask(word: str, size: int) -> NDArray[np.bool_]:
+    """What a row of an axis may see."""
+    apart = np.subtract.outer(np.arange(size), np.arange(size))
+    kind, _, width = word.partition(":")
+    return {"none": apart > -size, "causal": apart >= 0}.get(kind, abs(apart) <= int(width or 0))
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "smreg"])
+@pytest.mark.parametrize("pool", ["sum", "mean"])
+@pytest.mark.parametrize(
+    ("grid", "axes", "masks"),
+    [
+        ((6,), None, None),
+        ((2, 3), None, None),
+        ((3, 4, 2), None, None),
+        ((3, 4, 2), (0, 2), None),
+        ((3, 4, 2), (1,), ("causal",)),
+        ((3, 4, 2), None, ("window:1", "none", "causal")),
+        ((3, 4, 2), (), None),
+    ],
+)
+def test_kronecker_attention_is_that_of_the_paper(
+    kernel: Any,
+    pool: Any,
+    grid: tuple[int, ...],
+    axes: tuple[int, ...] | None,
+    masks: tuple[str, ...] | None,
+) -> None:
+    """Factors of some axes, from sums or means; half of a learnt scale is on either side."""
+    kind = replacement_named("kronecker")
+    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=prod(grid), grid=grid)
+    spec = KroneckerSpec(kernel=kernel, pool=pool, features=12, axes=axes, masks=masks)
+    layout: Any = kind.layout(spec, host)
+    constants = {key: value.double() for key, value in kind.constants(layout).items()}
+    scale = 0.5 * randn(len(layout.mixed), HEADS, seed=3)
+    q, k, v = (0.4 * randn(1, HEADS, prod(grid), WIDTH, seed=s) for s in range(3))
+    mixed = kind.apply(q, k, v, {**constants, "scale": scale}, layout, Visible())
+    how: dict[str, Any] = {"pooling": pool}
+    if kernel == "smreg":
+        how["features"] = lambda x: hot.smreg_features(x, array(constants["directions"]))
+    hidden = zip(layout.mixed, masks or (), strict=False)
+    how["masks"] = {axis: _mask(word, grid[axis]) for axis, word in hidden}
+    for head in range(HEADS):
+        queries, keys, expected = (array(x[0, head]).reshape(*grid, WIDTH) for x in (q, k, v))
+        for axis, exponent in zip(layout.mixed, scale[:, head].tolist(), strict=True):
+            root = np.exp(exponent / 2)
+            factors = hot.factors(root * queries, root * keys, axes=(axis,), **how)
+            expected = hot.mode_product(expected, factors[axis], axis + 1)
+        np.testing.assert_allclose(array(mixed[0, head]), expected.reshape(-1, WIDTH), **CLOSE)
 
 
 def test_special_tokens_see_all_and_are_gated_in() -> None:
@@ -146,32 +180,14 @@ def test_random_features_come_near_to_softmax() -> None:
     assert error(many) < error(few) < 0.5
 
 
-def test_the_regularised_kernel_written_out() -> None:
-    """The paper's Eq. 10 with directions of one length and sums as pools, in numpy."""
-    grid, width, features = (4, 3), 8, 20
-    host = BaseAttention(1, 1, width, tokens=12, grid=grid)
-    spec = KroneckerSpec(kernel="smreg", pool="sum", features=features)
-    kind, layout = replacement_named("kronecker"), replacement_named("kronecker").layout(spec, host)
-    own = {key: value.double() for key, value in kind.constants(layout).items()}
-    directions = own["directions"].numpy()
+def test_directions_of_the_regularised_kernel_are_orthogonal_and_of_one_length() -> None:
+    width = 8
+    host = BaseAttention(1, 1, width, tokens=12, grid=(4, 3))
+    kind, spec = replacement_named("kronecker"), KroneckerSpec(kernel="smreg", features=20)
+    directions = array(kind.constants(kind.layout(spec, host))["directions"])
     np.testing.assert_allclose(np.linalg.norm(directions, axis=1), width**0.5, rtol=1e-5)
     first = directions[:width] @ directions[:width].T
     np.testing.assert_allclose(first, width * np.eye(width), atol=1e-4)
-    q, k, v = (0.3 * randn(1, 1, 12, width, seed=s) for s in range(3))
-    tensors = {**own, "scale": torch.zeros(2, 1).double()}
-    found = kind.apply(q, k, v, tensors, layout, Visible())[0, 0].numpy()
-
-    def maps(x: Any) -> Any:
-        x = x / width**0.25
-        return np.exp(x @ directions.T - (x**2).sum(1, keepdims=True) / 2)
-
-    factors = []
-    for axis in (1, 0):
-        pooled = (x[0, 0].numpy().reshape(*grid, width).sum(axis) for x in (q, k))
-        left, right = (maps(x) for x in pooled)
-        kernel = left @ right.T
-        factors.append(kernel / kernel.sum(1, keepdims=True))
-    np.testing.assert_allclose(found, np.kron(*factors) @ v[0, 0].numpy(), rtol=1e-8)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "smreg"])
@@ -229,27 +245,12 @@ def test_axes_and_masks_that_mean_nothing_are_refused(
             CASES["hot-image"][1],
             "`axes` names `2`, `3`, and a grid of 2 x 3 has 2 axes: allowed are `0`, `1`",
         ),
-        (KroneckerSpec(fold=4, axes=(2,)), TEXT, "rows and columns of a fold are 2 axes"),
-        (
-            KroneckerSpec(axes=(1,), masks=("none", "causal")),
-            CASES["hot-image"][1],
-            "`masks` has 2, and the axes that are mixed are 1",
-        ),
-        (KroneckerSpec(grid=(4, 4)), TEXT, "inputs differ in length"),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
-        (KroneckerSpec(grid=(3, 3)), CASES["hot-image"][1], "holds 10 tokens, the model has 7"),
         (KroneckerSpec(fold=4), BaseAttention(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
         (
             KroneckerSpec(fold=4),
             BaseAttention(HEADS, HEADS, WIDTH, biased=True),
             "bias of positions",
-        ),
-        (MultilinearSpec(), TEXT, "give `length`"),
-        (MultilinearSpec(length=9), CASES["hot-image"][1], "inputs have 7 tokens"),
-        (
-            MultilinearSpec(length=9),
-            BaseAttention(HEADS, HEADS, WIDTH, longest=8),
-            "takes 8 at most",
         ),
         (TamSpec(), BaseAttention(3, 2, WIDTH), "do not share 2 heads"),
     ],
@@ -271,22 +272,22 @@ def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
     """The first text says the semantics, summed over its tokens; scores weigh values directly."""
     q, k, v = (randn(1, 1, 5, 3, seed=seed) for seed in range(3))
     g, weight, bias = randn(2, 1, 3, seed=3), randn(1, 3, 3, seed=4), randn(1, 3, seed=5)
-    mean = g.mean(0)[0]  # many cores are one with their mean
     first = torch.tensor([[True, True, False, False, False]])
     valid = torch.tensor([[[[True, True, True, True, False]]]])
     tensors = {"core": g, "semantic_weight": weight, "semantic_bias": bias}
     layout = _tam(core, cores=2, normalize="none")
     found = replacement_named("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
-    s = q[0, 0, :2] @ weight[0].T + bias[0]
-
-    def value(a: int, j: int, m: int) -> float:
-        return float(mean[a]) if a == j == m else 0.0
-
-    if core == "aligned":
-        scores = literal_tam(q[0, 0], k[0, 0, :4], s, value)
-    else:
-        scores = torch.einsum("d,qd,kd,sd->qk", mean, q[0, 0], k[0, 0, :4], s)
-    torch.testing.assert_close(found[0, 0], scores @ v[0, 0, :4])
+    queries, keys = array(q[0, 0]), array(k[0, 0, :4])
+    semantics = array(q[0, 0, :2] @ weight[0].T + bias[0])
+    aligned = core == "aligned"
+    parts = [
+        tam.attention_tensor(
+            queries, keys, semantics, tam.diagonal_core(one, 5 if aligned else 3, 3), aligned
+        )
+        for one in array(g[:, 0])
+    ]
+    expected = tam.fuse(tam.sum_cores(parts)) @ array(v[0, 0, :4])
+    np.testing.assert_allclose(array(found[0, 0]), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("core", ["cp", "tucker"])

@@ -1,8 +1,6 @@
 """Mechanisms inside hosts: planned, converted, saved and loaded, in all kinds of families."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,9 @@ from tcompress.exports.dense import export_dense
 from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration, outputs
+from tests.support.copied_tree import ROOT, in_tree
 from tests.support.own_models import (
     FAMILIES,
-    HOSTS,
     REASONS,
     REPLACEMENTS,
     Hosted,
@@ -166,10 +164,7 @@ def test_a_pickled_model_runs_in_another_process(shop: Workshop, tmp_path: Path)
         "model, inputs, wanted = torch.load(sys.argv[1], weights_only=False)\n"
         "assert torch.allclose(model(**inputs).logits, wanted, atol=1e-6)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "whole.pt")], capture_output=True, text=True
-    )
-    assert not done.returncode, done.stderr
+    in_tree(ROOT, "-c", code, tmp_path / "whole.pt")
 
 
 def test_training_after_a_pass_in_inference_mode(shop: Workshop) -> None:
@@ -210,15 +205,15 @@ def test_plain_transformers_stops(guarded: bool, shop: Workshop, tmp_path: Path)
         "    try: transformers.AutoModelForMaskedLM.from_pretrained(folder)\n"
         "    except (ValueError, RuntimeError) as error: print(str(error).splitlines()[-1])"
     )
-    folders = [str(shop.hosted("bert", name).folder) for name in ("tga", "tam")]
+    folders = [shop.hosted("bert", name).folder for name in ("tga", "tam")]
     if guarded:
         for index, folder in enumerate(folders):
             model = transformers.AutoModelForMaskedLM.from_pretrained(folder)
-            folders[index] = str(tmp_path / str(index))
+            folders[index] = tmp_path / str(index)
             model.save_pretrained(folders[index])
-    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True)
+    ended = in_tree(ROOT, "-c", code, *folders)
     cure = "ignore_mismatched_sizes" if guarded else "then `import tcompress` before loading it"
-    assert [cure in line for line in done.stdout.splitlines()] == [True, True], done.stderr
+    assert [cure in line for line in ended.splitlines()] == [True, True], ended
 
 
 def test_one_guard_is_enough_and_none_is_needed_beside_layers(shop: Workshop) -> None:
@@ -314,9 +309,6 @@ def test_only_some_blocks_are_exchanged(shop: Workshop) -> None:
     source = SourceModel.open(str(shop.source("bert")))
     plan = make_plan(recipe_for("tga", attention_layers=(1,)), source)
     assert [entry.name for entry in plan.attention] == ["bert.encoder.layer.1.attention.self"]
-    with pytest.raises(PlanError, match="no attention in block 5") as error:
-        make_plan(recipe_for("tga", attention_layers=(1, 5)), source)
-    assert error.value.hint == "blocks are numbered from 0 to 1"
     cut = make_plan(recipe_for("tga", attention_layers=(1,), keep_layers=(1,)), source)
     assert [entry.block for entry in cut.attention] == ["bert.encoder.layer.0"]
 
@@ -329,9 +321,8 @@ def test_encoders_are_exchanged_where_decoders_refuse(shop: Workshop) -> None:
     assert len(reasons) == 2
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
-    HOSTS["bert"].build().save_pretrained(tmp_path / "bert")
-    convert(str(tmp_path / "bert"), recipe_for("tga"), tmp_path / "out")
+def test_damage_is_named(shop: Workshop, tmp_path: Path) -> None:
+    convert(str(shop.source("bert")), recipe_for("tga"), tmp_path / "out")
     config = tmp_path / "out" / "config.json"
     data = json.loads(config.read_text())
     assert data["quantization_config"]["format_version"] == 2

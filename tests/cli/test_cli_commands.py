@@ -47,8 +47,7 @@ def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
 
 
 def test_report_of_a_damaged_model(models: Path, tmp_path: Path) -> None:
-    for file in (models / "small").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(models / "small", tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     done = run("report", tmp_path, "--json")
@@ -77,14 +76,6 @@ def test_export(models: Path, tmp_path: Path) -> None:
     assert done.document == {"schema": 1, "output": str(target), "format": "dense"}
 
 
-def test_options_that_go_to_the_structure_are_not_the_mechanisms() -> None:
-    methods = {item["name"]: item for item in run("methods", "--json").document["methods"]}
-    options = {row["name"]: row["option"] for row in methods["tam"]["options"]}
-    assert (options["core"], options["memory"]) == ("--core", "--memory")
-    assert options["cores"] is options["rank"] is None
-    assert {row["option"] for row in methods["tucker"]["options"]} >= {"--rank", "--cores"}
-
-
 def test_recipes_show_copy_validate(tmp_path: Path) -> None:
     name = "encoder/minilm-lprod"
     assert run("recipes", "show", name).out == recipe_text(name)
@@ -92,7 +83,6 @@ def test_recipes_show_copy_validate(tmp_path: Path) -> None:
     done = run("recipes", "copy", name, file)
     assert done.out == f"Wrote `{file}`. Next: `tcompress run {file}`\n"
     assert file.read_text() == recipe_text(name)
-    assert run("recipes", "copy", name, file).code == 2
     assert run("recipes", "copy", name, file, "--force", "--json").document["file"] == str(file)
     done = run("recipes", "validate", file)
     assert (done.code, done.out) == (0, f"`{file}` is valid\n")

@@ -21,7 +21,7 @@ from tcompress import processes
 from tcompress.cli.finetune import default_output
 from tcompress.options import Finetune
 from tests.support.cli import completed, error, run
-from tests.support.evaluation import encoder, labelled_file, rows_file
+from tests.support.evaluation import encoder, rows_file
 from tests.support.interrupted import contents
 from tests.support.model_folders import sentences, text_file
 from tests.support.training import small_encoder
@@ -36,7 +36,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     small_encoder(folder)
     text_file(folder / "texts.txt", sentences(40))
-    labelled_file(folder / "rows.jsonl")
     return folder
 
 
@@ -66,10 +65,6 @@ def test_table() -> None:
     assert done.lines[-1] == "Next: `tcompress evaluate bert-small-healed --task ... --data ...`"
     assert "training: 2 of 2 steps" in done.err
     assert Path("bert-small-healed/tcompress.json").is_file()
-    again = run("finetune", "bert-small", "--data", "texts.txt", *SHORT)
-    assert again.code == 2
-    assert again.err.startswith("error: output folder `")
-    assert "is not empty" in again.err
     assert run("finetune", "bert-small", "--data", "texts.txt", "--force", *SHORT).code == 0
 
 
@@ -78,10 +73,15 @@ def test_a_start_that_stays_the_best_says_what_to_do() -> None:
     assert "with the weights of step 0.\nNo step did better than the start: give more" in done.out
 
 
-def test_what_numbers_of_a_task_are_of_is_said() -> None:
+def test_a_task_names_the_output_and_what_its_numbers_are_of_is_said() -> None:
     rows_file(Path("few.jsonl"), text=sentences(12), label=[0, 1] * 6)
     task = ("finetune", "bert-small", "--task", "classification", "--data", "few.jsonl", *SHORT)
     done = completed(*task)
+    assert Path("bert-small-classification").is_dir()
+    next_step = "Next: `tcompress evaluate bert-small-classification --task classification --data"
+    assert done.lines[-1].startswith(next_step)
+    assert default_output("bert-small", Finetune()) == Path("bert-small-healed")
+    assert default_output("bert-base", Finetune(task="sts")) == Path("bert-base-sts")
     assert "few.jsonl:text,label (columns guessed: `--columns` names others)" in done.out
     assert "`accuracy` is of a held-out part of few.jsonl" in done.out
     assert "examples to train on: with fewer than 30 little is learnt" in done.err
@@ -101,29 +101,14 @@ def test_minutes_bound_the_comparison_of_weights(monkeypatch: pytest.MonkeyPatch
 
 
 def test_json() -> None:
-    done = run("finetune", "bert-small", "--json", "--quiet", "-o", "out",
-               "--data", "texts.txt", *SHORT)  # fmt: skip
-    assert (done.code, done.err) == (0, "")
-    document = done.document
+    """Of a run on built-in text, which is the default."""
+    options = ("--json", "--quiet", "--samples", "20", "-o", "out", *SHORT)
+    document = completed("finetune", "bert-small", *options).document
     assert list(document) == ["schema", "output", "resumed", "training"]
     assert document["output"] == str(Path("out").absolute())
     written = json.loads(Path("out/tcompress.json").read_text())
     assert document["training"] == written["training"][0]
-
-
-def test_builtin_text_is_the_default() -> None:
-    done = completed("finetune", "bert-small", "-o", "out", "--quiet", "--samples", "20", *SHORT)
-    assert "8 examples of builtin text in " in done.out
-
-
-def test_a_task_names_the_output(place: Path) -> None:
-    task = ("--task", "classification", "--data", "rows.jsonl")
-    done = completed("finetune", "bert-small", *task, *SHORT)
-    assert Path("bert-small-classification").is_dir()
-    next_step = "Next: `tcompress evaluate bert-small-classification --task classification --data"
-    assert done.lines[-1].startswith(next_step)
-    assert default_output("bert-small", Finetune()) == Path("bert-small-healed")
-    assert default_output("bert-base", Finetune(task="sts")) == Path("bert-base-sts")
+    assert (document["training"]["data"], document["training"]["samples"]) == ("builtin text", 8)
 
 
 def test_options_change_the_recipe(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """`tcompress sweep`: from options to a table, and one clear line for everything that is wrong."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,26 +12,12 @@ from tcompress.errors import FitError
 from tcompress.options import Finetune, Recipe
 from tcompress.structures.lprod import LprodSpec
 from tests.support.cli import completed, error, run
-from tests.support.evaluation import headed, pairs_file
+from tests.support.sweeps import sweep_folder, sweep_models  # noqa: F401 - fixtures
 from tests.support.typed import recipe_of
 
+pytestmark = pytest.mark.usefixtures("sweep_folder")
 FREE = ("--calib", "none", "--device", "cpu", "-o", "out")
 STS = ("--task", "sts", "--data", "pairs.jsonl")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    headed("bert", folder / "bert", "BertModel", num_hidden_layers=1)
-    pairs_file(folder / "pairs.jsonl", 30)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(
-    models: Path, tmp_path: Path, own_folder: None, one_thread: None
-) -> None:
-    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
 
 
 def settings(**given: Any) -> Recipe:

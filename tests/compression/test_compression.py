@@ -1,9 +1,9 @@
 """One command from a dense model to a folder that ships."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModel
@@ -32,13 +32,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 TYPED = ("compress", "bert", "--data", "texts.txt", "--smoke", "--minutes", "0.2", "-o", "small")
 
 
-def raising(kind: type[BaseException]) -> Callable[..., None]:
-    def act(*_: object, **__: object) -> None:
-        raise kind
-
-    return act
-
-
 def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,12 +40,12 @@ def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
     measured = ("--task", "sts", "--test-data", "pairs.jsonl")
     typed = (*TYPED, "--runtime", "torch", "--size", size, *measured)
     with monkeypatch.context() as stopped:  # before it is clear that one conversion is enough
-        stopped.setattr(cutting, "next_ask", raising(KeyboardInterrupt))
+        stopped.setattr(cutting, "next_ask", Mock(side_effect=KeyboardInterrupt))
         done = run(*typed)
     assert done.code == 130
     assert "Converting" in done.err
     with monkeypatch.context() as stopped:  # before the folder gets its name
-        stopped.setattr(stages, "write_records", raising(KeyboardInterrupt))
+        stopped.setattr(stages, "write_records", Mock(side_effect=KeyboardInterrupt))
         done = run(*typed)
     assert done.code == 130
     assert "Converting" not in done.err
@@ -69,9 +62,7 @@ def test_a_size_is_reached_in_pytorch_and_nothing_is_done_twice(
     assert done.document["quality"] == "spearman"
     assert rows["this model"]["quality"] is not None
     assert 0 < rows["this model"]["agreement"] <= 1
-    manifest = read_manifest(place / "small")
-    assert manifest is not None
-    assert manifest.plan.budget is not None
+    assert read_manifest(place / "small").plan.budget is not None
     assert AutoModel.from_pretrained(place / "small").config.hidden_size
     assert not partial_folder(place / "small").exists()
 
@@ -83,9 +74,7 @@ def test_a_dense_file_of_eight_bits_may_be_all_that_is_needed(place: Path) -> No
     measured = ("--task", "sts", "--test-data", "pairs.jsonl")
     done = completed(*TYPED, "--size", f"{2 * dense}B", *measured)
     assert "nothing is cut" in done.err
-    manifest = read_manifest(place / "small")
-    assert manifest is not None
-    (file,) = (item for item in manifest.exports if item.bits == 8)
+    (file,) = (item for item in read_manifest(place / "small").exports if item.bits == 8)
     assert [item.name for item in file.metrics] == ["spearman", "pearson", "agreement"]
     words = "small in its int8 file is "
     assert words in (place / "small" / "report.html").read_text()

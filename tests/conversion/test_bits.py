@@ -48,7 +48,6 @@ from tests.support.tiny import TINY, build
 from tests.support.training import texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NONE = {"calibration": {"source": "none"}}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +56,7 @@ def _round_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _recipe(**changes: Any) -> Convert:
-    return Convert.model_validate({**NONE, **changes})
+    return Convert.model_validate({"calibration": {"source": "none"}, **changes})
 
 
 def _rounded_keys(folder: Path) -> dict[str, Rounding]:
@@ -388,13 +387,10 @@ def test_the_command_needs_no_method(tiny: Callable[[str], Path], tmp_path: Path
     assert again.code == 2
 
 
-def test_a_group_has_the_size_that_is_given(tmp_path: Path) -> None:
-    done = converted("bert", tmp_path, method=None, bits=4, group_size=16)
+def test_the_size_of_groups_and_the_precision_of_loaded_weights_are_chosen(tmp_path: Path) -> None:
+    options = {"method": None, "bits": 4, "group_size": 16, "dtype": "bfloat16"}
+    done = converted("llama", tmp_path, **options)
     assert set(_rounded_keys(done.folder).values()) == {Rounding(4, 16)}
-
-
-def test_half_precision_stays_what_loading_gives(tmp_path: Path) -> None:
-    done = converted("llama", tmp_path, method=None, bits=4, dtype="bfloat16")
     assert {tensor.dtype for tensor in _numbers(done.folder).values()} == {torch.bfloat16}
     kind: Any = type(build("llama"))
     assert kind.from_pretrained(done.folder, dtype="auto").dtype == torch.bfloat16

@@ -208,7 +208,7 @@ def test_dry_run_reads_no_weight(bert: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 # What follows
 @pytest.mark.parametrize("method", ["none", "svd"])
-def test_reports_compare_with_the_whole_model(method: str, bert: str, tmp_path: Path) -> None:
+def test_all_is_compared_with_the_whole_model(method: str, bert: str, tmp_path: Path) -> None:
     more = {"target": 0.5} if method == "svd" else {}
     report = report_of(cut(bert, tmp_path / "out", method=method, **more))
     dense, plan = report_of(bert), tcompress.plan(bert, method="svd", target=0.5)
@@ -227,12 +227,10 @@ def test_reports_compare_with_the_whole_model(method: str, bert: str, tmp_path: 
     if method == "none":
         assert 2 * report.parameters.blocks.now == report.parameters.blocks.dense
         assert report.macs_per_token.now < dense.macs_per_token.dense
-
-
-def test_the_baseline_of_a_bench_is_the_whole_model(bert: str, tmp_path: Path) -> None:
-    model = SourceModel.open(str(cut(bert, tmp_path / "out")))
-    name, source = baseline_of(model)
-    assert (name, source.config.num_hidden_layers) == (bert, 4)
+        name, source = baseline_of(SourceModel.open(str(tmp_path / "out")))
+        assert (name, source.config.num_hidden_layers) == (bert, 4)
+        with pytest.raises(ArtifactError, match="it is a plain model already"):
+            export_dense(tmp_path / "out", tmp_path / "other")
 
 
 def test_exports(bert: str, tmp_path: Path) -> None:
@@ -243,9 +241,6 @@ def test_exports(bert: str, tmp_path: Path) -> None:
     assert distance(*(found[:1] for found in both)) <= 1e-5  # its states: the pooler is drawn
     config = json.loads((plain / "config.json").read_text())
     assert (config["num_hidden_layers"], "quantization_config" in config) == (2, False)
-    alone = cut(bert, tmp_path / "alone")
-    with pytest.raises(ArtifactError, match="it is a plain model already"):
-        export_dense(alone, tmp_path / "other")
 
 
 @pytest.mark.often("kept2-imitated2")

@@ -153,7 +153,8 @@ def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Pa
         converted = _converted(dense, tmp_path / str(len(errors)), data, target=0.5)
         model: Any = type(dense).from_pretrained(converted.folder)
         drawn = [EXPERTS[layout].inputs(2, 6, seed) for seed in range(4)]
-        errors.append(sum(_change(dense, model, inputs) for inputs in drawn))
+        gaps = (outputs(dense, inputs)[0] - outputs(model, inputs)[0] for inputs in drawn)
+        errors.append(sum(float(gap.norm()) for gap in gaps))
     assert errors[1] < errors[0]
 
 
@@ -216,8 +217,3 @@ def test_padding_is_no_row_of_listed_experts(
     assert rows[0] == rows[1] == rows[2] == rows[3]
     assert sum(rows[0].values()) > 0
     assert groups[0] == groups[1]
-
-
-def _change(dense: nn.Module, model: nn.Module, inputs: dict[str, Tensor]) -> float:
-    one, two = outputs(dense, inputs)[0], outputs(model, inputs)[0]
-    return float((one - two).norm())

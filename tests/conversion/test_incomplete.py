@@ -298,16 +298,12 @@ def test_scores_that_are_a_yes_or_no_each() -> None:
     change = 1e-3 * torch.randn(2, 6, generator=generator)
     batch = {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])}
     sampler = OutputSampler(None, independent=True, per_token=True)
-
-    class Output:
-        def __init__(self, logits: torch.Tensor) -> None:
-            self.logits = logits
-
-    moved = sampler.change(Output(dense), Output(dense + change), batch)
+    output = SimpleNamespace(logits=dense)
+    moved = sampler.change(output, SimpleNamespace(logits=dense + change), batch)
     chance = dense.sigmoid()
     wanted = (chance * (1 - chance) * change.square() * batch["attention_mask"]).sum()
     assert moved == pytest.approx(float(wanted), rel=0.05)
-    drawn = torch.stack([sampler(Output(dense), batch, index)[0][1] for index in range(4000)])
+    drawn = torch.stack([sampler(output, batch, index)[0][1] for index in range(4000)])
     own = (drawn * change).sum(-1).square().mean(0).sum()
     assert float(own) == pytest.approx(float(wanted), rel=0.1)
     assert (drawn[:, 1, 2:] == 0).all()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,19 +41,17 @@ for name, (family, recipe) in json.loads(sys.argv[2]).items():
     with processes.joined(torch.device("cpu")):
         convert(str(dense), settings, Path(sys.argv[3]) / name, data=data)
 """
-_CASES = {
-    "svd": ("bert", {"method": {"name": "svd"}, "target": 0.5}),
-    "without data": (
-        "bert",
-        {"method": {"name": "svd"}, "target": 0.5, "calibration": {"source": "none"}},
-    ),
+_SVD: dict[str, Any] = {"method": {"name": "svd"}, "target": 0.5}
+_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "svd": ("bert", _SVD),
+    "without data": ("bert", {**_SVD, "calibration": {"source": "none"}}),
     "fitted": ("bert", {"method": {"name": "lprod", "p": 2, "transform": "fitted"}}),
     "tt": ("bert", {"method": {"name": "tt"}, "target": 0.5}),
     "tucker": ("bert", {"method": {"name": "tucker"}, "target": 0.5}),
     "auto": ("bert", {"method": {"name": "auto"}, "target": 0.4}),
     "width": ("llama", {"method": {"name": "width"}, "target": 0.5}),
-    "experts": ("mixtral", {"method": {"name": "svd"}, "target": 0.5}),
-    "depth": ("bert", {"method": {"name": "svd"}, "target": 0.4, "drop_layers": "auto"}),
+    "experts": ("mixtral", _SVD),
+    "depth": ("bert", {**_SVD, "target": 0.4, "drop_layers": "auto"}),
 }
 
 
@@ -96,9 +95,8 @@ def test_any_number_of_processes_comes_to_the_same_bytes(tmp_path: Path) -> None
 def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
     build("bert").save_pretrained(tmp_path / "bert")
     (tmp_path / "text.txt").write_text("a b c d e\n" * 400, encoding="utf-8")
-    recipe = {"svd": ("bert", {"method": {"name": "svd"}, "target": 0.5})}
     (tmp_path / "convert.py").write_text(_CONVERT, encoding="utf-8")
-    arguments = (str(tmp_path / "convert.py"), str(tmp_path), json.dumps(recipe))
+    arguments = (str(tmp_path / "convert.py"), str(tmp_path), json.dumps({"svd": _CASES["svd"]}))
     whole = _launch(1, *arguments, str(tmp_path / "whole"))
     whole.communicate(timeout=120)
     assert whole.returncode == 0

@@ -107,9 +107,11 @@ def test_volumes_and_series_are_drawn_from_files(tmp_path: Path) -> None:
         drawn(SourceModel.open(str(other)), volumes)
 
 
-def test_padding_is_on_the_right_and_masked(bert: SourceModel, tmp_path: Path) -> None:
-    file = text_file(tmp_path / "texts.txt", ["red fox runs", "tree"])
-    data = drawn(bert, file, samples=9)
+def test_samples_are_distinct_not_empty_and_padded_on_the_right(
+    bert: SourceModel, tmp_path: Path
+) -> None:
+    texts = ["red fox runs", "", "   ", "red fox runs ", "tree", "red fox runs"]
+    data = drawn(bert, text_file(tmp_path / "texts.txt", texts), samples=9)
     assert rows(data) == [(1, 5, 6, 7, 2), (1, WORDS.index("tree") + 4, 2)]
     assert data.tokens == 8
     assert data.samples == 2
@@ -190,12 +192,6 @@ def test_few_samples_are_split_all_the_same(
     file = text_file(tmp_path / "texts.txt", sentences(count))
     data = drawn(bert, file)
     assert (len(data.batches), data.holdout, data.samples) == (batches, holdout, count)
-
-
-def test_samples_are_distinct_and_not_empty(bert: SourceModel, tmp_path: Path) -> None:
-    texts = ["red fox", "", "   ", "red fox ", "stone bridge", "red fox"]
-    data = drawn(bert, text_file(tmp_path / "texts.txt", texts))
-    assert data.samples == 2
 
 
 # Tokenizers and limits

@@ -109,7 +109,6 @@ def test_nothing_is_left_behind(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.txt", b"", "holds no rows"),
         ("blank.txt", b"\n \n\n", "all 3 rows of `blank.txt` are empty in the columns `text`"),
         ("header.csv", b"text,label\n", "holds no rows"),
         ("list.json", b"[]", "holds no rows|cannot be read"),
@@ -200,9 +199,13 @@ def vit(tmp_path: Path) -> SourceModel:
     return SourceModel.open(str(model_folder("vit", tmp_path / "vit", tokenizer=False)))
 
 
-def png(color: tuple[int, int, int] | int, size: tuple[int, int] = (20, 24)) -> bytes:
+def png(color: tuple[int, int, int]) -> bytes:
+    return stored(Image.new("RGB", (20, 24), color), "png")
+
+
+def stored(image: Image.Image, kind: str, **options: Any) -> bytes:
     file = io.BytesIO()
-    Image.new("L" if isinstance(color, int) else "RGB", size, color).save(file, "png")
+    image.save(file, kind, **options)
     return file.getvalue()
 
 
@@ -537,41 +540,35 @@ MODES: dict[str, tuple[Any, str]] = {
 }
 
 
-def _file(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pictures_of_every_mode_are_what_their_values_mean(mode: str, channels: int) -> None:
     values, kind = MODES[mode]
-    pixels = decode(_file(Image.fromarray(values), kind), channels, "`here`")
+    pixels = decode(stored(Image.fromarray(values), kind), channels, "`here`")
     assert pixels.shape == (4, 4, channels)
     assert (pixels == RAMP[..., None]).all()
 
 
 def test_palettes_with_a_transparent_colour_and_cameras_on_their_side() -> None:
     palette = Image.fromarray(RAMP).convert("P")
-    found = decode(_file(palette, "png", transparency=0), 3, "`here`")
+    found = decode(stored(palette, "png", transparency=0), 3, "`here`")
     assert (found[0, 0] == 255).all()  # white lies behind it
     assert (found[1:, :, 0] == RAMP[1:]).all()
     turned = Image.fromarray(RAMP)
     exif = turned.getexif()
     exif[0x0112] = 3  # by half a turn
-    assert (decode(_file(turned, "png", exif=exif), 1, "`here`")[..., 0] == RAMP[::-1, ::-1]).all()
+    assert (decode(stored(turned, "png", exif=exif), 1, "`here`")[..., 0] == RAMP[::-1, ::-1]).all()
 
 
 @pytest.mark.parametrize("values", [RAMP.astype(np.float32), RAMP.astype(np.int32) * 300])
 def test_pictures_whose_values_mean_nothing_are_refused(values: Any) -> None:
     with pytest.raises(DataError, match=r"a picture of `here`, of mode `[FI]`, has values from 0"):
-        decode(_file(Image.fromarray(values), "tiff"), 3, "`here`")
+        decode(stored(Image.fromarray(values), "tiff"), 3, "`here`")
 
 
 def test_pictures_of_12_bits_are_told_of() -> None:
     with listening(heard := Told()):
-        decode(_file(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
+        decode(stored(Image.fromarray(RAMP.astype(np.uint16) * 16), "png"), 1, "`here`")
     assert "values up to 4095 only are dark" in heard.texts[0]
 
 

@@ -12,7 +12,7 @@ from tcompress.data.tables import kinds_of, opened
 from tcompress.errors import DataError
 from tcompress.evaluation.measuring import evaluate
 from tcompress.options import Evaluate
-from tests.support.evaluation import headed
+from tests.support.evaluation import headed, rows_file
 from tests.support.model_folders import save_tokenizer, sentences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -88,9 +88,7 @@ def test_chats_are_predicted_as_each_model_writes_them(tmp_path: Path) -> None:
         [{"role": "user", "content": one}, {"role": "assistant", "content": two}]
         for one, two in zip(texts[::2], texts[1::2], strict=True)
     ]
-    data = tmp_path / "chats.jsonl"
-    lines = [json.dumps({"id": str(row), "messages": chat}) for row, chat in enumerate(chats)]
-    data.write_text("\n".join(lines))
+    data = rows_file(tmp_path / "chats.jsonl", id=[*map(str, range(6))], messages=chats)
     folder = headed("gpt2", tmp_path / "gpt2", "GPT2LMHeadModel")
     save_tokenizer(folder, bos_token="<s>")
     wanted = {"task": "perplexity", "bootstrap": 0, "pack": "none"}

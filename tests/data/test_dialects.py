@@ -85,7 +85,6 @@ FORMS: dict[str, tuple[str, str | bytes]] = {
     "tabs with quotes": ("p.tsv", _csv(sep="\t")),
     "tabs, all quoted": ("p.tsv", _csv(sep="\t", quoting=1)),
     "commas in a tsv": ("p.tsv", _csv()),
-    "tabs, late quotes": ("p.tsv", _csv(sep="\t")),
     "semicolons": ("p.csv", _csv(sep=";")),
     "semicolons, decimal commas": ("p.csv", _csv(sep=";", decimal=",")),
     "decimal commas in quotes": ("p.csv", str(COMMAS.to_csv(index=False))),

@@ -158,14 +158,6 @@ STEPS = pd.date_range("2020-01-28", periods=60, freq="h")
 SERIES = pd.DataFrame({"date": STEPS, "a": np.arange(60) ** 2 / 8 - 100, "b": np.arange(60) % 7})
 
 
-def _named(name: str) -> pd.DataFrame:
-    return SERIES.rename(columns={"date": name})
-
-
-def _dated(form: str) -> pd.DataFrame:
-    return SERIES.assign(date=STEPS.strftime(form))
-
-
 def _numbered(form: Callable[[float], str]) -> pd.DataFrame:
     return SERIES.assign(a=SERIES.a.map(form))
 
@@ -175,10 +167,11 @@ def _swapped(number: float) -> str:
 
 
 FORMS: dict[str, str] = {
-    **{name: _named(name).to_csv(index=False) for name in ("Date", "timestamp", "ds", "Date Time")},
+    **{name: SERIES.rename(columns={"date": name}).to_csv(index=False) for name in (
+        "Date", "timestamp", "ds", "Date Time")},
     "index": SERIES.set_index("date").to_csv()[4:],
     "decimal commas": SERIES.to_csv(index=False, sep=";", decimal=","),
-    **{form: _dated(form).to_csv(index=False) for form in (
+    **{form: SERIES.assign(date=STEPS.strftime(form)).to_csv(index=False) for form in (
         "%d.%m.%Y %H:%M", "%m/%d/%Y %H:%M", "%d/%m/%Y %H:%M:%S", "%Y/%m/%d %H:%M",
         "%Y-%m-%dT%H:%M:%SZ", "%m/%d/%Y %I:%M %p")},
     "two columns": SERIES.assign(date=STEPS.strftime("%Y-%m-%d"), time=STEPS.strftime("%H:%M"))[

@@ -116,11 +116,9 @@ def _alike(case: str, one: Tensor, two: Tensor) -> float:
         return float(one @ two)
     if case == "euclidean":
         return -float(gap.square().sum().sqrt())
-    return (
-        -float(gap.abs().sum())
-        if case == "manhattan"
-        else float(torch.cosine_similarity(one, two, 0))
-    )
+    if case == "manhattan":
+        return -float(gap.abs().sum())
+    return float(torch.cosine_similarity(one, two, 0))
 
 
 def measured(folder: Path, pairs: Path, **options: Any) -> tuple[dict[str, float], Any]:
@@ -159,14 +157,10 @@ def test_queries_and_documents_have_prompts_of_their_own(pairs: Path, tmp_path: 
     )
 
 
-def test_a_shorter_length_can_be_asked_for(pairs: Path, tmp_path: Path) -> None:
-    folder = FOLDERS["lengths"](tmp_path / "model")
-    assert measured(folder, pairs, max_length=4)[1]["max_length"] == 4
-    assert measured(folder, pairs, max_length=40)[1]["max_length"] == 6
-
-
-def test_encoders_that_are_compared_read_their_own_lengths(pairs: Path, tmp_path: Path) -> None:
+def test_encoders_read_their_own_lengths_or_shorter_ones(pairs: Path, tmp_path: Path) -> None:
     short, long = FOLDERS["lengths"](tmp_path / "short"), FOLDERS["mean"](tmp_path / "long")
+    assert measured(short, pairs, max_length=4)[1]["max_length"] == 4
+    assert measured(short, pairs, max_length=40)[1]["max_length"] == 6
     options: dict[str, Any] = {"task": "sts", "data": pairs, "bootstrap": 0, "save": False}
     found = [item.sets[0] for item in tcompress.evaluate([short, long], **options)]
     assert [item.protocol["max_length"] for item in found] == [6, 64]
@@ -187,10 +181,13 @@ def _starts(folder: Path) -> list[int]:
     return tokenizer(PROMPTS["sts"])["input_ids"][:-1]
 
 
-def test_calibration_reads_what_the_encoder_will(tmp_path: Path) -> None:
+def test_calibration_and_times_are_of_what_the_encoder_reads(tmp_path: Path) -> None:
     folder = _prompted(tmp_path / "model")
+    source = SourceModel.open(str(folder))
+    inputs = RandomInputs.of(source, source)
+    assert (inputs.longest, inputs.fitting((32, 128))) == (8, (8,))
     file = text_file(tmp_path / "texts.txt", ["fox " * 30, "a red fox", "stone"] * 4)
-    data = load_batches(SourceModel.open(str(folder)), Calibration(source=file, samples=12))
+    data = load_batches(source, Calibration(source=file, samples=12))
     for batch in data.batches:
         assert batch["input_ids"].shape[1] <= 8
         assert all(row[:4] == _starts(folder) for row in batch["input_ids"].tolist())
@@ -226,10 +223,8 @@ def test_agreement_and_gradients_see_what_is_left_after_dense(tmp_path: Path) ->
     sampler = sampler_of(SourceModel.open(str(folder)))
     weight = load_file(folder / "2_Dense" / "model.safetensors")["linear.weight"]
     unseen = torch.linalg.svd(weight)[2][NARROW:]  # directions
-    hidden, batch = (
-        torch.randn(6, 5, WIDTH, requires_grad=True),
-        {"attention_mask": torch.ones(6, 5)},
-    )
+    hidden = torch.randn(6, 5, WIDTH, requires_grad=True)
+    batch = {"attention_mask": torch.ones(6, 5)}
     ((vectors, gradient),) = sampler(SimpleNamespace(last_hidden_state=hidden), batch)
     (moved,) = torch.autograd.grad(vectors, hidden, gradient)
     assert float(moved.norm()) > 0.1
@@ -242,12 +237,6 @@ def test_agreement_and_gradients_see_what_is_left_after_dense(tmp_path: Path) ->
     for output in (dense, other):
         output.last_hidden_state = output.last_hidden_state.repeat(3, 1, 1)
     assert sampler.change(dense, other, batch) == pytest.approx(0, abs=1e-8)
-
-
-def test_times_are_of_lengths_that_the_encoder_reads(tmp_path: Path) -> None:
-    source = SourceModel.open(str(_prompted(tmp_path / "model")))
-    inputs = RandomInputs.of(source, source)
-    assert (inputs.longest, inputs.fitting((32, 128))) == (8, (8,))
 
 
 def test_the_old_layout_is_written_as_today(tmp_path: Path) -> None:
@@ -267,15 +256,6 @@ def test_the_old_layout_is_written_as_today(tmp_path: Path) -> None:
     assert [module["path"] for module in modules] == ["", "1_Pooling"]
 
 
-def _broken(folder: Path, file: str, content: Any) -> SourceModel:
-    with_dense(base(folder, {"pooling_mode": "mean"}, "Dense"))
-    if content is None:
-        (folder / file).unlink()
-    else:
-        write_json(folder / file, content)
-    return SourceModel.open(str(folder))
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -290,7 +270,12 @@ def _broken(folder: Path, file: str, content: Any) -> SourceModel:
     ],
 )
 def test_files_that_cannot_be_right(file: str, content: Any, message: str, tmp_path: Path) -> None:
-    source = _broken(tmp_path / "model", file, content)
+    folder = with_dense(base(tmp_path / "model", {"pooling_mode": "mean"}, "Dense"))
+    if content is None:
+        (folder / file).unlink()
+    else:
+        write_json(folder / file, content)
+    source = SourceModel.open(str(folder))
     with pytest.raises(DataError, match=message):
         SentenceEncoder.of(source)
 

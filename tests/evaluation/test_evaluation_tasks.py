@@ -34,7 +34,7 @@ from tests.support.evaluation import (
     rows_file,
     turn_labels,
 )
-from tests.support.model_folders import model_folder, save_tokenizer, sentences
+from tests.support.model_folders import model_folder, save_processor, save_tokenizer, sentences
 from tests.support.training import picture_rows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,11 +68,12 @@ def numbers(prepared: EvaluationTask, model: Any, batch_size: int = 4) -> dict[s
     return {item.name: item.value() for item in measured.statistics}
 
 
-def same_at_all_batch_sizes(prepared: EvaluationTask, model: Any) -> dict[str, float]:
-    """Numbers that batches of 1 and of 7 agree on."""
+def measured(task: str, folder: Path, data: Path, *length: int, **options: Any) -> Any:
+    """Examples made ready, the model, and its numbers, on which batches of 1 and of 7 agree."""
+    prepared, model = ready(task, folder, data, *length, **options)
     alone, together = (numbers(prepared, model, batch_size=size) for size in (1, 7))
     assert together == pytest.approx(alone, abs=1e-5)
-    return together
+    return prepared, model, together
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -80,7 +81,7 @@ def test_classification(family: str, tmp_path: Path) -> None:
     more = {"pad_token_id": None} if family == "gpt2" else {}
     folder = classifier(tmp_path / "model", 3, family, **more)
     data = labelled_file(tmp_path / "data.jsonl", classes=(0, 1, 2))
-    found = same_at_all_batch_sizes(*ready("classification", folder, data))
+    _, _, found = measured("classification", folder, data)
     model, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
     rows = rows_of(data)
     guesses = [int(logits_of(model, tokenizer, row["text"]).argmax()) for row in rows]
@@ -128,9 +129,8 @@ def test_long_and_empty_texts(tmp_path: Path) -> None:
     folder = classifier(tmp_path / "model")
     texts = ["", "a red fox", "fox " * 100]
     data = rows_file(tmp_path / "data.jsonl", text=texts, label=[0, 1, 0])
-    prepared, model = ready("classification", folder, data, 16)
+    prepared, _, found = measured("classification", folder, data, 16)
     assert prepared.facts["truncated"] == 1
-    found = same_at_all_batch_sizes(prepared, model)
     assert list(found) == ["accuracy", "macro_f1", "matthews"]
 
 
@@ -148,8 +148,7 @@ def test_similarity(how: str, tmp_path: Path) -> None:
     pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
     folder = encoder(tmp_path / "model", pooling=pooling if how == "cls" else None)
     data = pairs_file(tmp_path / "pairs.jsonl", 12)
-    prepared, model = ready("sts", folder, data)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, _, found = measured("sts", folder, data)
     rows = rows_of(data)
     cosines = [
         embedding(folder, row["sentence1"], how) @ embedding(folder, row["sentence2"], how)
@@ -173,8 +172,7 @@ def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
 def test_similarity_by_a_head_with_one_output(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl", 12)
     folder = classifier(tmp_path / "model", 1)
-    prepared, model = ready("sts", folder, data)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, _, found = measured("sts", folder, data)
     plain, tokenizer = loaded(folder, "AutoModelForSequenceClassification")
     rows = rows_of(data)
     logits = [
@@ -208,8 +206,7 @@ def test_perplexity(pack: str, start: bool, tmp_path: Path) -> None:
     save_tokenizer(folder, start=start)
     texts = sentences(9)
     data = rows_file(tmp_path / "texts.jsonl", text=texts)
-    prepared, model = ready("perplexity", folder, data, 16, pack=pack)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, _, found = measured("perplexity", folder, data, 16, pack=pack)
     _, tokenizer = loaded(folder, "AutoModelForCausalLM")
     plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     end = [2] if pack == "eos" else []
@@ -246,8 +243,7 @@ def test_masked_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no mask token"):
         ready("masked-lm", folder, data)
     save_tokenizer(folder, mask_token="w99", bos_token="<s>")
-    prepared, model = ready("masked-lm", folder, data)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, model, found = measured("masked-lm", folder, data)
     again, _ = ready("masked-lm", folder, data)
     assert numbers(again, model) == pytest.approx(found)
     plain, _ = loaded(folder, "AutoModelForMaskedLM")
@@ -271,14 +267,11 @@ def test_masked_words(tmp_path: Path) -> None:
 
 def test_images(tmp_path: Path) -> None:
     folder = headed("vit", tmp_path / "model", "ViTForImageClassification", num_labels=7)
-    model_folder("vit", tmp_path / "other")
     data = picture_rows(tmp_path / "pictures.parquet", 14, 7)
     with pytest.raises(DataError, match="has no usable image processor"):
         ready("image-classification", folder, data)
-    processor = (tmp_path / "other" / "preprocessor_config.json").read_text()
-    (folder / "preprocessor_config.json").write_text(processor)
-    prepared, model = ready("image-classification", folder, data)
-    found = same_at_all_batch_sizes(prepared, model)
+    save_processor(folder)
+    _, model, found = measured("image-classification", folder, data)
     reader = AutoImageProcessor.from_pretrained(folder, backend="pil")
     examples = examples_of("image-classification", data)
     hits = top = 0
@@ -297,8 +290,7 @@ def test_retrieval(tmp_path: Path) -> None:
     texts = sentences(30)
     documents = [*texts[15:29], texts[15]]  # the last one is that of the first row
     data = rows_file(tmp_path / "rows.jsonl", query=texts[:15], document=documents)
-    prepared, model = ready("retrieval", folder, data)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, _, found = measured("retrieval", folder, data)
     corpus = {text: embedding(folder, text) for text in documents}
     places = []
     for query, document in zip(texts[:15], documents, strict=True):
@@ -316,8 +308,7 @@ def test_response_selection(labels: int, tmp_path: Path) -> None:
     folder = classifier(path, labels) if labels else encoder(path)
     texts = sentences(24)
     data = rows_file(tmp_path / "rows.jsonl", context=texts[:12], response=texts[12:])
-    prepared, model = ready("response-selection", folder, data, candidates=4)
-    found = same_at_all_batch_sizes(prepared, model)
+    prepared, _, found = measured("response-selection", folder, data, candidates=4)
     plain, tokenizer = loaded(
         folder, "AutoModelForSequenceClassification" if labels else "AutoModel"
     )

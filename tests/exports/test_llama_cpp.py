@@ -46,7 +46,8 @@ def test_its_converter_finds_all_that_it_reads(family: str, tmp_path: Path) -> N
     tensors = load_file(out / "model.safetensors")
     blocks = config["num_hidden_layers"]
     assert blocks == (1 if "keep_layers" in CASES[family] else 2)
-    names = gguf.get_tensor_name_map(_architecture(family), blocks)
+    kind = "QWEN3" if family == "qwen3" else "LLAMA"  # Mistral is one of its Llamas
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind], blocks)
     found = {names.get_name(name, (".weight",)): tensor for name, tensor in tensors.items()}
     assert None not in found
     assert {name for name in found if "." in name.removesuffix(".weight")} >= {
@@ -63,11 +64,6 @@ def test_its_converter_finds_all_that_it_reads(family: str, tmp_path: Path) -> N
         assert tuple(found[f"blk.0.{layer}.weight"].shape) == size
     if CONVERTER and family != "qwen3":  # its tokenizers are recognised by their ids
         _convert(out, found)
-
-
-def _architecture(family: str) -> gguf.MODEL_ARCH:
-    """Mistral is one of its Llamas."""
-    return gguf.MODEL_ARCH.QWEN3 if family == "qwen3" else gguf.MODEL_ARCH.LLAMA
 
 
 def _convert(folder: Path, tensors: dict[str, torch.Tensor]) -> None:

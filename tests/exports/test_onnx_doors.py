@@ -15,8 +15,8 @@ from tcompress.conversion.converter import convert
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.exports.onnx_folder import export_onnx
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
+from tests.support.converted import recipe
 from tests.support.model_folders import edited, save_tokenizer, sentences
 from tests.support.other_python import there
 from tests.support.sentence_folders import MEAN, base, with_dense
@@ -57,8 +57,7 @@ def test_sentence_transformers_gives_the_same_vectors(tmp_path: Path) -> None:
     source = with_dense(base(tmp_path / "model", MEAN, "Dense", "Normalize"))
     with edited(source / "tokenizer_config.json") as settings:  # older versions know no newer one
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    recipe = {"method": {"name": "lprod", "p": 4}, "calibration": {"source": "none"}}
-    small = convert(str(source), Convert.model_validate(recipe), tmp_path / "small").folder
+    small = convert(str(source), recipe(), tmp_path / "small").folder
     out = export_onnx(small, tmp_path / "out", OnnxFiles(int8=True, bits=4)).folder
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")

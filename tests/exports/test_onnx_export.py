@@ -19,14 +19,13 @@ from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError, WriteError
 from tcompress.exports.onnx_folder import ExportedOnnx, export_onnx
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
 from tcompress.runtimes.onnx_session import OnnxModel
 from tests.support.cli import completed, run
+from tests.support.converted import recipe
 from tests.support.sentence_folders import MEAN, base, with_dense
 
 onnx = pytest.importorskip("onnx")
-SVD = {"method": {"name": "svd"}, "target": 0.5, "calibration": {"source": "none"}}
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +33,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A converted sentence encoder with a dense layer after pooling."""
     home = tmp_path_factory.mktemp("onnx")
     source = with_dense(base(home / "model", MEAN, "Dense", "Normalize"))
-    return convert(str(source), Convert.model_validate(SVD), home / "small").folder
+    half = recipe(method={"name": "svd"}, target=0.5)
+    return convert(str(source), half, home / "small").folder
 
 
 @pytest.fixture(scope="module")
 def exported(folder: Path) -> ExportedOnnx:
     return export_onnx(folder, folder.parent / "out", OnnxFiles(int8=True, bits=4))
-
-
-def _texts(folder: Path) -> dict[str, torch.Tensor]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    texts = ["a red fox", "the old stone bridge and then it sleeps under one tall tree"]
-    return dict(tokenizer(texts, padding=True, return_tensors="pt"))
 
 
 def test_a_folder_is_what_libraries_look_for(folder: Path, exported: ExportedOnnx) -> None:
@@ -65,7 +59,9 @@ def test_a_folder_is_what_libraries_look_for(folder: Path, exported: ExportedOnn
 
 @pytest.mark.smoke
 def test_embeddings_are_those_of_the_model(folder: Path, exported: ExportedOnnx) -> None:
-    inputs = _texts(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["a red fox", "the old stone bridge and then it sleeps under one tall tree"]
+    inputs = dict(tokenizer(texts, padding=True, return_tensors="pt"))
     model = transformers.AutoModel.from_pretrained(exported.folder)
     with torch.no_grad():
         hidden = model(**inputs).last_hidden_state
@@ -77,9 +73,7 @@ def test_embeddings_are_those_of_the_model(folder: Path, exported: ExportedOnnx)
 
 
 def test_what_was_measured_is_recorded(exported: ExportedOnnx) -> None:
-    manifest = read_manifest(exported.folder)
-    assert manifest is not None
-    assert tuple(manifest.exports) == exported.files
+    assert tuple(read_manifest(exported.folder).exports) == exported.files
     whole, eight, four = exported.files
     assert (whole.bits, eight.bits, four.bits) == (32, 8, 4)
     assert whole.bytes > eight.bytes > four.bytes

@@ -19,9 +19,9 @@ from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx, with_files, without_files
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.options.commands import OnnxFiles
 from tests.support.cli import completed, run
+from tests.support.converted import recipe
 from tests.support.model_folders import model_folder, sentences
 from tests.support.other_python import there
 from tests.support.sentence_folders import MEAN, base, with_dense
@@ -81,8 +81,8 @@ def test_a_card_has_a_table_for_each_runtime() -> None:
 def test_a_folder_holds_files_for_both_runtimes(tmp_path: Path) -> None:
     openvino = pytest.importorskip("openvino")
     source = with_dense(base(tmp_path / "model", MEAN, "Dense", "Normalize"))
-    recipe = {"method": {"name": "svd"}, "target": 0.25, "calibration": {"source": "none"}}
-    small = convert(str(source), Convert.model_validate(recipe), tmp_path / "small").folder
+    quarter = recipe(method={"name": "svd"}, target=0.25)
+    small = convert(str(source), quarter, tmp_path / "small").folder
     out = export_onnx(small, tmp_path / "out").folder
     ran = completed("export", out, "--to", "openvino", "-o", out)
     assert ran.lines[0].startswith("openvino/openvino_model.xml: ")
@@ -91,7 +91,6 @@ def test_a_folder_holds_files_for_both_runtimes(tmp_path: Path) -> None:
     ]  # fmt: skip
     verify_files(out)
     manifest = read_manifest(out)
-    assert manifest is not None
     onnx, file = manifest.exports
     assert (onnx.file, file.file) == ("onnx/model.onnx", "openvino/openvino_model.xml")
     assert file.difference < 1e-5

@@ -17,9 +17,9 @@ from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, LayerStatist
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
-from tcompress.structures.base import dense_of, transform_of
+from tcompress.structures.base import transform_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear, tensor_prefix
-from tests.support.structures import make_moments, randn
+from tests.support.structures import fitted_weight, make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
 LOW = ("lowrank", {"rank": 3})
@@ -305,13 +305,10 @@ def test_experts_without_tokens_are_fitted_without_data(method: Method, silent: 
     layer = _layer(entry, _fit(entry, weight, *moments, damping=0.01))
     dense = layer.dense_weight()
     free = {k: t for k, t in layer.named_parameters() if k.startswith("tc_in0")}
-    kind, layout = structure("lprod"), entry.parts[0].terms[0]
+    layout = entry.parts[0].terms[0]
     own = {name.rpartition(".")[2]: tensor.detach() for name, tensor in free.items()}
-    transform = transform_of(layout, "in")
-    operators = {"in": transform.build(own, weight)}
-    target = fitting.Target(weight[silent], None, 1.0, operators=operators)
-    wanted = dense_of(layout, kind.fit(target, layout), operators)
-    assert_close(dense[silent], wanted)
+    operators = {"in": transform_of(layout, "in").build(own, weight)}
+    assert_close(dense[silent], fitted_weight(layout, weight[silent], None, operators))
 
 
 def test_some_experts_without_held_out_tokens() -> None:

@@ -57,6 +57,23 @@ def test_floats_may_differ_in_their_last_digits(golden: Golden, update: Golden) 
     assert '"count": 3' in _refusal(golden.document, "a.json", {"error": [0.5, 0.0], "count": 3})
 
 
+def test_what_blocks_have_in_common_stands_once(
+    golden: Golden, update: Golden, tmp_path: Path
+) -> None:
+    def document(*errors: float) -> dict[str, Any]:
+        names = [f"h.{block}.{layer}" for block in range(2) for layer in ("q", "k")]
+        layers = [{"name": name, "reads": [name[:3]]} for name in names]
+        return {"layers": layers, "error": {f"h.{i}.q": error for i, error in enumerate(errors)}}
+
+    update.document("a.json", document(0.5, 0.5))
+    assert (tmp_path / "a.json").read_text() == (
+        '{\n "layers": [{"name": "h.{0,1}.q", "reads": ["h.*"]}, '
+        '{"name": "h.{0,1}.k", "reads": ["h.*"]}],\n "error": {"h.{0,1}.q": 0.5}\n}\n'
+    )
+    golden.document("a.json", document(0.5, 0.50001))
+    assert '"h.1.q": 0.501' in _refusal(golden.document, "a.json", document(0.5, 0.501))
+
+
 def test_tensors(golden: Golden, update: Golden) -> None:
     update.tensors("a.safetensors", {"x": torch.tensor([1.0, 4.0]), "y": torch.ones(2)})
     golden.tensors("a.safetensors", {"x": torch.tensor([1.0, 4.0001]), "y": torch.ones(2)})

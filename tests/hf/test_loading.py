@@ -37,7 +37,6 @@ from tests.support.conversions import (
     structured,
 )
 from tests.support.model_folders import edited
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 Models = Callable[[str, str], Made]
@@ -158,10 +157,7 @@ OFFLOADED = [
 
 
 @pytest.mark.often("bert-tucker-model-bert.encoder.layer.1")
-@pytest.mark.parametrize(
-    ("family", "option", "block"),
-    tiered(OFFLOADED, lambda row: row[0] in ("bert", "mixtral", "t5")),
-)
+@pytest.mark.parametrize(("family", "option", "block"), OFFLOADED)
 def test_a_block_on_disk(
     family: str, option: str, block: str, models: Models, tmp_path: Path
 ) -> None:
@@ -190,9 +186,7 @@ CASTS = [(*pair, dtype) for pair in CAST for dtype in LOW]
 
 
 @pytest.mark.often("llama-fitted-dtype3")
-@pytest.mark.parametrize(
-    ("family", "option", "dtype"), tiered(CASTS, lambda row: CASTS.index(row) % 4 in (0, 3))
-)
+@pytest.mark.parametrize(("family", "option", "dtype"), CASTS)
 def test_load_in_another_dtype(
     family: str, option: str, dtype: torch.dtype, models: Models
 ) -> None:
@@ -203,14 +197,10 @@ def test_load_in_another_dtype(
     for name, layer in structured(model).items():
         kept = dense_weight(dense, name).dtype  # T5 keeps some of its weights in float32
         assert {parameter.dtype for parameter in layer.parameters()} == {kept}, name
-    inputs = _cast(made.inputs(), dtype)
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.inputs().items()}
     found = outputs(model, inputs)
     assert {tensor.dtype for tensor in found} == {t.dtype for t in outputs(dense, inputs)}
     assert distance(found, outputs(densified(made.load(), made.dense), made.inputs())) <= LOW[dtype]
-
-
-def _cast(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
 
 @pytest.mark.parametrize(
@@ -245,11 +235,8 @@ def test_convert_to_another_dtype(option: str, dtype: str, tmp_path: Path) -> No
     assert distance(outputs(again, made.inputs()), outputs(model, made.inputs())) == 0
 
 
-SHARDED = [("llama", False), ("gpt2", True), ("mixtral", True)]
-
-
 @pytest.mark.often("llama-False")
-@pytest.mark.parametrize(("family", "aware"), tiered(SHARDED, lambda row: row[0] != "mixtral"))
+@pytest.mark.parametrize(("family", "aware"), [("llama", False), ("gpt2", True), ("mixtral", True)])
 def test_shards(family: str, aware: bool, tmp_path: Path) -> None:
     whole = make(family, tmp_path / "one", "fitted", aware=aware)
     cut = make(family, tmp_path / "many", "fitted", aware=aware, max_shard_size="20KB")

@@ -152,15 +152,6 @@ def test_steps_are_compiled_once_for_a_size(
 
 
 # -- what is refused
-def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
-    folder = converted("bert", tmp_path).folder
-    with pytest.raises(InputError) as caught:
-        bench([str(folder)], settings=Bench(**FEW, generate=4))
-    kind = "is a `BertForMaskedLM`, which does not generate text"
-    assert caught.value.message == f"`{folder}` {kind}"
-    assert caught.value.hint == "leave `--generate` out"
-
-
 def test_a_model_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved("gpt2", tmp_path)
     check_generates(source)

@@ -60,10 +60,6 @@ def _loss(
 
 
 # ---------------------------------------------------------------- sizes
-def test_published_size() -> None:
-    assert tucker_parameters(144, 768, 768, (72, 384, 384)) == 11_217_024
-
-
 @pytest.mark.parametrize(("count", "ranks"), [(COUNT, (2, 3, 4)), (1, (1, 3, 3))])
 def test_parameters_are_those_of_the_factors(count: int, ranks: Ranks) -> None:
     found = fit_tucker(randn(count, ROWS, COLS), None, ranks)

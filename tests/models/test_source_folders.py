@@ -204,7 +204,6 @@ def test_an_adapter_is_merged(where: str, folder: Path, tmp_path: Path) -> None:
     assert (done.folder / "tokenizer.json").is_file()
     assert not [*done.folder.glob("adapter*")]
     teacher = find_teacher("source", done.manifest)
-    assert teacher is not None
     assert teacher.store.fingerprint() == source.store.fingerprint()
 
 

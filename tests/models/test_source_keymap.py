@@ -4,12 +4,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.core_model_loading import WeightRenaming
 
 from tcompress.errors import SourceError
@@ -38,21 +38,6 @@ def map_as(folder: Path, model_class: str) -> tuple[WeightStore, KeyMap]:
     with torch.device("meta"):
         model = kind._from_config(transformers.AutoConfig.from_pretrained(folder))
     return store, KeyMap(model, store.keys())
-
-
-def assert_reads_like_transformers(folder: Path, model_class: str) -> KeyMap:
-    """Everything equals what `from_pretrained` makes of the same files."""
-    store, keys = map_as(folder, model_class)
-    kind: Any = getattr(transformers, model_class)
-    model, report = kind.from_pretrained(folder, output_loading_info=True)
-    assert set(keys.missing) == set(report["missing_keys"])
-    assert {keys._module_keys[key] for key in keys.unmatched} == set(report["unexpected_keys"])
-    for name, tensor in model.state_dict().items():
-        if name not in keys.missing:
-            read = read_parameter(store, keys, name)
-            assert torch.equal(read, tensor), name
-            assert read.untyped_storage().nbytes() == read.nbytes
-    return keys
 
 
 def assert_prefixes_lead_back(keys: KeyMap) -> None:
@@ -90,7 +75,18 @@ def test_every_parameter_is_found_and_read(saved: Saved, name: str) -> None:
 def test_heads_and_bare_models_read_each_others_checkpoints(
     saved: Saved, name: str, model_class: str
 ) -> None:
-    keys = assert_reads_like_transformers(saved(name)[0], model_class)
+    """Everything equals what `from_pretrained` makes of the same files."""
+    folder, _ = saved(name)
+    store, keys = map_as(folder, model_class)
+    kind: Any = getattr(transformers, model_class)
+    model, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert set(keys.missing) == set(report["missing_keys"])
+    assert {keys._module_keys[key] for key in keys.unmatched} == set(report["unexpected_keys"])
+    for parameter, tensor in model.state_dict().items():
+        if parameter not in keys.missing:
+            read = read_parameter(store, keys, parameter)
+            assert torch.equal(read, tensor), parameter
+            assert read.untyped_storage().nbytes() == read.nbytes
     assert_prefixes_lead_back(keys)
 
 
@@ -137,16 +133,11 @@ def test_only_the_tensors_of_one_parameter_are_read(
     saved: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = SourceModel.open(str(saved("mixtral")[0]))
-    read: list[str] = []
-    real = source.store.tensor
-
-    def tensor(key: str) -> Tensor:
-        read.append(key)
-        return real(key)
-
+    tensor = Mock(wraps=source.store.tensor)
     monkeypatch.setattr(source.store, "tensor", tensor)
     name = "model.layers.1.mlp.experts.down_proj"
     read_parameter(source.store, source.keymap, name)
+    read = [call.args[0] for call in tensor.call_args_list]
     assert sorted(read) == sorted(source.keymap.sources(name).keys)
 
 

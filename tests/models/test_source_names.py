@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -42,11 +43,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 def failing(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], text: str = "reason") -> None:
     error = kind.__new__(kind)
     Exception.__init__(error, text)
-
-    def snapshot_download(*_: Any, **__: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
 
 
 def test_an_existing_folder_wins_over_an_alias(hub: Hub) -> None:

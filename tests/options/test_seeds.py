@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import yaml
 
-from tcompress.errors import RecipeError
 from tcompress.options import Recipe
 from tcompress.options.seeds import repetitions
 from tcompress.reporting.formatting import deviation_text, value_text
@@ -36,13 +35,6 @@ def test_everything_but_measurements_has_another_seed() -> None:
     assert last.evaluate == said.evaluate
     assert last.convert.seed == said.convert.seed  # no weights are drawn
     assert made[0].recipe.convert == said.convert
-
-
-def test_seeds_of_what_chance_has_no_part_in_are_refused() -> None:
-    with pytest.raises(RecipeError) as caught:
-        repetitions(recipe(), 3)
-    assert caught.value.message.startswith("`--seeds 3` repeats what depends on chance")
-    assert caught.value.hint == "leave `--seeds` out"
 
 
 def _scratch(**changes: Any) -> None:

@@ -1,7 +1,6 @@
 """The hosts compute what the papers write, and are ordinary Transformers models."""
 
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,16 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError, InputError
-from tcompress.models import SourceModel
 from tcompress.own_models.configs import TCompressGridConfig, TCompressTextConfig
 from tcompress.own_models.grid import (
     TCompressGridForForecasting,
     TCompressGridForImageClassification,
     patches,
-    rotations,
 )
 from tcompress.own_models.text import TCompressTextForSequenceClassification
-from tcompress.own_models.text import turned as turned_by
-from tcompress.planning.planner import make_plan
 from tcompress.roles.find import attentions_of, find_roles
 from tests.support.converted import recipe
+from tests.support.copied_tree import ROOT, in_tree
 from tests.support.depth import drawn
 from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build
@@ -59,20 +55,11 @@ def test_the_classifier_of_texts_is_the_papers() -> None:
         torch.testing.assert_close(row, _by_hand(model, words[mask.bool()]))
 
 
-def test_parameters_of_attention_at_the_papers_sizes(tmp_path: Path) -> None:
-    """Around 300: softmax attention at width 6, tensor trains of K, V and the output at 64."""
-    narrow = TCompressTextForSequenceClassification(
-        TCompressTextConfig(vocab_size=50, hidden_size=6)
-    )
+def test_softmax_attention_at_the_papers_size() -> None:
+    """Around 300 parameters, at width 6; `test_reuters_sizes` has those of tensor trains."""
+    config = TCompressTextConfig(vocab_size=50, hidden_size=6)
+    narrow = TCompressTextForSequenceClassification(config)
     assert sum(p.numel() for p in narrow.model.layers.parameters()) == 4 * 2 * 6 * 6
-    wide = TCompressTextForSequenceClassification(
-        TCompressTextConfig(vocab_size=50, hidden_size=64)
-    )
-    wide.save_pretrained(tmp_path)
-    chosen = recipe(attention={"name": "tga"}, method={"name": "qtt"})
-    plan = make_plan(chosen, SourceModel.open(str(tmp_path)))
-    assert [layer.role for layer in plan.layers] == ["k", "v", "o"]
-    assert plan.structured_rewritten == 276
 
 
 def test_dropout_is_where_the_paper_has_it() -> None:
@@ -87,11 +74,10 @@ def test_dropout_is_where_the_paper_has_it() -> None:
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_implementations_of_attention_agree(name: str, tmp_path: Path) -> None:
+def test_implementations_of_attention_agree(name: str, tiny: Callable[[str], Path]) -> None:
     model: Any = build(name)
-    model.save_pretrained(tmp_path)
     batch = TINY[name].inputs(batch=2, length=8, seed=0)
-    eager = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    eager = type(model).from_pretrained(tiny(name), attn_implementation="eager").eval()
     with torch.no_grad():
         found, other = model(**batch), eager(**batch, output_attentions=True)
     key = "prediction_outputs" if name.endswith("series") else "logits"
@@ -245,23 +231,16 @@ FIRST = (
 @pytest.mark.slow
 @pytest.mark.often("import tcompress.own_models.grid")
 @pytest.mark.parametrize("first", tiered(FIRST, lambda row: row in FIRST[:3]))
-def test_auto_classes_know_the_hosts_whatever_is_imported_first(first: str, tmp_path: Path) -> None:
-    for name in HOSTS[:2]:
-        build(name).save_pretrained(tmp_path / name)
+def test_auto_classes_know_the_hosts_whatever_is_imported_first(
+    first: str, tiny: Callable[[str], Path]
+) -> None:
     code = (
         f"{first}\nimport sys\n"
         "from transformers import AutoModel, AutoModelForImageClassification as Images\n"
         "assert type(AutoModel.from_pretrained(sys.argv[1])).__name__ == 'TCompressTextModel'\n"
         "assert Images.from_pretrained(sys.argv[2]).model.config.grid == (4, 2, 2)\n"
     )
-    folders = [str(tmp_path / name) for name in HOSTS[:2]]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *folders],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert not done.returncode, done.stderr
+    in_tree(ROOT, "-c", code, *map(tiny, HOSTS[:2]))
 
 
 def test_hosts_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -281,27 +260,6 @@ def test_hosts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert float(out.loss) == pytest.approx(
         float(torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 2])))
     )
-
-
-@pytest.mark.parametrize(("axes", "turned"), [(None, 2), ([1], 1)])
-def test_rotary_scores_depend_on_distances_along_the_rotated_axes(
-    axes: list[int] | None, turned: int
-) -> None:
-    """Written out in complex numbers: features of a pair are turned by place times rate."""
-    config = TCompressGridConfig(
-        input_size=[3, 4], patch_size=[1, 1], hidden_size=16, num_attention_heads=2,
-        positions="rotary", rotary_axes=axes,
-    )  # fmt: skip
-    x = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(0))
-    found = turned_by(x, rotations(config, torch.device("cpu")))
-    pairs = torch.complex(x[..., :4], x[..., 4:])
-    rates = [10000.0 ** (-i / (4 // turned)) for i in range(4 // turned)]
-    for token in range(12):
-        places = [token // 4, token % 4] if axes is None else [token % 4]
-        angles = torch.tensor([place * rate for place in places for rate in rates])
-        right = pairs[0, :, token] * torch.polar(torch.ones(4), angles)
-        torch.testing.assert_close(found[0, :, token, :4], right.real)
-        torch.testing.assert_close(found[0, :, token, 4:], right.imag)
 
 
 def test_rotary_hosts_have_no_tables_and_convert_on_data(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """Positions and layer norms by slices, for models that are trained from scratch."""
 
-import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,27 +16,17 @@ from tcompress.exports.dense import export_dense
 from tcompress.hf.build import SliceNorm, slice_positions, slice_scales
 from tcompress.models import SourceModel
 from tcompress.own_models.architecture import open_architecture
+from tests.reference import lprod
+from tests.reference.copied import CLOSE, array
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 
-SCALINGS: dict[str, list[float]] = {
-    "standard": [1, 1, 1, 1],
-    "linear": [0.25, 0.5, 0.75, 1],
-    "exponential": [1, 2 ** (1 / 3), 2 ** (2 / 3), 2],
-    "harmonic": [1, 2, 3, 4],
-}
 
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_positions_are_those_of_definition_13(scaling: Any) -> None:
-    tokens, width, p = 5, 12, 4
-    table = slice_positions(tokens, width, p, scaling)
-    d_s, alphas = width // p, SCALINGS[scaling]
-    for t in range(1, tokens + 1):
-        for k in range(1, p + 1):
-            for j in range(1, d_s + 1):
-                angle = t / 10000 ** (2 * ((j - 1) // 2) / d_s) * alphas[k - 1]
-                wanted = math.sin(angle) if j % 2 else math.cos(angle)
-                assert float(table[t - 1, (k - 1) * d_s + j - 1]) == pytest.approx(wanted)
+@pytest.mark.parametrize("scaling", ["standard", "linear", "exponential", "harmonic"])
+def test_positions_of_slices_of_an_odd_width(scaling: Any) -> None:
+    """Of definition 13; `tests/reference` has an even width."""
+    wanted = lprod.positions(5, 3, lprod.frequency_scales(scaling, 4))
+    ours = array(slice_positions(5, 12, 4, scaling))
+    np.testing.assert_allclose(ours, lprod.unfold(wanted), **CLOSE)
 
 
 def test_one_slice_has_no_scaling() -> None:
@@ -44,26 +34,16 @@ def test_one_slice_has_no_scaling() -> None:
     assert_close(slice_positions(4, 6, 1, "linear"), slice_positions(4, 6, 1, "standard"))
 
 
-def test_the_norm_is_that_of_definition_17() -> None:
-    norm = SliceNorm(12, 3, 1e-3, dtype=torch.float64)
+def test_the_norm_of_one_slice_is_the_hosts() -> None:
+    """That of several is the paper's, `tests/reference` says."""
+    one = SliceNorm(12, 1, 1e-3, dtype=torch.float64)
+    host = nn.LayerNorm(12, 1e-3, dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in norm.parameters():
+        for parameter in one.parameters():
             parameter.copy_(torch.randn(12, generator=generator))
+    host.load_state_dict(one.state_dict())
     x = torch.randn(2, 5, 12, generator=generator, dtype=torch.float64)
-    wanted = torch.empty_like(x)
-    for k in range(3):
-        own = slice(4 * k, 4 * k + 4)
-        part = x[..., own]
-        mean = part.mean(-1, keepdim=True)
-        variance = ((part - mean) ** 2).mean(-1, keepdim=True)
-        normal = (part - mean) / (variance + 1e-3).sqrt()
-        wanted[..., own] = norm.weight[own] * normal + norm.bias[own]
-    assert_close(norm(x), wanted)
-    one = SliceNorm(12, 1, 1e-3, dtype=torch.float64)
-    one.load_state_dict(norm.state_dict())
-    host = nn.LayerNorm(12, 1e-3, dtype=torch.float64)
-    host.load_state_dict(norm.state_dict())
     assert_close(one(x), host(x))
 
 

@@ -32,14 +32,19 @@ def test_additive_scores_are_those_of_the_network() -> None:
                 torch.testing.assert_close(scores[0, head, one, other], w[head] @ inner)
 
 
-def test_heads_have_chains_of_their_own(tmp_path: Path) -> None:
-    """Of keys and values 16 (N - 1) numbers for each head, the papers' count."""
+@pytest.mark.parametrize(
+    ("chains", "parameters"), [({}, 276), ({"chains": "heads"}, 3 * 2 * 16 * 5)]
+)
+def test_tensor_trains_at_the_papers_size(
+    chains: dict[str, str], parameters: int, tmp_path: Path
+) -> None:
+    """Of K, V and the output; of heads with chains of their own 16 (N - 1) numbers for each."""
     config = TCompressTextConfig(vocab_size=50, hidden_size=64)
     TCompressTextForSequenceClassification(config).save_pretrained(tmp_path)
-    chosen = recipe(attention={"name": "tga"}, method={"name": "qtt", "chains": "heads"})
+    chosen = recipe(attention={"name": "tga"}, method={"name": "qtt", **chains})
     plan = make_plan(chosen, SourceModel.open(str(tmp_path)))
     assert [layer.role for layer in plan.layers] == ["k", "v", "o"]
-    assert plan.structured_rewritten == 3 * 2 * 16 * 5
+    assert plan.structured_rewritten == parameters
 
 
 def test_chains_of_heads_need_the_width_of_a_head() -> None:

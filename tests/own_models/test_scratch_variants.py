@@ -1,13 +1,16 @@
-"""Every variant of the recipes that train from scratch, tiny, from nothing to a report."""
+"""The recipes that train from scratch: every variant, tiny, from nothing to a report."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tcompress.artifact.manifest import read_manifest
 from tcompress.options import choose_variants, parse_recipe
 from tcompress.options.library import recipe_names, recipe_text
-from tests.support.cli import run
+from tcompress.reporting.formatting import value_text
+from tests.support.cli import run, worked
 from tests.support.evaluation import labelled_file, rows_file
 from tests.support.grids import archive_file, series_file
 from tests.support.model_folders import sentences
@@ -31,7 +34,7 @@ def _cases() -> Iterator[str]:
                     yield f"{own} {variant}"
 
 
-def _changes(name: str, folder: Path) -> list[str]:
+def _changes(name: str, folder: Path, rows: int = 7600) -> list[str]:
     """Tiny sizes and data in place of a recipe's own."""
     said = [
         "finetune.steps=2",
@@ -43,7 +46,7 @@ def _changes(name: str, folder: Path) -> list[str]:
         file, sizes = archive_file(folder / "volumes.npz"), VOLUMES
         said += [f"finetune.data.validation={file}"]
     elif name.endswith("-hot"):
-        file = series_file(folder / "series.csv", 7600, "abcdefg")
+        file = series_file(folder / "series.csv", rows, "abcdefg")
         sizes = GRID
     elif name == "tweetqa-tam":
         texts, sizes = sentences(36), TAM
@@ -62,15 +65,20 @@ def _changes(name: str, folder: Path) -> list[str]:
     return said
 
 
+def _pretraining(folder: Path) -> list[str]:
+    """The same for what comes before."""
+    return [f"pretrain.data.source=[{folder / 'rows.jsonl'}]", "pretrain.steps=2"]
+
+
+@pytest.mark.usefixtures("own_folder")
 @pytest.mark.often("r8-tsa", "tweetqa-tam without-fusing")
 @pytest.mark.parametrize("case", [*_cases()])
-def test_a_variant_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_variant_runs(case: str, tmp_path: Path) -> None:
     name, *variants = case.split()
     recipe = choose_variants(parse_recipe(recipe_text(f"scratch/{name}"), name), variants)
     said = _changes(name, tmp_path)
     if recipe.pretrain is not None:
-        said += [f"pretrain.data.source=[{tmp_path / 'rows.jsonl'}]", "pretrain.steps=2"]
+        said += _pretraining(tmp_path)
     chosen = [f"--variant={variant}" for variant in variants]
     done = run("run", f"scratch/{name}", *chosen, *(f"--set={it}" for it in said), "--json", "-q")
     assert done.code == 0, done.err
@@ -79,6 +87,44 @@ def test_a_variant_runs(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert bool(report["attention"]) == (recipe.convert.attention is not None)
     measured = {metric["name"] for metric in report["metrics"]}
     assert {row.metric for row in recipe.paper} <= measured
+    if recipe.pretrain is not None:
+        manifest = read_manifest(tmp_path / recipe.output)
+        assert manifest is not None
+        assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
+
+
+@pytest.mark.usefixtures("own_folder")
+@pytest.mark.often("etth1-hot-paper", "weather-hot-paper,along-time", "adrenal-hot-paper")
+@pytest.mark.parametrize(
+    ("name", "variants"),
+    [
+        ("etth1-hot", "paper"),
+        ("weather-hot", "paper,along-time"),
+        ("weather-hot", "paper,along-variables"),
+        ("weather-hot", "paper,without-attention"),
+        ("adrenal-hot", "paper"),
+    ],
+)
+def test_a_variant_of_a_grid_is_reported(name: str, variants: str, tmp_path: Path) -> None:
+    """With 1200 rows, long enough for a horizon of 96 in every part."""
+    chosen = [f"--variant={variant}" for variant in variants.split(",")]
+    said = [f"--set={it}" for it in _changes(name, tmp_path, rows=1200)]
+    done = run("run", f"scratch/{name}", *chosen, *said, "-q")
+    assert done.code == 0, done.err
+    folder = f"{name}-{variants.replace(',', '-')}"
+    report = worked("report", folder)
+    if name == "adrenal-hot":
+        assert "auc" in report.out
+        return
+    protocol = worked("report", folder, "--json").document["reports"][0]["metrics"][0]["protocol"]
+    shown = (*report.lines, *worked("report", folder, folder, columns=160).lines)
+    for label, errors in protocol["naive"].items():
+        for measure, value in errors.items():
+            lines = [line for line in shown if line.startswith(f"{measure} of {label} (no model)")]
+            assert [line.split()[-1] for line in lines] == [value_text(value)] * 2
+    page = tmp_path / "page.html"
+    assert worked("report", folder, "--html", page).code == 0
+    assert "mae of context mean (no model)" in page.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -93,3 +139,48 @@ def test_axes_that_are_not_there_are_named(change: str, words: str, tmp_path: Pa
     done = run("run", "scratch/etth1-hot", *(f"--set={it}" for it in said), "--dry-run", "-q")
     assert done.code == 2
     assert sum(words in line for line in done.err.splitlines()) == 1
+
+
+def test_a_recipe_pretrains_trains_measures_and_draws(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    said = [*_changes("tweetqa-tam", tmp_path), *_pretraining(tmp_path)]
+    said += ["architecture.attention_size=8", f"report={page}"]
+    output = tmp_path / "out"
+    command = ("run", "scratch/tweetqa-tam", "--variant", "smoke", "-o", output)
+    done = run(*command, *(f"--set={it}" for it in said))
+    assert done.code == 0, done.err
+    manifest = read_manifest(output)
+    assert manifest is not None
+    assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
+    assert {"recall@1", "recall@5"} <= {metric.name for metric in manifest.metrics}
+    shown = manifest.attention_map
+    assert shown is not None
+    assert shown.rows[0] == "[CLS]"
+    assert len(shown.rows) < len(shown.columns)
+    text = page.read_text()
+    assert "What attention looks at" in text
+    assert "weights of queries (rows) and keys (columns)" in text
+    before = json.loads((tmp_path / "out-pretrained" / "config.json").read_text())
+    assert before["architectures"] == ["TCompressTamForPreTraining"]
+    again = run(*command, *(f"--set={it}" for it in said))
+    assert again.code == 0, again.err
+    assert "is already trained" in again.err + again.out
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ("{text: Tweet, pair: Answer}", "reads three texts (query, response, semantics), and"),
+        ("{text: Tweet, pair: Answer, semantics: Topic}", "has no column `Topic`"),
+    ],
+)
+def test_data_without_the_third_text_is_refused_before_any_work(
+    columns: str, words: str, tmp_path: Path
+) -> None:
+    said = [*_changes("tweetqa-tam", tmp_path), *_pretraining(tmp_path)]
+    said += [f"pretrain.data.columns={columns}"]
+    changes = (f"--set={it}" for it in said)
+    done = run("run", "scratch/tweetqa-tam", "-o", tmp_path / "out", *changes)
+    assert done.code == 2
+    assert words in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]

@@ -1,6 +1,5 @@
-"""TAM as published: padding, attention maps, its recipe, and mistakes."""
+"""TAM as published: padding, attention maps, and mistakes."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,12 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 import tcompress
-from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import DataError, InputError
 from tcompress.own_models.configs import TCompressTamConfig
 from tcompress.own_models.tam import (
     TCompressTamForPreTraining,
     TCompressTamForSequenceClassification,
 )
-from tests.support.cli import run
-from tests.support.evaluation import rows_file
-from tests.support.model_folders import sentences
 
 SIZES: dict[str, Any] = {
     "vocab_size": 30, "hidden_size": 12, "attention_size": 5, "num_hidden_layers": 2, "cores": 2,
@@ -117,73 +112,3 @@ def test_a_missing_third_input_is_named() -> None:
 def test_an_unknown_ablation_is_named() -> None:
     with pytest.raises(InputError, match="`without: softmax` is not known; allowed are `nothing`"):
         TCompressTamConfig(without="softmax")
-
-
-def _sets(folder: Path, **more: str) -> list[str]:
-    texts = sentences(36)
-    rows = {"Tweet": texts[:12], "Question": texts[12:24], "Answer": texts[24:]}
-    file = rows_file(folder / "rows.jsonl", **rows)
-    places = ("pretrain.data.source", "finetune.data.source")
-    said = {
-        "architecture.tokenizer": f"{{words: {file}, size: 60}}",
-        **dict.fromkeys(places, f"[{file}]"),
-        "evaluate.0.data": str(file),
-        "evaluate.0.limit": "11",
-        "pretrain.steps": "2",
-        "finetune.steps": "2",
-        "architecture.hidden_size": "12",
-        "architecture.num_hidden_layers": "1",
-        "architecture.intermediate_size": "16",
-        "report": str(folder / "page.html"),
-        **more,
-    }
-    return [part for key, value in said.items() for part in ("--set", f"{key}={value}")]
-
-
-def test_the_recipe_pretrains_trains_measures_and_draws(tmp_path: Path) -> None:
-    said = _sets(tmp_path, **{"architecture.attention_size": "8"})
-    done = run("run", "scratch/tweetqa-tam", "--variant", "smoke", "-o", tmp_path / "out", *said)
-    assert done.code == 0, done.err
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
-    assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
-    assert {"recall@1", "recall@5"} <= {metric.name for metric in manifest.metrics}
-    shown = manifest.attention_map
-    assert shown is not None
-    assert shown.rows[0] == "[CLS]"
-    assert len(shown.rows) < len(shown.columns)
-    page = (tmp_path / "page.html").read_text()
-    assert "What attention looks at" in page
-    assert "weights of queries (rows) and keys (columns)" in page
-    before = json.loads((tmp_path / "out-pretrained" / "config.json").read_text())
-    assert before["architectures"] == ["TCompressTamForPreTraining"]
-    again = run("run", "scratch/tweetqa-tam", "--variant", "smoke", "-o", tmp_path / "out", *said)
-    assert again.code == 0, again.err
-    assert "is already trained" in again.err + again.out
-
-
-@pytest.mark.slow
-def test_a_bert_is_pretrained_likewise(tmp_path: Path) -> None:
-    said = _sets(tmp_path)
-    done = run("run", "scratch/tweetqa-tam", "--variant", "softmax", "-o", tmp_path / "out", *said)
-    assert done.code == 0, done.err
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest is not None
-    assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "words"),
-    [
-        ("{text: Tweet, pair: Answer}", "reads three texts (query, response, semantics), and"),
-        ("{text: Tweet, pair: Answer, semantics: Topic}", "has no column `Topic`"),
-    ],
-)
-def test_data_without_the_third_text_is_refused_before_any_work(
-    columns: str, words: str, tmp_path: Path
-) -> None:
-    said = _sets(tmp_path, **{"pretrain.data.columns": columns})
-    done = run("run", "scratch/tweetqa-tam", "-o", tmp_path / "out", *said)
-    assert done.code == 2
-    assert words in done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.jsonl"]

@@ -150,7 +150,7 @@ def test_rules_change_method_rank_and_target(planned: Planned) -> None:
     assert _terms(layers["up"]) == ["lprod"]
 
 
-def test_the_last_rule_wins(planned: Planned) -> None:
+def test_the_last_rule_wins_and_keep_is_stronger(planned: Planned) -> None:
     rules = [
         {"match": "*", "keep": True},
         {"match": "re:^(q|k)$", "method": SVD},
@@ -161,11 +161,7 @@ def test_the_last_rule_wins(planned: Planned) -> None:
         "q": 4,
         "k": 2,
     }
-
-
-def test_keep_is_stronger_than_rules(planned: Planned) -> None:
-    plan = planned("bert", keep=["q"], layers=[{"match": "q", "method": SVD}])
-    assert "q" not in by_role(plan)
+    assert by_role(planned("bert", keep=["q"], layers=rules)).keys() == {"k"}
 
 
 @pytest.mark.parametrize("method", ["svd", "tt", "tucker"])

@@ -2,6 +2,7 @@
 
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -363,10 +364,7 @@ def test_the_old_file_survives_a_failure(
 ) -> None:
     target = tmp_path / "report.html"
     target.write_text("old")
-
-    def full_disk(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
+    full_disk = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", full_disk)
         with pytest.raises(DiskError, match=r"there is no space for .*report.html`: .* are free"):

@@ -57,12 +57,6 @@ def test_healing_that_found_nothing_better_is_called_so(tmp_path: Path) -> None:
     assert healed_text(report_of(folder)) == "yes, 400 steps, 2 min"
 
 
-def test_bytes_of_layers(tmp_path: Path) -> None:
-    layer = report_of(converted("bert", tmp_path, dtype="bfloat16").folder).layers[0]
-    # The dense layer was stored in float32, whatever is stored now.
-    assert (layer.bytes.dense, layer.bytes.now) == (4 * 32 * 32, 2 * 32 * 32 // 4)
-
-
 def test_metrics_of_one_name_are_told_apart() -> None:
     def made(**protocol: str) -> Metric:
         return Metric(name="f1", value=1.0, protocol=protocol)

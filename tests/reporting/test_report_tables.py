@@ -112,22 +112,12 @@ def test_pictures_stand_alone(report: ModelReport, tmp_path: Path) -> None:
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:
-    files = [
-        "--csv",
-        tmp_path / "a.csv",
-        "--latex",
-        tmp_path / "a.tex",
-        "--figures",
-        tmp_path / "f",
-    ]
-    done = worked("report", folder, *files)
-    assert done.lines[-3:] == [
-        f"Wrote `{tmp_path / 'a.csv'}`.",
-        f"Wrote `{tmp_path / 'a.tex'}`.",
-        f"Wrote 5 pictures to `{tmp_path / 'f'}`.",
-    ]
+    sheet, printed, drawn = (tmp_path / name for name in ("a.csv", "a.tex", "f"))
+    files = ["--csv", sheet, "--latex", printed, "--figures", drawn]
+    told = [f"Wrote `{sheet}`.", f"Wrote `{printed}`.", f"Wrote 5 pictures to `{drawn}`."]
+    assert worked("report", folder, *files).lines[-3:] == told
     document = worked("report", folder, *files, "--json").document
-    assert (document["csv"], len(document["figures"])) == (str(tmp_path / "a.csv"), 5)
+    assert (document["csv"], len(document["figures"])) == (str(sheet), 5)
 
 
 @pytest.mark.parametrize("command", ["report", "evaluate", "sweep"])

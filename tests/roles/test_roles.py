@@ -2,8 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -80,20 +79,6 @@ def _inputs(name: str) -> dict[str, Tensor]:
     return inputs
 
 
-@contextmanager
-def _recorded_inputs(model: nn.Module, names: set[str]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Record the calls of modules and the tensor that each one read."""
-    calls: list[tuple[str, Tensor]] = []
-
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, args: calls.append((name, args[0]))
-
-    handles = [model.get_submodule(n).register_forward_pre_hook(hook(n)) for n in sorted(names)]
-    yield calls
-    for handle in handles:
-        handle.remove()
-
-
 @cache
 def _built(name: str) -> tuple[nn.Module, Roles]:
     model = ALL[name].build()
@@ -102,8 +87,16 @@ def _built(name: str) -> tuple[nn.Module, Roles]:
 
 @cache
 def _run(name: str) -> tuple[Roles, list[tuple[str, Tensor]]]:
+    """The calls of layers in a pass, and the tensor that each one read."""
     model, roles = _built(name)
-    with torch.no_grad(), _recorded_inputs(model, {layer.name for layer in roles.layers}) as calls:
+    calls: list[tuple[str, Tensor]] = []
+
+    def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        return lambda module, args: calls.append((path, args[0]))
+
+    for path in {layer.name for layer in roles.layers}:
+        model.get_submodule(path).register_forward_pre_hook(hook(path))
+    with torch.no_grad():
         model(**_inputs(name))
     return roles, calls
 

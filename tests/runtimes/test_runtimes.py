@@ -27,7 +27,6 @@ def test_numbers_of_a_file_are_those_of_the_model(tmp_path: Path) -> None:
     assert onnx.metrics[-1].name == "agreement"
     assert onnx.metrics[-1].value == pytest.approx(1, abs=1e-5)
     manifest = read_manifest(model)
-    assert manifest is not None
     assert [item.protocol.get("runtime") for item in manifest.metrics] == [None, None]
     (file,) = manifest.exports
     assert [item.name for item in file.metrics] == ["spearman", "pearson", "agreement"]
@@ -44,9 +43,7 @@ def test_times_stand_beside_both_dense_models(tmp_path: Path) -> None:
     assert int8.same_runtime_milliseconds > 0
     assert int8.weight_bytes is not None
     assert int8.protocol["threads"] == eager.protocol["threads"]
-    manifest = read_manifest(folder)
-    assert manifest is not None
-    assert [speed.mode for speed in manifest.speed] == ["eager", "onnx-int8"]
+    assert [speed.mode for speed in read_manifest(folder).speed] == ["eager", "onnx-int8"]
     assert not (folder / "onnx").exists()
     assert "onnx-int8 B=2 T=4" in run("report", str(folder)).out
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel
 
@@ -23,9 +23,8 @@ from tcompress.options.limits import (
 )
 from tcompress.planning.costs import disk_bytes
 from tcompress.planning.planner import make_plan
-from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.cli import run
-from tests.support.conversions import calibration
+from tests.support.conversions import calibration, dense_weight, structured
 from tests.support.numerics import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -38,7 +37,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "bank": {"name": "tucker", "share": "layers"},
     "auto": {"name": "auto"},
 }
-NONE = {"calibration": {"source": "none"}}
 
 
 @pytest.fixture(scope="module")
@@ -56,28 +54,24 @@ def _recipe(**changes: Any) -> Convert:
 
 
 def _convert(folder: Path, output: Path, *, data: bool = True, **changes: Any) -> Converted:
-    given = {} if data else NONE
+    given = {} if data else {"calibration": {"source": "none"}}
     batches = calibration("bert") if data else None
     return convert(str(folder), _recipe(**changes, **given), output, data=batches)
 
 
 def _stored(folder: Path) -> int:
     """Bytes of all tensors in the weight files."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            total += sum(opened.get_tensor(key).nbytes for key in opened.keys())  # noqa: SIM118
-    return total
+    files = map(load_file, folder.glob("*.safetensors"))
+    return sum(tensor.nbytes for tensors in files for tensor in tensors.values())
 
 
 def _weight_errors(dense: nn.Module, converted: nn.Module) -> list[float]:
     """Squared errors of all rewritten weights, relative to their squares."""
     errors = []
-    for name, layer in converted.named_modules():
-        if isinstance(layer, StructuredLinear):
-            weight = dense.get_submodule(name).weight.detach()
-            miss = (layer.dense_weight().detach() - weight).square().sum()
-            errors.append(float(miss / weight.square().sum()))
+    for name, layer in structured(converted).items():
+        weight = dense_weight(dense, name)
+        miss = (layer.dense_weight().detach() - weight).square().sum()
+        errors.append(float(miss / weight.square().sum()))
     return errors
 
 

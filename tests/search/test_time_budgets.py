@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,8 +32,9 @@ from tcompress.timing_model.timing_cache import TimingCache
 from tests.support.cli import run
 from tests.support.conversions import make
 from tests.support.counted_clock import counted_clock
+from tests.support.depth import deep
 from tests.support.evaluation import headed
-from tests.support.tiny import TINY, build
+from tests.support.tiny import build
 
 CPU = torch.device("cpu")
 
@@ -46,8 +46,8 @@ def counted() -> Iterator[None]:
         yield
 
 
-def _made(folder: Path, method: str = "width", **changes: Any) -> Any:
-    return make("bert", folder, aware=True, method={"name": method}, **changes)
+def _made(folder: Path, **changes: Any) -> Any:
+    return make("bert", folder, aware=True, method={"name": "width"}, **changes)
 
 
 def test_a_slow_machine_makes_no_layer_dearer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +117,6 @@ def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
     assert TimingCache.of(CPU, "a model").values == {}
 
 
-@pytest.mark.often("svd", "auto")
-@pytest.mark.parametrize("method", ["width", "svd", "auto"])
-def test_a_model_is_as_fast_as_asked_for(method: str, counted: None, tmp_path: Path) -> None:
-    budget = _made(tmp_path, method, speedup=1.25, at="4x8").plan.budget
-    assert budget.speedup == pytest.approx(1.25, rel=0.06)
-    assert budget.speedup >= 1.25 * 0.98
-    assert budget.at == "4x8"
-
-
 @pytest.mark.slow
 def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
     made = _made(tmp_path / "one", speedup=1.25)
@@ -188,18 +179,11 @@ def test_a_decoder_decodes(counted: None, tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_a_window_decodes_beyond_its_end(tmp_path: Path) -> None:
-    tiny = TINY["mistral"]
-    replace(tiny, options={**tiny.options, "sliding_window": 8}).build().save_pretrained(tmp_path)
+    deep("mistral", 2, sliding_window=8).build().save_pretrained(tmp_path)
     clock = ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
     assert clock.work.length > 8
     assert clock.seconds > 0
     assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
-
-
-def test_a_decoder_behind_an_encoder_is_refused(tmp_path: Path) -> None:
-    build("t5").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="and have no encoder, not a `T5For"):
-        ModelClock(SourceModel.open(str(tmp_path)), Workload.read("decode"), CPU)
 
 
 @pytest.mark.parametrize("text", ["32", "0x8", "8x", "x8", "decoder", "8x8x8"])
@@ -228,6 +212,10 @@ def test_a_real_pass_is_timed(tmp_path: Path) -> None:
     assert clock.rows == 16
     assert clock.seconds > 0
     assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
+    # What is not replaced is timed with the same weights.
+    small = clock._small(Plan(layers=()))
+    assert [*map(id, small.parameters())] == [*map(id, clock._dense.parameters())]
+    assert small is not clock._dense
 
 
 @pytest.mark.often("bert")
@@ -247,14 +235,6 @@ def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Pa
     assert len({p.untyped_storage().data_ptr() for p in matrices}) == 1
     assert len({p.data_ptr() for p in matrices}) > 1
     assert all(0 < p.abs().max() <= 0.02 for p in matrices)
-
-
-def test_what_is_not_replaced_is_timed_with_the_same_weights(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    clock = ModelClock(SourceModel.open(str(tmp_path / "dense")), Workload.read("2x8"), CPU)
-    small = clock._small(Plan(layers=()))
-    assert [*map(id, small.parameters())] == [*map(id, clock._dense.parameters())]
-    assert small is not clock._dense
 
 
 def test_two_budgets_are_met_at_the_least_loss() -> None:

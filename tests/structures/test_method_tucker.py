@@ -43,11 +43,8 @@ def parameters(layout: TuckerLayout) -> int:
 
 # ---------------------------------------------------------------- one weight
 def test_one_weight_is_low_rank_in_the_norm_of_both_moments() -> None:
-    layout, weight, half = (
-        layout_of(16, 24, share="none", rank=5),
-        randn(24, 16),
-        randn(24, 24, seed=1),
-    )
+    layout = layout_of(16, 24, share="none", rank=5)
+    weight, half = randn(24, 16), randn(24, 24, seed=1)
     gram, curvature = make_moments(16, 40).gram, half @ half.T
     target = Target(weight @ gram, gram, curvature=curvature)
     found = KIND.fit(target, layout)
@@ -95,10 +92,7 @@ def test_two_weights_at_least_share_a_bank() -> None:
 # ---------------------------------------------------------------- fits of banks
 LAYOUTS = {
     "layers": [layout_of(8, 12, 3, share="layers", rank=(4, 5), cores=2)] * 3,
-    "grid": [
-        layout_of(8, 24, 2, share="model", rank=(3, 5), cores=3),
-        layout_of(8, 24, 2, share="model", rank=(3, 5), cores=3),
-    ],
+    "grid": [layout_of(8, 24, 2, share="model", rank=(3, 5), cores=3)] * 2,
     "both ways": [
         replaced := layout_of(8, 12, 4, share="heads", rank=(3, 5), cores=4),
         layout_of(12, 8, 4, share="heads", rank=(3, 5), cores=4, side="out").model_copy(
@@ -116,15 +110,9 @@ def targets_of(
         weight = randn(layout.out_features, layout.in_features, seed=seed + place)
         gram = make_moments(layout.in_features, 40, seed=seed + 10 * place).gram
         half = randn(layout.out_features, layout.out_features, seed=seed + 100 + place)
-        made.append(
-            Target(
-                weight @ gram if aware else weight,
-                gram if aware else None,
-                float((weight @ gram if aware else weight).mul(weight).sum()),
-                half @ half.T if curved else None,
-                weight,
-            )
-        )
+        product, moment = (weight @ gram, gram) if aware else (weight, None)
+        curvature = half @ half.T if curved else None
+        made.append(Target(product, moment, float(product.mul(weight).sum()), curvature, weight))
     return made
 
 

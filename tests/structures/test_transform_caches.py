@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import tcompress
-from tcompress.structures import Site, structure
 from tcompress.structures.modules.linear import StructuredLinear
 from tests.support.sharing import METHODS, WIDTH, Trio
 from tests.support.structure_cases import Case, six_cases
@@ -66,25 +66,6 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
     "to float16 and back": lambda layer: layer.half().double(),
     "to float32": lambda layer: layer.float(),
 }
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("place", ["in", "out"])
-def test_blocks_follow_the_generators(change: Callable[[nn.Module], None], place: Any) -> None:
-    kind = structure("lprod")
-    spec = kind.spec(transform="fitted", block=4, placement=place)
-    layer = make_layer(kind.layout(spec, Site(WIDTH, 24, place)))
-    x = randn(5, WIDTH)
-    with torch.no_grad():
-        before = layer(x)  # builds the blocks
-    change(layer)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            assert bool(parameter.isfinite().all())
-        x = x.to(layer.weight.dtype)
-        wanted = x.double() @ reference_of(layer).T
-        assert_close(layer(x).double(), wanted, rtol=1e-4, atol=1e-5)
-        assert not torch.allclose(before, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -221,40 +202,44 @@ def test_gradients_of_frozen_layers_keep_the_weight() -> None:
     assert_close(x.grad, reference_of(layer).sum(0).expand(2, -1))
 
 
-@pytest.mark.parametrize("change", NOTICED.values(), ids=NOTICED)
-def test_no_result_is_stale(change: Callable[[nn.Module], None]) -> None:
-    layer, x = kept_layer(), randn(5, WIDTH)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [*product(("in", "out"), CHANGES), *product(("kept",), NOTICED)],
+)
+def test_no_result_is_stale(place: Any, name: str) -> None:
+    """Of blocks that are built of generators on either side, and of a weight that is kept."""
+    if place == "kept":
+        layer = kept_layer()
+    else:
+        options = {"transform": "fitted", "block": 4, "placement": place}
+        layer = make_layer(Case("lprod", "fitted", options, side=place).layout(), bias=True)
+    x = randn(5, WIDTH)
     before = quietly(layer, x)
-    change(layer)
+    CHANGES[name](layer)
+    assert all(bool(parameter.isfinite().all()) for parameter in layer.parameters())
     x = x.to(layer.weight.dtype)
-    wanted = x.double() @ reference_of(layer).T + layer.bias.double()
-    after = quietly(layer, x).double()
-    assert_close(after, wanted.detach(), rtol=1e-4, atol=1e-5)
-    assert not torch.allclose(before, after, rtol=1e-9, atol=1e-9)
+    wanted = (x.double() @ reference_of(layer).T + layer.bias.double()).detach()
+    assert_close(quietly(layer, x).double(), wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(before, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", [name for name in NOTICED if name != "to float32"])
+OF_OWNERS = {
+    **{name: change for name, change in NOTICED.items() if name != "to float32"},
+    "same address, same version": lambda owner: owner._apply(lambda tensor: tensor.data.mul_(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", OF_OWNERS)
 def test_layers_that_share_an_input_follow_its_owner(name: str) -> None:
     trio, x = Trio("fitted").eval(), randn(5, WIDTH)
     tcompress.keep_weights(trio)
     before = quietly(trio.k, x)
     assert built(trio.k) is not None
-    NOTICED[name](trio.q)  # the other layers take no part
+    OF_OWNERS[name](trio.q)  # the other layers take no part
     after = quietly(trio.k, x)
     tcompress.keep_weights(trio, keep=False)
     assert_close(after, quietly(trio.k, x))
     assert name == "to float16 and back" or not torch.allclose(before, after)
-
-
-def test_a_cast_of_the_owner_that_leaves_no_other_trace() -> None:
-    trio, x = Trio("fitted").eval(), randn(5, WIDTH)
-    tcompress.keep_weights(trio)
-    before = quietly(trio.k, x)
-    trio.q._apply(lambda tensor: tensor.data.mul_(0.5))  # same address, same version
-    after = quietly(trio.k, x)
-    tcompress.keep_weights(trio, keep=False)
-    assert_close(after, quietly(trio.k, x))
-    assert not torch.allclose(before, after)
 
 
 def test_other_tensors_for_one_call() -> None:
@@ -268,16 +253,12 @@ def test_other_tensors_for_one_call() -> None:
     assert_close(quietly(layer, x), quietly(make_layer(TT.layout(), bias=True), x))
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
-    "deepcopy": copy.deepcopy,
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_do_not_carry_the_weight(how: str) -> None:
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
+def test_copies_do_not_carry_the_weight(copied: Callable[[Any], Any]) -> None:
     layer, x = kept_layer(), randn(5, 16)
-    made = COPIES[how](layer)
+    made = copied(layer)
     assert built(made) is None
     assert built(layer) is not None
     assert made.state_dict().keys() == layer.state_dict().keys()

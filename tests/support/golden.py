@@ -18,10 +18,11 @@ import pytest
 from torch import Tensor
 
 import tcompress
+from tests.support.golden_documents import by_name, dumped, folded, unfolded
 
 FOLDER = Path(__file__).parents[1] / "golden" / "files"
 UPDATE = "--update-golden"
-_WIDTH, _MOST = 100, 300  # columns of documents, lines of a difference
+_MOST = 300  # lines of a difference
 _DIGITS = 6  # of floats in documents
 _PATTERNS = {
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[\d.:+Z]*": "<time>",
@@ -51,9 +52,9 @@ class Golden:
         Floats may differ by `within` of them: kernels round differently.
         """
         path = self._folder / name
-        wanted = json.loads(path.read_text("utf-8")) if path.exists() else None
+        wanted = unfolded(json.loads(path.read_text("utf-8"))) if path.exists() else None
         shown = _hidden(json.loads(masked(json.dumps(found))), _VARYING | {*hide})
-        self._same(path, dumped(_settled(shown, wanted, within)) + "\n")
+        self._same(path, dumped(folded(_settled(shown, wanted, within))) + "\n")
 
     def tensors(self, name: str, found: Mapping[str, Tensor], *, within: float = 1e-4) -> None:
         """Compares tensors, which may differ by `within` of their largest numbers."""
@@ -103,24 +104,6 @@ def masked(text: str) -> str:
     return text
 
 
-def dumped(value: Any, indent: str = "", taken: int = 0) -> str:
-    """Writes JSON with as much on a line as fits; `taken` columns of the first are taken."""
-    line = json.dumps(value, ensure_ascii=False)
-    if not isinstance(value, dict | list) or len(indent) + taken + len(line) <= _WIDTH:
-        return line
-    inner = indent + " "
-    if isinstance(value, list):
-        rows = [dumped(item, inner) for item in value]
-    else:
-        keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value]
-        rows = [
-            key + dumped(item, inner, len(key))
-            for key, item in zip(keys, value.values(), strict=True)
-        ]
-    first, last = "[]" if isinstance(value, list) else "{}"
-    return f"{first}\n{inner}" + f",\n{inner}".join(rows) + f"\n{indent}{last}"
-
-
 def _hidden(value: Any, keys: Collection[str], name: str = "") -> Any:
     """Replaces the values of keys by their names, and rounds floats."""
     if name == "stage_seconds":  # which stages took any time varies too
@@ -141,7 +124,8 @@ def _settled(found: Any, wanted: Any, within: float) -> Any:
     if isinstance(found, dict) and isinstance(wanted, dict):
         return {key: _settled(item, wanted.get(key), within) for key, item in found.items()}
     if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
-        return [_settled(*pair, within) for pair in zip(found, wanted, strict=True)]
+        rows = by_name(wanted)  # which are in another order if they were folded
+        return [_settled(item, rows.get(name), within) for name, item in by_name(found).items()]
     if isinstance(found, float) and isinstance(wanted, float):
         return wanted if math.isclose(found, wanted, rel_tol=within, abs_tol=1e-9) else found
     return found

@@ -1,9 +1,7 @@
-"""Cases of every mechanism, and what it computes written out: with loops, for small sizes."""
+"""Cases of every mechanism, for small sizes."""
 
-from collections.abc import Callable, Mapping
-from itertools import product
+from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from tcompress.attention import BaseAttention, ReplacementSpec, replacement_of
@@ -101,46 +99,3 @@ def run(
     layout = layout_of(name)
     seen = Visible.of(mask, q, k, causal=layout.causal)
     return replacement_of(CASES[name][0]).apply(q, k, v, tensors, layout, seen)
-
-
-# ---------------------------------------------------------------- written out
-def explicit_kronecker(
-    q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, ...], scale: Tensor, *, pool: str
-) -> Tensor:
-    """One head of one example through the whole Kronecker product.  # (tokens, width) each."""
-    places = list(product(*map(range, grid)))
-    total: Tensor | None = None
-    for axis, size in enumerate(grid):
-        rows, columns = [], []
-        for index in range(size):
-            inside = [n for n, place in enumerate(places) if place[axis] == index]
-            share = len(inside) if pool == "mean" else 1
-            rows.append(sum(q[n] for n in inside) / share)
-            columns.append(sum(k[n] for n in inside) / share)
-        scores = torch.stack(rows) @ torch.stack(columns).T
-        factor = (scores * scale[axis] * q.shape[-1] ** -0.5).softmax(-1)
-        total = factor if total is None else torch.kron(total, factor)
-    assert total is not None
-    return total @ v
-
-
-def explicit_graph(k: Tensor, decay: float, *, causal: bool) -> Tensor:
-    """Edges of one head of one example."""
-    tokens, width = k.shape
-    psi = torch.zeros(tokens, tokens, dtype=k.dtype)
-    for i, j in product(range(tokens), repeat=2):
-        if i == j or (causal and j > i):
-            continue
-        weight = decay ** abs(i - j) * (1.0 if causal else 0.5)
-        psi[i, j] = weight * torch.relu(k[i] @ k[j] / width**0.5)
-    return psi
-
-
-def literal_tam(q: Tensor, k: Tensor, s: Tensor, core: Callable[[int, int, int], float]) -> Tensor:
-    """The paper's equation 6, term by term: sums over i, j, l and s.  # (tokens, width) each."""
-    width = q.shape[1]
-    scores = torch.zeros(len(q), len(k), dtype=q.dtype)
-    for a, b, c in product(range(len(q)), range(len(k)), range(len(s))):
-        for i, j, m in product(range(width), repeat=3):
-            scores[a, b] += core(a, j, m) * q[a, i] * k[b, j] * s[c, m]
-    return scores

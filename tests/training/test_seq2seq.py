@@ -17,9 +17,7 @@ from tcompress.data.sentences import PLAIN
 from tcompress.data.source_target import SourceTargetEncoder
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
-from tcompress.options import Finetune
 from tcompress.own_models.architecture import open_architecture
-from tcompress.training.finetuning import finetune
 from tcompress.training.objectives import OBJECTIVES, Observed, Setting
 from tcompress.training.setup import set_up
 from tcompress.training.tasks import TASKS
@@ -27,6 +25,7 @@ from tests.support.cli import error, run
 from tests.support.evaluation import loaded, rows_file
 from tests.support.model_folders import model_folder, sentences
 from tests.support.scratch import architecture
+from tests.support.training import settings, train
 
 FAMILIES = ("t5", "bart")
 
@@ -44,19 +43,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _rows(place: Path, family: str, count: int = 5) -> list[dict[str, torch.Tensor]]:
-    source = SourceModel.open(str(place / family))
-    encoder = PLAIN.reader(source, inputs_of(source), 16)
-    texts = sentences(count)
-    targets = [" ".join(text.split()[: 1 + index]) for index, text in enumerate(texts)]
-    return SourceTargetEncoder.of(source, encoder).rows(texts, targets, "texts")
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_loss_is_that_of_the_model_s_own_class(place: Path, family: str) -> None:
     """Which shifts labels by itself, and counts no padding."""
     model, _ = loaded(place / family, "AutoModelForSeq2SeqLM")
-    rows = _rows(place, family)
+    source = SourceModel.open(str(place / family))
+    encoder = PLAIN.reader(source, inputs_of(source), 16)
+    texts = sentences(5)
+    targets = [" ".join(text.split()[: 1 + index]) for index, text in enumerate(texts)]
+    rows = SourceTargetEncoder.of(source, encoder).rows(texts, targets, "texts")
     assert len({len(row["labels"]) for row in rows}) > 1
     batch = collate(rows, 0)
     labels = batch.pop("labels")
@@ -100,11 +95,8 @@ def test_two_models_agree_at_the_targets_tokens(place: Path, tmp_path: Path) -> 
 
 def test_mistakes_are_one_line_before_any_work(place: Path, tmp_path: Path) -> None:
     out = tmp_path / "never"
-    data = ("--data", place / "pairs.jsonl", "-o", out, "-q")
-    done = run("finetune", place / "gpt2", "--task", "seq2seq", *data)
     what = "is a `GPT2LMHeadModel`, and the task `seq2seq` needs an encoder with a decoder"
     hint = "give a model such as T5 or BART, or choose another task (`causal-lm`: text alone)"
-    assert (done.code, done.err) == (2, error(f"`{place / 'gpt2'}` {what}", hint))
     measured = ("--task", "seq2seq", "--data", place / "pairs.jsonl")
     done = run("evaluate", place / "gpt2", *measured, "-q")
     assert (done.code, done.err) == (2, error(f"`{place / 'gpt2'}` {what}", hint))
@@ -119,18 +111,18 @@ def test_mistakes_are_one_line_before_any_work(place: Path, tmp_path: Path) -> N
 
 
 # ------------------------------------------------------------- training
-def _options(place: Path, **changes: Any) -> Any:
-    data = {"source": [str(place / "pairs.jsonl")], "max_length": 16, "holdout": 0.2}
-    short = {"task": "seq2seq", "steps": 3, "batch_size": 8, "device": "cpu", "data": data}
-    return Finetune.model_validate({**short, "teacher": "none", **changes})
+def _options(place: Path, family: str) -> dict[str, Any]:
+    """Settings of a run whose teacher is the model itself."""
+    data = {"source": [str(place / "pairs.jsonl")]}
+    return {"task": "seq2seq", "steps": 3, "teacher": str(place / family), "data": data}
 
 
 @pytest.mark.parametrize("family", ["bart", pytest.param("t5", marks=pytest.mark.grid)])
 def test_it_is_trained_with_a_teacher_of_one_vocabulary_too(
     place: Path, tmp_path: Path, family: str
 ) -> None:
-    options = _options(place, teacher=str(place / family), learning_rate=1e-2, evaluate_every=3)
-    done = finetune(str(place / family), options, tmp_path / "out")
+    how = {**_options(place, family), "learning_rate": 1e-2, "evaluate_every": 3}
+    done = train(place / family, tmp_path / "out", **how)
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
     first, *_, last = (point.validation for point in done.facts.curve)
     assert last < first
@@ -141,8 +133,7 @@ def test_it_is_trained_with_a_teacher_of_one_vocabulary_too(
 def test_a_student_imitates_itself_perfectly_however_texts_are_padded(place: Path) -> None:
     """States of encoder and decoder have masks of their own, of one length or of two."""
     source = SourceModel.open(str(place / "bart"))
-    options = _options(place, teacher=str(place / "bart"))
-    setup = set_up(source, [source], options, None)
+    setup = set_up(source, [source], settings(**_options(place, "bart")), None)
     assert setup.observer.decodes == [False, False, True, True]
     assert not setup.data.train.is_fixed
     assert setup.objectives[-1][0].unit == "targets"

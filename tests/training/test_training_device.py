@@ -34,7 +34,6 @@ def _on_meta(losses: Losses, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Moves the models of a run, and what is computed in it, to a device without numbers."""
     setup = losses.setup
     setup.model.to(META)
-    assert setup.teacher_observer is not None
     setup.teacher_observer.model.to(META)
     for objective, _ in setup.objectives:
         for name, value in vars(objective).items():

@@ -20,7 +20,6 @@ from tests.support.cli import run
 from tests.support.conversions import load_whole, structured
 from tests.support.evaluation import encoder, pairs_file
 from tests.support.interrupted import partial_folder
-from tests.support.tiers import tiered
 from tests.support.tiny import build
 from tests.support.training import (
     assert_gradients,
@@ -40,11 +39,10 @@ FAMILIES = (
     "bert", "roberta", "distilbert", "mpnet", "deberta-v2", "modernbert", "gpt2", "opt", "llama",
     "mixtral", "t5", "bart", "vit", "clip_text_model",
 )  # fmt: skip
-OFTEN = ("bert", "deberta-v2", "gpt2", "mixtral", "t5", "vit", "clip_text_model")
 
 
 @pytest.mark.often("vit", "gpt2")
-@pytest.mark.parametrize("family", tiered(FAMILIES, lambda row: row in OFTEN))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, tmp_path: Path) -> None:
     """Gradients reach every rewritten layer, and the result of a step loads."""
     folder, data = small(family, tmp_path), texts(tmp_path)
@@ -76,6 +74,7 @@ def test_tasks_of_converted_models(family: str, task: str, validated: str, tmp_p
     done = train(folder, tmp_path / "out", task=task, data=data, steps=8, learning_rate=3e-3)
     assert done.facts.objectives == {"task": 1.0, "hidden": 1.0, "logits": 1.0}
     assert done.facts.validation == validated
+    assert (done.facts.share, done.facts.sources) == (1, [])  # it is learnt to its end
     losses = [point.loss for point in done.facts.curve[1:]]
     assert losses[-1] < losses[0]
     assert report_of(done.folder).method == "lprod"
@@ -133,6 +132,7 @@ def test_products_of_slices_in_bfloat16_equal_those_in_float32(product: str) -> 
 # Two processes train as one does with twice the batch
 
 
+# The command, with a second process that is late to read the best weights.
 _LATE = """
 import os, time
 from tcompress.__main__ import main
@@ -143,9 +143,6 @@ if os.environ["RANK"] == "1":
     checkpoints.load_file = lambda path: time.sleep(3) or read(path)
 main()
 """
-
-
-"""The command, with a second process that is late to read the best weights."""
 
 
 def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,7 @@ from tcompress.blockwise.output_sampler import VARIANTS, _change_of_likeness
 from tcompress.training import mixing
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.mixing import SHARES, chosen, is_worse
-from tests.support.evaluation import labelled_file
-from tests.support.training import small_classifier, small_encoder, texts, train
+from tests.support.training import small_encoder, texts, train
 
 NEAR = [1.0, 1.2, 0.9, 1.1]
 
@@ -118,41 +117,20 @@ def test_too_little_memory_to_compare(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_what_healing_did_is_told_by_source(tmp_path: Path) -> None:
-    one, other = tmp_path / "one.txt", tmp_path / "two.txt"
-    lines = [f"w{place % 90} w{3 * place % 90} w{place % 7}" for place in range(120)]
-    one.write_text("\n".join(lines[:60]))
-    other.write_text("\n".join(lines[60:]))
+    """Files of one name count apart."""
+    paths = [tmp_path / name for name in ("one.txt", "a/two.txt", "b/two.txt")]
+    lines = [f"w{place % 90} w{3 * place % 90} w{place % 7}" for place in range(180)]
+    for number, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(lines[60 * number :][:60]))
     folder = small_encoder(tmp_path)
-    facts = train(folder, tmp_path / "out", data={"source": [str(one), str(other)]}).facts
+    facts = train(folder, tmp_path / "out", data={"source": [*map(str, paths)]}).facts
     names = [own.name.partition(":")[0] for own in facts.sources]
-    assert names == ["one.txt", "two.txt", "builtin text"]
+    assert names == ["one.txt", "two.txt", "two.txt", "builtin text"]
+    assert len({own.name for own in facts.sources}) == 4
     for own in facts.sources:
         assert own.start is not None
-        assert own.kept is not None
         assert -1 <= own.kept <= 1
-
-
-def test_sources_of_one_name_count_apart(tmp_path: Path) -> None:
-    paths = [tmp_path / part / "train.txt" for part in ("one", "two")]
-    for path in paths:
-        path.parent.mkdir()
-        path.write_text("\n".join(f"w{place} w{place + 1}" for place in range(40)))
-    facts = train(
-        small_encoder(tmp_path), tmp_path / "out", data={"source": [*map(str, paths)]}
-    ).facts
-    assert len({own.name for own in facts.sources}) == 3
-
-
-def test_a_task_is_learnt_to_its_end(tmp_path: Path) -> None:
-    rows = labelled_file(tmp_path / "rows.jsonl", classes=(0, 1))
-    done = train(
-        small_classifier(tmp_path),
-        tmp_path / "out",
-        task="classification",
-        data={"source": [str(rows)]},
-    )
-    assert done.facts.share == 1
-    assert done.facts.sources == []
 
 
 @pytest.mark.parametrize("spread", [1.0, 0.3, 0.01])

@@ -15,6 +15,20 @@ from tcompress.training.schedule import HEALING_RATE
 from tests.support.training import settings, small_encoder, texts, train
 
 
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """Rates that runs choose by trial, one of each run; None where it tries none."""
+    rates: list[float | None] = []
+    inner = loop.tested_rate
+
+    def heard(*arguments: Any) -> float | None:
+        rates.append(inner(*arguments))
+        return rates[-1]
+
+    monkeypatch.setattr(loop, "tested_rate", heard)
+    return rates
+
+
 def _rate(distance: float, batch_size: int = 4) -> float:
     """Of a bowl so far from its bottom, in moves of the highest rate with four examples."""
     value = nn.Parameter(torch.full((3,), distance / MOVES / 2))
@@ -52,37 +66,23 @@ def test_long_runs_may_win_back_what_they_lose(steps: int, rate: float) -> None:
 
 
 def test_healing_tests_its_rate_and_goes_on_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tested: list[float | None]
 ) -> None:
-    rates = []
-    inner = loop.tested_rate
-
-    def heard(*arguments: Any) -> float | None:
-        rates.append(inner(*arguments))
-        return rates[-1]
-
-    monkeypatch.setattr(loop, "tested_rate", heard)
     model, data = small_encoder(tmp_path), texts(tmp_path)
     how = {"warmup": 0.0, "schedule": "constant", "data": data}
     done = train(model, tmp_path / "out", **how)
-    assert rates[0] is not None
-    assert HEALING_RATE / 2**HALVINGS <= rates[0] <= HEALING_RATE
-    assert {point.learning_rate for point in done.facts.curve} == {rates[0]}
+    assert HEALING_RATE / 2**HALVINGS <= tested[0] <= HEALING_RATE
+    assert {point.learning_rate for point in done.facts.curve} == {tested[0]}
     assert settings(**how).learning_rate is None
     for index, given in enumerate(({"learning_rate": 5e-4}, {"stage": "blocks"})):
         train(model, tmp_path / str(index), **how, **given)
-    assert rates[1:] == [None, None]
+    assert tested[1:] == [None, None]
 
 
 def test_what_a_teacher_says_is_not_kept_where_memory_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tested: list[float | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates, asked = [], []
-    inner, loss_on = loop.tested_rate, Losses.loss_on
-
-    def heard(*arguments: Any) -> float | None:
-        rates.append(inner(*arguments))
-        return rates[-1]
+    asked, loss_on = [], Losses.loss_on
 
     def short(self: Losses, order: list[list[int]], *, keeps: bool = True) -> Any:
         asked.append((len(order[0]), keeps))
@@ -90,10 +90,9 @@ def test_what_a_teacher_says_is_not_kept_where_memory_is_short(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return loss_on(self, order, keeps=keeps)
 
-    monkeypatch.setattr(loop, "tested_rate", heard)
     model, data = small_encoder(tmp_path), texts(tmp_path)
     train(model, tmp_path / "enough", data=data)
     monkeypatch.setattr(Losses, "loss_on", short)
     train(model, tmp_path / "out", data=data)
     assert [keeps for _, keeps in asked] == [True, False]
-    assert rates[1] == rates[0]
+    assert tested[1] == tested[0]

@@ -277,12 +277,8 @@ def test_a_decoder_without_padding_token_learns_a_task(tmp_path: Path) -> None:
 
 
 def test_one_class_is_nothing_to_learn(tmp_path: Path) -> None:
-    rows = rows_file(tmp_path / "rows.jsonl", text=sentences(8), label=["good"] * 8)
     with pytest.raises(DataError, match="has one class, `good`: there is nothing to tell apart"):
-        train(
-            encoder(tmp_path / "bert"), tmp_path / "out", task="classification",
-            data={"source": [str(rows)]},
-        )  # fmt: skip
+        train(encoder(tmp_path / "bert"), tmp_path / "out", **_rows(tmp_path, ["good"]))
 
 
 @pytest.mark.slow
@@ -291,14 +287,6 @@ def test_a_head_with_one_output_is_imitated(tmp_path: Path) -> None:
     options = {"objectives": {"logits": 1}, "learning_rate": 3e-3, "steps": 20}
     found = _validations(train(folder, tmp_path / "out", data=texts(tmp_path), **options))
     assert 0 < found[-1] < found[0]
-
-
-@pytest.mark.slow
-def test_columns_joined_without_a_task(tmp_path: Path) -> None:
-    rows = rows_file(tmp_path / "rows.jsonl", one=sentences(9), two=sentences(9))
-    data = {"source": [str(rows)], "columns": {"text": "one+two"}}
-    done = train(small_encoder(tmp_path), tmp_path / "out", data=data, steps=1)
-    assert "one+two" in done.facts.data
 
 
 @pytest.mark.slow

@@ -154,7 +154,6 @@ def test_models_give_the_same_output(
 ) -> None:
     done = cut(folder(kind), data, tmp_path / "cut")
     vocabulary = done.manifest.plan.vocabulary
-    assert vocabulary is not None
     assert vocabulary.required < vocabulary.rows < vocabulary.before - 13
     assert (vocabulary.texts, vocabulary.covered) == (NEEDED, 1.0)
     paths = (folder(kind), done.folder)
@@ -218,10 +217,7 @@ def test_every_family_gives_the_same_output(family: str, tmp_path: Path) -> None
 def test_files_of_old_tokenizers_are_written_too(
     folder: Callable[[str], Path], data: str, tmp_path: Path
 ) -> None:
-    source = tmp_path / "gpt2"
-    source.mkdir()
-    for path in folder("byte-level BPE").iterdir():
-        (source / path.name).write_bytes(path.read_bytes())
+    source = Path(shutil.copytree(folder("byte-level BPE"), tmp_path / "gpt2"))
     settings = json.loads((source / "tokenizer.json").read_text())
     (source / "vocab.json").write_text(json.dumps(settings["model"]["vocab"]))
     merges = [" ".join(pair) for pair in settings["model"]["merges"]]
@@ -253,16 +249,13 @@ def test_all_of_the_data_is_counted(folder: Callable[[str], Path], tmp_path: Pat
 def test_a_number_of_tokens(kind: str, folder: Callable[[str], Path], data: str) -> None:
     def left(vocab: int | str, calibration: str | None = data) -> Vocabulary:
         options: dict[str, Any] = {"vocab": vocab, "calibration": calibration, "method": "none"}
-        found = plan(folder(kind), **options).vocabulary
-        assert found is not None
-        return found
+        return plan(folder(kind), **options).vocabulary
 
     whole = left("data")
     fewer = (whole.rows + whole.required) // 2
     few, more = left(fewer), left(whole.rows + 9)
     assert (few.rows, more.rows) == (fewer, whole.rows + 9)
     assert {*few.ids} < {*whole.ids} < {*more.ids}  # frequent ones of the data, then others
-    assert few.covered is not None
     assert 0.5 < few.covered < 1
     with pytest.raises(PlanError, match=f"at least {whole.required} of"):
         left(whole.required - 1)
@@ -287,8 +280,6 @@ def test_other_tokenizers_and_models_are_refused_by_name(
     with pytest.raises(PlanError, match="no usable tokenizer"):
         cut(words, data, tmp_path / "no")
     save_tokenizer(words)
-    with pytest.raises(PlanError, match="is of the type `WordLevel`"):
-        cut(words, data, tmp_path / "no")
     with edited(words / "tokenizer_config.json") as settings:
         settings["tokenizer_class"] = "CanineTokenizer"
     (words / "tokenizer.json").unlink()
@@ -296,8 +287,6 @@ def test_other_tokenizers_and_models_are_refused_by_name(
         cut(words, data, tmp_path / "no")
     with pytest.raises(PlanError, match="`ViTForImageClassification` has no word embedding"):
         cut(tiny("vit"), None, tmp_path / "no", vocab=50)
-    with pytest.raises(RecipeError, match="keeps what your data needs"):
-        cut(words, None, tmp_path / "no")
     with pytest.raises(RecipeError, match="leaves out tokens of a trained model"):
         cut(words, None, tmp_path / "no", init="random", vocab=50)
     assert not (tmp_path / "no").exists()

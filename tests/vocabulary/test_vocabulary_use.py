@@ -1,12 +1,10 @@
 """Fewer tokens together with everything else: methods, budgets, reports, healing, evaluation."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from tcompress.api import convert, evaluate, plan, sweep
@@ -32,14 +30,10 @@ KIND = "byte-level BPE"
 SVD = {"method": "svd", "target": 0.5}
 
 
-@cache
-def tokenizer() -> Tokenizer:
-    return KINDS[KIND].train(TEXTS[:300], 800)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return KINDS[KIND].folder(tmp_path_factory.mktemp("models") / "gpt2", tokenizer(), padding=13)
+    core = KINDS[KIND].train(TEXTS[:300], 800)
+    return KINDS[KIND].folder(tmp_path_factory.mktemp("models") / "gpt2", core, padding=13)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +61,6 @@ def test_it_goes_with_layers_tables_and_fewer_blocks(
     )
     done = convert(model, output=tmp_path / "all", **said)
     found, vocabulary = done.manifest.plan, done.manifest.plan.vocabulary
-    assert vocabulary is not None
     (entry,) = found.embeddings
     assert entry.out_features == vocabulary.rows
     loaded = AutoModelForCausalLM.from_pretrained(done.folder)
@@ -76,7 +69,6 @@ def test_it_goes_with_layers_tables_and_fewer_blocks(
     dense = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(model).parameters())
     assert report.parameters.total.now == found.parameters - found.saved == count
     assert report.parameters.total.dense == found.parameters == dense
-    assert found.coverage is not None
     assert found.coverage.total == dense
     assert report.bytes_on_disk.dense == SourceModel.open(str(model)).store.total_bytes
     assert loaded(torch.tensor([[1, 2, 3]])).logits.shape[-1] == vocabulary.rows
@@ -96,7 +88,6 @@ def test_budgets_count_it(model: Path, data: str) -> None:
     source = SourceModel.open(str(model))
     size, rows = source.store.total_bytes, source.config.vocab_size
     whole = plan(model, **options(data, method="none")).vocabulary
-    assert whole is not None
     bare = size - (rows - whole.rows) * 32 * 4
     made = plan(model, **options(data, method="svd", target_bytes=bare - 20_000))
     assert made.layers
@@ -107,7 +98,6 @@ def test_budgets_count_it(model: Path, data: str) -> None:
 
 def test_what_is_said_of_it(model: Path, data: str, small: Path, tmp_path: Path) -> None:
     vocabulary = read_manifest(small).plan.vocabulary  # type: ignore[union-attr]
-    assert vocabulary is not None
     said = ["convert", model, "--vocab", "data", "--calib", data]
     shown = worked(*said, "--dry-run", "-o", tmp_path / "no").lines
     line = next(line for line in shown if line.startswith("vocabulary "))
@@ -122,18 +112,14 @@ def test_a_teacher_reads_the_tokens_of_its_student(
     model: Path, small: Path, data: str, tmp_path: Path
 ) -> None:
     teacher = find_teacher("source", read_manifest(small))
-    assert teacher is not None
     taught, student = load_model(teacher), load_model(SourceModel.open(str(small)))
     ids = torch.arange(60)[None]
     with torch.no_grad():
         assert torch.equal(taught(ids).logits, student(ids).logits)
-    named = find_teacher(str(model), read_manifest(small))
-    assert named is not None
-    assert named.vocabulary == teacher.vocabulary
+    assert find_teacher(str(model), read_manifest(small)).vocabulary == teacher.vocabulary
     healed = train(small, tmp_path / "healed", data={"source": [data]})
-    start = healed.facts.curve[0].validation
-    assert start is not None
-    assert start < 1e-4  # it says what its teacher says, whose outputs are kept in 16 bits
+    # It says what its teacher says, whose outputs are kept in 16 bits.
+    assert healed.facts.curve[0].validation < 1e-4
     assert read_manifest(healed.folder).plan.vocabulary == teacher.vocabulary  # type: ignore[union-attr]
 
 
@@ -144,7 +130,6 @@ def test_models_with_other_tokens_are_compared_where_they_can_be(
     _, known = evaluate([model, small], "perplexity", data, save=False, **settings)
     metrics = {metric.name: metric for metric in known.metrics}
     assert metrics["agreement"].value > 0.9  # of the tokens that are left
-    assert metrics["perplexity"].difference is not None
     assert metrics["perplexity"].difference.value < 0  # shared among fewer tokens
     others = text_file(tmp_path / "others.txt", TEXTS[300:340])
     _, unknown = evaluate([model, small], "perplexity", others, save=False, **settings)

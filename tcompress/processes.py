@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
-from tcompress.errors import PlanError, ProcessError
+from tcompress.errors import PlanError, ProcessError, TCompressError
 
 if TYPE_CHECKING:  # places are looked at before anything is imported that takes seconds
     import torch
@@ -87,11 +87,20 @@ def joined(device: torch.device) -> Iterator[None]:
         # Or as who called has set it up.
         PartialState(cpu=device.type == "cpu", timeout=PATIENCE)
         # Tensors travel by way of the CPU, whatever the processes compute on.
-        token = _group.set(dist.new_group(backend="gloo", timeout=PATIENCE))
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+    lost = True  # where a process is stopped amid something, to part would wait for the others
     try:
-        yield
+        with _within(group):
+            yield
+        lost = False
+    except TCompressError as error:
+        lost = isinstance(error, ProcessError)
+        raise
     finally:
-        _group.reset(token)
+        # Threads of gloo that still hold tensors abort an interpreter that ends (PyTorch #179291).
+        if not lost and dist.is_initialized():
+            with suppress(ValueError):  # healing has parted already
+                dist.destroy_process_group(group)
 
 
 def count() -> int:

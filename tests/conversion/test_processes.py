@@ -112,8 +112,8 @@ def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) 
     assert process.returncode != 0
     assert not (tmp_path / "cut" / "svd").exists()
     again = _launch(2, *arguments, str(tmp_path / "cut"))
-    again.communicate(timeout=120)
-    assert again.returncode == 0
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
     assert _checksums(tmp_path / "cut") == _checksums(tmp_path / "whole")
 
 

@@ -49,7 +49,7 @@ def source(tiny: Callable[[str], Path]) -> Path:
 
 # Where to kill, without and with data, and whether a line of the journal was written by then.
 MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
-    (False, ("writing", 1), False),  # the first tensor of the first file
+    (False, ("writing", 1), True),  # the first tensor of the first file
     (False, ("writing", 40), True),  # inside a later file
     (False, "tcompress.conversion.converter.write_index", True),
     (False, "tcompress.conversion.outputs.write_manifest", True),

@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "tcompress"
 # What each package, or module beside the packages, may import of its siblings.
 FOUNDATION = {
     "errors", "files", "progress", "linalg", "structures", "attention", "models", "roles",
-    "options", "fields", "project", "processes", "stage_times", "memory",
+    "options", "fields", "project", "processes", "memory",
 }  # fmt: skip
 BLOCKWISE = FOUNDATION | {"planning", "data", "artifact", "hf", "blockwise"}
 APPLICATION = BLOCKWISE | {"conversion", "vocabulary"}
@@ -26,14 +26,13 @@ ALLOWED: dict[str, set[str]] = {
     "files": {"errors"},
     "progress": set(),
     "processes": {"errors"},
-    "stage_times": {"progress"},
     "memory": set(),
     "linalg": {"errors", "memory"},
     "fields": set(),
     "project": set(),
     "structures": {"errors", "linalg", "fields"},
     "attention": {"errors", "linalg", "structures", "roles", "fields"},
-    "models": {"errors", "files", "project", "linalg", "stage_times"},
+    "models": {"errors", "files", "project", "linalg", "progress"},
     "roles": {"errors"},
     "options": {"errors", "files", "models", "fields", "structures", "attention", "project"},
     "planning": {"errors", "linalg", "structures", "attention", "models", "roles", "options"},
@@ -63,7 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "evaluation": FOUNDATION - {"linalg"} | {"planning", "data", "artifact", "hf", "exports"},
     "reporting": {
         "errors", "files", "fields", "structures", "attention", "models", "roles", "options",
-        "planning", "artifact", "conversion", "stage_times",
+        "planning", "artifact", "conversion", "progress",
     },
     "runtimes": {"errors", "project"},
     "exports": FOUNDATION | {

@@ -33,8 +33,8 @@ from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import ProductSum, centre_of, is_finite, multipliable, token_weights
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
+from tcompress.progress import BACKWARD, FORWARD, MOMENTS, timed
 from tcompress.roles import Block, Layer, Roles
-from tcompress.stage_times import BACKWARD, FORWARD, MOMENTS, timed
 from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 # Random directions of what the model is used for are propagated back through the dense model

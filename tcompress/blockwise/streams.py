@@ -22,9 +22,9 @@ from tcompress.attention.visibility import Visible
 from tcompress.errors import DataError, SourceError
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel, read_finite, tell_padding
+from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
-from tcompress.stage_times import FORWARD, timed
 
 
 class PartialModel:

@@ -40,9 +40,8 @@ from tcompress.options import Bench, Convert
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.progress import Progress, Silent
+from tcompress.progress import Progress, Silent, StageTimes
 from tcompress.search.search import Statistics
-from tcompress.stage_times import StageTimes
 from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 

@@ -43,8 +43,8 @@ from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, read_finite
 from tcompress.planning.costs import path_of
 from tcompress.planning.entries import AttentionPlan, FactorsKey, LayerPlan
+from tcompress.progress import MOMENTS, timed
 from tcompress.roles import Block
-from tcompress.stage_times import MOMENTS, timed
 from tcompress.structures.modules.experts import (
     StructuredExperts,
     activated,

@@ -29,7 +29,7 @@ from tcompress.linalg.moments import LARGEST, SMALLEST
 from tcompress.models.keymap import CPU
 from tcompress.planning.entries import DepthPlan, FactorsKey, Plan
 from tcompress.processes import by_first
-from tcompress.stage_times import Seconds
+from tcompress.progress import Seconds
 
 KINDS = ("inputs", "curvature", "tokens", "channels")
 TRIALS = "trials"  # folder, within the working folder, of conversions that are tried out

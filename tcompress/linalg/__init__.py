@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from tcompress.linalg.channels import *  # noqa: F403
     from tcompress.linalg.fits import *  # noqa: F403
     from tcompress.linalg.moments import *  # noqa: F403
-    from tcompress.linalg.precision import *  # noqa: F403
     from tcompress.linalg.rounding import *  # noqa: F403
     from tcompress.linalg.tensortrain import *  # noqa: F403
     from tcompress.linalg.transforms import *  # noqa: F403
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from tcompress.linalg.tuckerfit import *  # noqa: F403
 
 _FILES = (
-    *("moments", "fits", "channels", "rounding", "calibrated", "precision"),
+    *("moments", "fits", "channels", "rounding", "calibrated"),
     *("transforms", "tensortrain", "ttfit", "tuckerfit"),
 )
 

@@ -1,11 +1,14 @@
-"""Fits of slices in the norm of the data, and of any weight in the norm of the model's loss."""
+"""Fits of slices in the norm of the data, and of any weight in the norm of the model's loss.
+
+Everything is fitted and compared in float64, which not all devices have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import log2
 
 import torch
@@ -13,6 +16,26 @@ from torch import Tensor
 
 from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened, with_ridge
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
+
+
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64: `mps` does not, nor do all `xpu`."""
+    return device.type in ("cpu", "cuda", "meta") or _has_float64(device.type)
+
+
+@cache
+def _has_float64(kind: str) -> bool:
+    try:
+        torch.ones(1, dtype=torch.float64, device=kind).add(1)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """Copy a tensor to float64, on the CPU where its own device has none."""
+    return (tensor if has_float64(tensor.device) else tensor.cpu()).double()
+
 
 # Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.
 #

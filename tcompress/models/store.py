@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tcompress.errors import SourceError, after_colon, first_line, folder_content, listed, read_json
 from tcompress.linalg.rounding import Packed, Rounding, read_header, unpack
 from tcompress.models.names import NO_ONNX
-from tcompress.stage_times import READING, timed
+from tcompress.progress import READING, timed
 
 if TYPE_CHECKING:
     import torch

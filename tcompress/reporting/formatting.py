@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from tcompress.stage_times import COMPUTING, Seconds, by_stage
+from tcompress.progress import COMPUTING, Seconds, by_stage
 
 if TYPE_CHECKING:
     from rich.table import Table

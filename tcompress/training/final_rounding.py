@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tcompress.linalg.precision import in_float64
+from tcompress.linalg.fits import in_float64
 from tcompress.linalg.rounding import Rounding, rounded
 from tcompress.structures import Target, structure
 from tcompress.structures.base import RoundsInNorm, dense_of

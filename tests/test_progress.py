@@ -4,9 +4,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tcompress.progress import Silent
+from tcompress.progress import FORWARD, READING, Seconds, Silent, StageTimes, by_stage, timed
 from tcompress.reporting.formatting import stages_text
-from tcompress.stage_times import FORWARD, READING, Seconds, StageTimes, by_stage, timed
 
 
 @pytest.fixture

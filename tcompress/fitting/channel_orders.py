@@ -139,7 +139,7 @@ def completed(
         if any(entry is None for entry in members):
             continue
         written = [
-            (entries[layer.weight_name].key, part.name, coupling.written(part, 0).size)
+            (entries[layer.weight_name].key, part.name, coupling.channels(part.size, 0).size)
             for layer, part in coupling.writers
         ]
         narrow = any(entry.is_narrow for entry in members if entry)

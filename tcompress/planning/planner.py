@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -54,48 +54,8 @@ from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
 
-Split = tuple[str, str]  # an output split: weight name in the checkpoint, and name of the split
-
-
-@dataclass
-class SharingGroups:
-    """Weights by the factors that they share, which are sized for all that use them."""
-
-    left_out: set[str] = field(default_factory=set)  # weights that turned out to stay dense
-    _keys: dict[Split, Hashable] = field(default_factory=dict)
-    _weights: set[str] = field(default_factory=set)
-    _members: dict[Hashable, list[Site]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, split: Split, site: Site, key: Hashable, weight: str) -> None:
-        """Note what a split of a weight, called `weight` in the model, would share."""
-        if weight not in self.left_out:
-            self._keys[split] = key
-            self._weights.add(weight)
-            self._members[key].append(site)
-
-    def site(self, split: Split, site: Site) -> Site:
-        """Return a site with all of its sharing group."""
-        key = self._keys.get(split)
-        return site if key is None else replace(site, sharing_sites=tuple(self._members[key]))
-
-    def without(self, refused: Iterable[str]) -> SharingGroups | None:
-        """Return empty groups that leave out what was refused; None if all members were taken."""
-        lost = self._weights & set(refused)
-        return SharingGroups(self.left_out | lost) if lost else None
-
-    def owned(self, layers: Iterable[LayerPlan]) -> Iterator[LayerPlan]:
-        """Make the first layer of a group own what it shares, and the others refer to it."""
-        owners: dict[Hashable, str] = {}
-        for entry in layers:
-            borrowed: dict[str, str] = {}
-            for part in entry.parts:
-                for layout in part.terms:
-                    if (shared := shared_of(layout)) is not None:
-                        key = self._keys[entry.key, part.name]
-                        borrowed[shared.name] = owners.setdefault(key, entry.name)
-            referred = {name: owner for name, owner in borrowed.items() if owner != entry.name}
-            yield entry.model_copy(update={"bank_of": referred}) if referred else entry
-
+_OF_LAYER = ("parameter", "role", "kind", "bias", "experts", "transposed", "axes")
+"""Fields that a plan has of a layer."""
 
 KEPT = "kept dense by the recipe"
 STAYS = "the budget is better spent on keeping it dense"
@@ -106,64 +66,89 @@ class _Planner:
     recipe: Convert
     source: SourceModel
     roles: Roles
-    unused: frozenset[str] = frozenset()
+    unused: frozenset[str]
     layers: list[LayerPlan] = field(default_factory=list)
     skipped: list[SkippedLayer] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
-    groups: SharingGroups = field(default_factory=SharingGroups)
-    writes: dict[Split, Channels] = field(default_factory=dict)  # by name in the model
+    # By name of the weight in the model, and those of its output splits.
+    choices: dict[str, tuple[str, Choice]] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
     reads: dict[str, Channels] = field(default_factory=dict)
+    writes: dict[tuple[str, str], Channels] = field(default_factory=dict)
+    sharing: dict[tuple[str, str], Hashable] = field(default_factory=dict)
+    members: dict[Hashable, list[Site]] = field(default_factory=dict)  # that share equal factors
 
     def run(self) -> None:
         """Plan all layers; again without those that then did not take what they would share."""
         for block in self.roles.blocks:
+            for layer in block.layers:
+                self._choose(layer)
             for coupling in couplings(block):
                 self._narrow(coupling)
-        groups: SharingGroups | None = self.groups
-        while groups is not None:
-            self.groups, self.layers, self.skipped = groups, [], []
-            self._ask_what_is_shared()
+        alone: set[str] = set()  # weights that turned out to stay dense
+        while True:
+            self.layers, self.skipped = [], []
+            self._note_what_is_shared(alone)
             for block in self.roles.blocks:
                 for group in block.groups:
                     self._plan_group(block, group)
-            groups = self.groups.without(item.name for item in self.skipped)
-        self.layers = list(self.groups.owned(self.layers))
+            lost = {item.name for item in self.skipped} & {weight for weight, _ in self.sharing}
+            if not lost:
+                break
+            alone |= lost
+        self.layers = list(self._owned())
 
-    def _ask_what_is_shared(self) -> None:
-        rules = (rule.method for rule in self.recipe.layers)
-        if not any(method.shares_factors for method in (self.recipe.method, *rules) if method):
+    def _choose(self, layer: Layer) -> None:
+        """Find a layer's name in the checkpoint, and what it becomes."""
+        if layer.weight_name in self.unused:
             return
+        try:
+            self.choices[layer.weight_name] = self._choice_of(layer)
+        except Refusal as refusal:
+            self.refused[layer.weight_name] = refusal
+
+    def _note_what_is_shared(self, alone: Collection[str]) -> None:
+        """Group weights by the factors that they share, which are sized for all that use them."""
+        self.sharing, self.members = {}, {}
+        names = self.choices.keys() - alone
         pairs = ((block, layer) for block in self.roles.blocks for layer in block.layers)
         for block, layer in pairs:
-            if layer.weight_name in self.unused:
-                continue
-            try:
-                name, choice = self._choice_of(layer)
-            except Refusal:
-                continue
-            kind = structure_of(choice.method)
             # Experts use none: their moments differ, and one module applies them.
-            if layer.kind == "experts" or not isinstance(kind, SharesFactors):
+            if layer.kind == "experts" or layer.weight_name not in names:
+                continue
+            _, choice = self.choices[layer.weight_name]
+            kind = structure_of(choice.method)
+            if not isinstance(kind, SharesFactors):
                 continue
             for part in layer.parts:
                 site = site_of(block, layer, part)
-                key = kind.sharing_group(choice.method, site)
-                if key is not None:
-                    split = (f"{name}.{layer.parameter}", part.name)
-                    sharing = (choice.method, choice.residual_rank, choice.target, key)
-                    self.groups.add(split, site, sharing, layer.weight_name)
+                factors = kind.sharing_group(choice.method, site)
+                if factors is not None:
+                    key = (choice.method, choice.residual_rank, choice.target, factors)
+                    self.sharing[layer.weight_name, part.name] = key
+                    self.members.setdefault(key, []).append(site)
+
+    def _owned(self) -> Iterator[LayerPlan]:
+        """Make the first layer of a group own what it shares, and the others refer to it."""
+        owners: dict[Hashable, str] = {}
+        for entry in self.layers:
+            borrowed: dict[str, str] = {}
+            for part in entry.parts:
+                for shared in filter(None, map(shared_of, part.terms)):
+                    key = self.sharing[path_of(self.source, entry), part.name]
+                    borrowed[shared.name] = owners.setdefault(key, entry.name)
+            referred = {name: owner for name, owner in borrowed.items() if owner != entry.name}
+            yield entry.model_copy(update={"bank_of": referred}) if referred else entry
 
     def _narrow(self, coupling: Coupling) -> None:
         """Make channels fewer, where the recipe asks for it and all layers around may change."""
-        try:
-            choices = [self._choice_of(layer)[1] for layer in coupling.layers]
-        except Refusal:
-            return
-        if any(layer.weight_name in self.unused for layer in coupling.layers):
+        names = [layer.weight_name for layer in coupling.layers]
+        if not self.choices.keys() >= {*names}:
             return
         recipe = self.recipe
         target = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
+        choices = [self.choices[name][1] for name in names]
         fractions = [c.target for c in choices if c.method.narrows and c.target]
         if target is None and not recipe.fixes_width and fractions:
             target = min(fractions)
@@ -171,9 +156,10 @@ class _Planner:
         if size == coupling.size:
             return
         for layer, part in coupling.writers:
-            self.writes[layer.weight_name, part.name] = coupling.written(part, size)
+            self.writes[layer.weight_name, part.name] = coupling.channels(part.size, size)
         if coupling.reader is not None:
-            self.reads[coupling.reader.weight_name] = coupling.read(size)
+            left = coupling.channels(coupling.reader.in_features, size)
+            self.reads[coupling.reader.weight_name] = left
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
         """Plan the layers that read one input."""
@@ -212,10 +198,11 @@ class _Planner:
         names = matched_names(source, layer)
         if left_out(names, recipe.keep, recipe.only):
             raise Refusal(KEPT)
-        choice: Choice | None = _usual(recipe)
+        usual = _usual(recipe)
+        choice: Choice | None = usual
         for rule in recipe.layers:
             if matches(rule.match, names):
-                base = choice or _usual(recipe)
+                base = choice or usual
                 rank = base.residual_rank if rule.residual_rank is None else rule.residual_rank
                 ruled = Choice(rule.method or base.method, rank, rule.target or base.target)
                 choice = None if rule.keep else ruled
@@ -224,37 +211,30 @@ class _Planner:
         return name, choice
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
-        name, choice = self._choice_of(layer)
-        stored = f"{name}.{layer.parameter}"
+        if layer.weight_name in self.refused:
+            raise self.refused[layer.weight_name]
+        name, choice = self.choices[layer.weight_name]
         calibrated = not self.recipe.calibration.is_none
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
         reads, parts = self.reads.get(layer.weight_name), []
         for part in layer.parts:
-            written = self.writes.get((layer.weight_name, part.name))
-            site = self.groups.site((stored, part.name), site_of(block, layer, part))
+            split = (layer.weight_name, part.name)
+            written = self.writes.get(split)
+            site = site_of(block, layer, part)
             narrow = replace(
                 site,
                 in_features=reads.left if reads else site.in_features,
                 out_features=written.left if written else site.out_features,
+                sharing_sites=tuple(self.members.get(self.sharing.get(split), ())),
             )
             terms = plan_terms(
                 _of_dense(choice, site, narrow), narrow, readers, copies, calibrated=calibrated
             )
             parts.append(PartLayout(name=site.role, terms=terms, channels=written))
-        entry = LayerPlan(
-            name=name,
-            parameter=layer.parameter,
-            block=self.source.keymap.checkpoint_prefix(block.name),
-            role=layer.role,
-            kind=layer.kind,
-            bias=layer.bias,
-            experts=layer.experts,
-            transposed=layer.transposed,
-            axes=layer.axes,
-            parts=tuple(parts),
-            reads=reads,
-        )
+        facts = {field: getattr(layer, field) for field in _OF_LAYER}
+        path = self.source.keymap.checkpoint_prefix(block.name)
+        entry = LayerPlan(name=name, block=path, parts=tuple(parts), reads=reads, **facts)
         share = kept_share(entry, sharing)
         if share > 1 or (share == 1 and not (is_refitted(entry) and calibrated)):
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
@@ -262,7 +242,7 @@ class _Planner:
             raise Refusal(reason, f"choose a smaller rank{larger}")
         for planned in parts:
             note = choice.method.clipped(planned.terms[0])
-            self.clipped |= {stored: note} if note else {}
+            self.clipped |= {entry.key: note} if note else {}
         return entry
 
 
@@ -496,10 +476,8 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     names: dict[Tensor, list[str]] = {}  # by their identity
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    runtime = source.keymap.runtime_name
     rewritten = {path_of(source, entry) for entry in plan.entries}
-    layers = [layer.name for entry in plan.attention for layer in entry.unused]
-    unused = {runtime(name) or name for name in layers}
+    unused = {module_path(source, item.name) for entry in plan.attention for item in entry.unused}
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
@@ -507,8 +485,8 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     placed = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
     paths = [name.split(".") for name in placed]
     above = {".".join(steps[:depth]) for steps in paths for depth in range(1, len(steps))}
-    counts = dict.fromkeys(("rewritten", "replaced", "embeddings", "norms"), 0)
-    dense: dict[tuple[str, str], int] = {}
+    counts: Counter[str] = Counter(vocabulary=source.rows_gone)
+    dense: Counter[tuple[str, str]] = Counter()
     for tensor, aliases in names.items():
         size = tensor.numel()
         if rewritten.intersection(aliases):
@@ -522,11 +500,11 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
         else:
             why = (reasons.get(name) or reasons.get(name.rpartition(".")[0]) for name in aliases)
             role, reason = next((item for item in why if item), ("", ""))
-            label = role or _label(aliases[0], above)
-            dense[label, reason] = dense.get((label, reason), 0) + size
-    listed = sorted(dense.items(), key=lambda item: -item[1])
-    stays = tuple(DenseWeights(name=n, parameters=size, reason=why) for (n, why), size in listed)
-    counts["vocabulary"] = source.rows_gone
+            dense[role or _label(aliases[0], above), reason] += size
+    stays = tuple(
+        DenseWeights(name=name, parameters=size, reason=why)
+        for (name, why), size in dense.most_common()
+    )
     total = sum(tensor.numel() for tensor in names) + source.rows_gone
     return plan.model_copy(update={"coverage": Coverage(total=total, left=stays, **counts)})
 

@@ -392,16 +392,8 @@ class Coupling:
         goes = self.kind == "neurons" and self.writers[0][0].kind != "experts"
         return [*range(0 if goes else self.step, self.size, self.step), self.size]
 
-    def written(self, part: Part, size: int) -> Channels:
-        """Channels of a writer's part where so many stay."""
-        return self._channels(part.size, size)
-
-    def read(self, size: int) -> Channels:
-        """Channels of the reader where so many stay."""
-        assert self.reader is not None
-        return self._channels(self.reader.in_features, size)
-
-    def _channels(self, width: int, size: int) -> Channels:
+    def channels(self, width: int, size: int) -> Channels:
+        """Channels of a part, or of the reader's input, of this width where so many stay."""
         padded = self.kind != "neurons"
         if self.kind == "heads":
             return Channels(groups=1, size=width, kept=size * width // self.size, padded=padded)

@@ -78,9 +78,11 @@ def forms_of(
             if count == coupling.size:
                 continue
             if coupling.reader == layer:
-                reads = coupling.read(count)
+                reads = coupling.channels(layer.in_features, count)
             written |= {
-                p.name: coupling.written(p, count) for w, p in coupling.writers if w == layer
+                part.name: coupling.channels(part.size, count)
+                for writer, part in coupling.writers
+                if writer == layer
             }
         parts = []
         for part in layer.parts:

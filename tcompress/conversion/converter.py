@@ -24,9 +24,9 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.workplace import check_apart, check_output, identity_of
 from tcompress.blockwise.comparison import OutputComparison
 from tcompress.conversion.choosing import choose
+from tcompress.conversion.estimate import check_room
 from tcompress.conversion.model_fits import Conversion, Fits, fit
 from tcompress.conversion.outputs import Outputs, check_written, write_rest
-from tcompress.conversion.room import check_room
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import InputError
 from tcompress.fitting.layer_fits import BlockResult
@@ -130,8 +130,7 @@ def convert(
             workdir.discard()
             return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
-        room = (plan, source, recipe, workdir, conversion.device, times.tell)
-        processes.first(lambda: check_room(*room))
+        processes.first(lambda: check_room(conversion, workdir))
         conversion, outputs = choose(conversion, workdir)
         # Fits are kept until what they yield is written.
         sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)

@@ -1,4 +1,4 @@
-"""What a conversion will take: memory, disk and time, from shapes alone.
+"""What a conversion will take: memory, disk and time, from shapes alone; whether there is room.
 
 Disk is exact but for the headers of files. Memory counts what comes on top of the interpreter with
 its libraries, and is meant to be right within a third. Without data it is what the fit of one group
@@ -12,8 +12,9 @@ longest length allowed; pictures and sounds have as many as their model makes of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import prod
 
@@ -22,29 +23,28 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.blockwise.streams import room_on
-from tcompress.conversion.model_fits import TRIAL_SAMPLES
+from tcompress.conversion.model_fits import TRIAL_SAMPLES, Conversion
 from tcompress.conversion.outputs import groups_of
 from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, scores_of
+from tcompress.errors import DiskError
+from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group
+from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.opening import multiplies_bfloat16, pick_device
 from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
+from tcompress.memory import free_memory
 from tcompress.models import SourceModel
 from tcompress.options import Calibration, Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import STAND_IN, copied_keys, disk_bytes, weight_bytes
 from tcompress.planning.depth import cut_to
 from tcompress.planning.entries import Plan
-from tcompress.planning.sites import couplings, offered_by, roles_of
+from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.search.substitution import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
-from tcompress.structures.base import (
-    SIDES,
-    SharesFactors,
-    structure,
-    transform_shapes,
-)
+from tcompress.structures.base import SIDES, SharesFactors, structure, transform_shapes
 from tcompress.structures.flops import FitCost, fit_cost, svd_flops
 
 TOKENS = 20
@@ -57,6 +57,9 @@ BFLOAT16 = 0.4
 """Of the time of passes in float32, what they take in bfloat16, where it is multiplied fast."""
 EMULATED = 3.5
 """The same on processors that have no such products."""
+
+FEWEST_SAMPLES = 32
+"""No fewer samples are proposed to whom room is lacking."""
 
 _STEPS = 100  # of the fit of a transform
 _SMALL_PRODUCTS = 60  # operations in a step for each generator and row that it turns, with waiting
@@ -79,144 +82,183 @@ class Estimate(BaseModel):
     candidates: int = 0  # to be tried, each alone in the dense model
 
 
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """A conversion, and the calibration data that it reads. Use `_Work.of`."""
+
+    plan: Plan
+    source: SourceModel  # with the blocks that stay
+    recipe: Convert
+    samples: int
+    length: int  # tokens of a sample
+
+    @classmethod
+    def of(cls, plan: Plan, source: SourceModel, recipe: Convert) -> _Work:
+        source = cut_to(source, plan.depth) if plan.depth else source
+        widest = max((entry.in_features for entry in plan.layers), default=0)
+        return cls(plan, source, recipe, *_data(source, recipe.calibration, widest))
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.length
+
+    @property
+    def calibrated(self) -> bool:
+        return self.tokens > 0
+
+    @property
+    def weighs(self) -> bool:
+        """True where the sensitivity of layers is measured."""
+        return self.calibrated and self.recipe.measures_sensitivity
+
+    @cached_property
+    def block_sizes(self) -> dict[str, int]:
+        """Parameters of every block with planned layers, by path."""
+        paths = dict.fromkeys(module_path(self.source, entry.block) for entry in self.plan.layers)
+        model = self.source.keymap.model
+        return {path: _parameters(model.get_submodule(path)) for path in paths}
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those of them that are no layers outside of all blocks."""
+        return [block for block in roles_of(self.source).blocks if block.name in self.block_sizes]
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output head, which passes run through to the end."""
+        head = self.source.keymap.model.get_output_embeddings()  # type: ignore[operator]
+        return 0 if head is None else _parameters(head)
+
+    @property
+    def pass_share(self) -> float:
+        """What a pass takes, of one in float32."""
+        if self.recipe.calibration.mixed_precision == "no":
+            return 1.0
+        slow = pick_device(self.recipe.device).type == "cpu" and not multiplies_bfloat16()
+        return EMULATED if slow else BFLOAT16
+
+
 def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
-    """Estimates what a conversion will take; no weight is read."""
+    """Estimate what a conversion will take; no weight is read."""
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
-    source = cut_to(source, plan.depth) if plan.depth else source
-    widest = max((entry.in_features for entry in plan.layers), default=0)
-    samples, length = _data(source, recipe.calibration, widest)
-    tokens = samples * length
-    groups = groups_of(plan.layers)
-    fits = [_fit_memory(group, source, calibrated=tokens > 0) for group in groups]
+    work = _Work.of(plan, source, recipe)
+    source, groups = work.source, groups_of(plan.layers)
+    fits, shared, orders = (
+        [_fit_cost(group, work) for group in groups],
+        _shared(work),
+        _orders(work),
+    )
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
-    shared = _shared_costs(plan, calibrated=tokens > 0)
-    orders = _orders(plan, source, recipe, calibrated=tokens > 0)
-    memory = max([copied, *fits, *(cost.bytes for cost in orders)])
-    weighs = tokens > 0 and recipe.measures_sensitivity
-    flops = sum(_fit_flops(group, calibrated=tokens > 0, curved=weighs) for group in groups)
-    flops += sum(cost.flops for cost in orders)
-    scratch = sum(entry.parameters * (weight_bytes(source, entry, None)) for entry in plan.layers)
+    memory = max([copied, *(cost.bytes for cost in (*fits, *orders))])
+    flops = sum(cost.flops for cost in fits) + sum(cost.flops for cost in orders)
+    scratch = sum(entry.parameters * weight_bytes(source, entry, None) for entry in plan.layers)
     walks = 0  # through the whole model
-    if tokens and groups:
-        size = _walk(plan, source, recipe, samples, length)
-        moments = [_moments_memory(group, curved=weighs) for group in groups]
-        memory = size.fitting + max(map(sum, zip(fits, moments, strict=True)))
-        walk_flops = _walk_flops(plan, source, groups, tokens, _pass_share(recipe))
-        walks = 3 if weighs else 1
-        if weighs:
+    if work.calibrated and groups:
+        size = _walk(work, groups)
+        pairs = zip(fits, groups, strict=True)
+        memory = size.fitting + max(fit.bytes + _moments_memory(g, work) for fit, g in pairs)
+        walks = 1
+        if work.weighs:
             memory = max(memory, size.statistics)
             scratch = max(scratch + size.kept, size.inputs)
-            walks += recipe.by_loss
+            walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
-            flops += min(len(singles), _TRIED) * part * (flops + walk_flops)
-        flops += walk_flops
-        if weighs or shared:
+            flops += min(len(singles), _TRIED) * part * (flops + size.fitting_flops)
+        flops += size.fitting_flops
+        if work.weighs or shared:
             flops += size.statistics_flops
             flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
+    dropping = _dropping(work)
     tables = [44 * entry.dense_parameters for entry in plan.embeddings]
-    memory = max([memory, *tables, *(cost.bytes for cost in shared)])
-    flops += sum(cost.flops for cost in shared)
-    if plan.depth is not None and plan.depth.chosen == "later":
-        blocks = plan.depth.blocks
-        differs = tokens * min(1, SAMPLES / recipe.calibration.count)
-        width = getattr(source.config.get_text_config(), "hidden_size", 0)
-        weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
-        memory = max(memory, weights + min(MOST_BYTES, int(4 * differs * width * (blocks + 1))))
-        # For each block that is dropped, half of what is left as often as there are blocks left.
-        passes = sum(left / 2 for left in range(plan.depth.kept + 1, blocks + 1))
-        flops += 2 * plan.block_parameters * passes * differs
+    memory = max([memory, *tables, *(cost.bytes for cost in (*shared, dropping))])
+    flops += sum(cost.flops for cost in (*shared, dropping))
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
-    tried = _tried_alone(source, recipe, plan) if tokens else []
-    flops += sum(flops for _, flops in tried)
+    candidates, flops_alone = _tried_alone(work)
     disk = disk_bytes(source, plan, recipe.dtype)
     read = source.store.total_bytes * (1 + walks)
     moved = (read + 2 * scratch + disk) / _DISK_SPEED
     return Estimate(
         memory_bytes=memory + random,
         disk_bytes=disk,
-        seconds=round(flops / _speed(recipe.device) + moved, 1),
+        seconds=round((flops + flops_alone) / _speed(recipe.device) + moved, 1),
         scratch_bytes=scratch,
         read_bytes=read,
-        candidates=sum(count for count, _ in tried),
+        candidates=candidates,
     )
 
 
-def _tried_alone(source: SourceModel, recipe: Convert, plan: Plan) -> list[tuple[int, float]]:
-    """Candidates of every block that are tried in the dense model, and their operations.
+def _tried_alone(work: _Work) -> tuple[int, float]:
+    """Number of candidates that are tried in the dense model, and their operations.
 
     They are fitted to some samples, whose moments are summed up for each, and all that comes after
     the block runs on some others.
     """
-    if not recipe.by_loss or recipe.attention is not None or recipe.method is None:
-        return []
-    budget, method = plan.budget, recipe.method
+    recipe, source, data = work.recipe, work.source, work.recipe.calibration
+    candidates, flops = 0, 0.0
+    method = recipe.method
+    if not work.calibrated or not recipe.by_loss or recipe.attention is not None or method is None:
+        return candidates, flops
+    budget = work.plan.budget
     fraction = budget.fraction if budget and budget.asked.is_size else STAND_IN
-    timed = recipe.counts_time
-    names = [method.name]
+    names: Collection[str] = [method.name]
     if isinstance(method, AutoSpec):
-        names = [*offered_by(method, fraction, timed=timed)]
-    roles, keymap = roles_of(source), source.keymap
-    attentions = attentions_of(keymap.model, roles)
-    own = recipe.calibration
-    text = _tokens(own)
-    count = own.count
-    fitted = text * min(FITTED, round(count * (1 - own.holdout)))
-    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(count * own.holdout))))
-    planned = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
-    some = some_of([own.name for own in reversed(roles.blocks) if own.name in planned])
-    found, after = list[tuple[int, float]](), 0
-    head, share = _head_parameters(source), _pass_share(recipe)
+        names = offered_by(method, fraction, timed=recipe.counts_time)
+    roles, model = roles_of(source), source.keymap.model
+    attentions = attentions_of(model, roles)
+    text = _tokens(data)
+    fitted = text * min(FITTED, round(data.count * (1 - data.holdout)))
+    judged = min(JUDGED_TOKENS, text * min(JUDGED, max(1, round(data.count * data.holdout))))
+    some = some_of([block.name for block in reversed(work.blocks)])
+    after = 0  # parameters of the blocks behind
     for block in reversed(roles.blocks):
-        size = _parameters(keymap.model.get_submodule(block.name))
+        size = _parameters(model.get_submodule(block.name))
         if block.name in some:
             count = count_of(block, names, fraction, attentions)
-            passed = share * (size * fitted + (size + after) * judged) + head * judged
-            found.append((count, 2.0 * count * passed))
+            passed = work.pass_share * (size * fitted + (size + after) * judged)
+            candidates += count
+            flops += 2.0 * count * (passed + work.head_parameters * judged)
         after += size
-    return found
+    return candidates, flops
 
 
-def _fit_memory(group: Group, source: SourceModel, *, calibrated: bool) -> int:
-    layouts = [layout for entry in group for part in entry.parts for layout in part.terms]
-    terms = max(len(part.terms) for entry in group for part in entry.parts)
-    total = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
-    total += max(fit_cost(layout, calibrated=calibrated).bytes for layout in layouts)
+def _fit_cost(group: Group, work: _Work) -> FitCost:
+    """Cost of the fits of a group, with roots of moments, products with them, and errors."""
+    parts = [(entry, part) for entry in group for part in entry.parts]
+    layouts = [layout for _, part in parts for layout in part.terms]
+    terms = max(len(part.terms) for _, part in parts)
+    size = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
+    size += max(fit_cost(layout, calibrated=work.calibrated).bytes for layout in layouts)
     for entry in group:
-        stored = weight_bytes(source, entry, None)
-        total += entry.dense_parameters * (stored + 8 + 8 * terms)
+        stored = weight_bytes(work.source, entry, None)
+        size += entry.dense_parameters * (stored + 8 + 8 * terms)
     if any(transform_shapes(layout, side) for layout in layouts for side in SIDES):
-        total += 44 * sum(entry.dense_parameters for entry in group)
-    return total
-
-
-def _fit_flops(group: Group, *, calibrated: bool, curved: bool) -> float:
-    """Operations of the fits of a group, with roots of moments, products with them, and errors."""
+        size += 44 * sum(entry.dense_parameters for entry in group)
     flops = 0.0
-    for entry in group:
-        for part in entry.parts:
-            rounds = 1 if len(part.terms) == 1 else _ROUNDS
-            for layout in part.terms:
-                m, n = layout.out_features, layout.in_features
-                measured = 14.0 * m * n * n + n**3 if calibrated else 2.0 * m * n * 64
-                measured += 4.0 * m * m * n + m**3 if curved else 0.0
-                own = (measured + fit_cost(layout, calibrated=calibrated).flops) * rounds
-                shapes = (transform_shapes(layout, side).values() for side in SIDES)
-                generators = sum(map(prod, chain.from_iterable(shapes)))
-                turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
-                flops += (own + turned) * entry.copies
-    return flops
+    for entry, part in parts:
+        rounds = 1 if len(part.terms) == 1 else _ROUNDS
+        for layout in part.terms:
+            m, n = layout.out_features, layout.in_features
+            measured = 14.0 * m * n * n + n**3 if work.calibrated else 2.0 * m * n * 64
+            measured += 4.0 * m * m * n + m**3 if work.weighs else 0.0
+            fitted = (measured + fit_cost(layout, calibrated=work.calibrated).flops) * rounds
+            shapes = (transform_shapes(layout, side).values() for side in SIDES)
+            generators = sum(map(prod, chain.from_iterable(shapes)))
+            turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
+            flops += (fitted + turned) * entry.copies
+    return FitCost(flops, size)
 
 
-def _orders(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: bool) -> list[FitCost]:
+def _orders(work: _Work) -> list[FitCost]:
     """Costs, in float64, of ordering the channels of blocks that may become narrower."""
-    auto = isinstance(recipe.method, AutoSpec) and NARROWING in offered_by(recipe.method, STAND_IN)
-    narrow = [entry for entry in plan.layers if entry.is_narrow or (auto and calibrated)]
-    paths = {source.keymap.runtime_name(entry.block) or entry.block for entry in narrow}
+    method = work.recipe.method
+    auto = isinstance(method, AutoSpec) and NARROWING in offered_by(method, STAND_IN)
+    narrow = (e for e in work.plan.layers if e.is_narrow or (auto and work.calibrated))
+    paths = {module_path(work.source, entry.block) for entry in narrow}
     costs = []
-    for block in (block for block in roles_of(source).blocks if block.name in paths):
+    for block in (block for block in work.blocks if block.name in paths):
         for coupling in couplings(block):
             if (reader := coupling.reader) is None:
                 continue
@@ -225,7 +267,7 @@ def _orders(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: boo
             flops = 2.0 * channels**3 + 10.0 * outputs * channels**2
             # G as measured or guessed and damped, with those of channels that are left.
             size = 28 * channels**2 + 16 * outputs * channels
-            if not calibrated:  # moments are guessed from weights
+            if not work.calibrated:  # moments are guessed from weights
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
                 flops += 4.0 * inputs * channels**2
                 size += 8 * (inputs + outputs) * channels
@@ -233,17 +275,31 @@ def _orders(plan: Plan, source: SourceModel, recipe: Convert, *, calibrated: boo
     return costs
 
 
-def _shared_costs(plan: Plan, *, calibrated: bool) -> list[FitCost]:
-    """What factors that layers share take: one group is fitted at a time."""
+def _shared(work: _Work) -> list[FitCost]:
+    """Costs of factors that layers share: one group is fitted at a time."""
     costs = []
-    for layout in (layout for entry in plan.layers for layout in entry.own_factors.values()):
+    for layout in (item for entry in work.plan.layers for item in entry.own_factors.values()):
         kind = structure(layout.structure)
         assert isinstance(kind, SharesFactors)
-        costs.append(kind.shared_cost(layout, calibrated=calibrated))
+        costs.append(kind.shared_cost(layout, calibrated=work.calibrated))
     return costs
 
 
-def _moments_memory(group: Group, *, curved: bool) -> int:
+def _dropping(work: _Work) -> FitCost:
+    """Cost of the passes that tell which blocks go, if any do."""
+    plan, depth = work.plan, work.plan.depth
+    if depth is None or depth.chosen != "later":
+        return FitCost(0.0)
+    blocks, tokens = depth.blocks, work.tokens * min(1, SAMPLES / work.recipe.calibration.count)
+    width = getattr(work.source.config.get_text_config(), "hidden_size", 0)
+    weights = 4 * (plan.parameters - plan.block_parameters * (blocks - 1) // blocks)
+    # For each block that is dropped, half of what is left as often as there are blocks left.
+    passes = sum(left / 2 for left in range(depth.kept + 1, blocks + 1))
+    states = min(MOST_BYTES, int(4 * tokens * width * (blocks + 1)))
+    return FitCost(2 * plan.block_parameters * passes * tokens, weights + states)
+
+
+def _moments_memory(group: Group, work: _Work) -> int:
     """Bytes of the moments that a group is fitted by, with what is computed from them.
 
     G and C in float64, and where the input is not wide D and those of what is held out too; then G
@@ -251,57 +307,63 @@ def _moments_memory(group: Group, *, curved: bool) -> int:
     """
     first, widest = group[0], max(entry.out_features for entry in group)
     sums = 20 if first.in_features >= WIDE else 48
-    curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if curved else 0
+    curvature = sum(4 * e.out_features**2 for e in group) + 24 * widest**2 if work.weighs else 0
     return (sums + 24) * first.in_features**2 * first.copies + curvature
 
 
 @dataclass(frozen=True)
 class _WalkSize:
-    """Bytes of a walk through all blocks."""
+    """Bytes of a walk through all blocks, and operations."""
 
     fitting: int  # weights outside the blocks, those of a block, activations, what layers read
+    fitting_flops: float  # of both streams, and of their moments
     statistics: int  # the same without what they read, and moments of all layers of a block
     statistics_flops: float  # operations of passes forward, again, and backward, and of moments
     inputs: int  # of all blocks, on disk
     kept: int  # moments of all layers, on disk
 
 
-def _walk(plan: Plan, source: SourceModel, recipe: Convert, samples: int, length: int) -> _WalkSize:
-    """Size up both streams of samples of some length through all blocks."""
-    keymap, tokens = source.keymap, samples * length
-    paths = {keymap.runtime_name(entry.block) or entry.block for entry in plan.layers}
-    parameters = [_parameters(keymap.model.get_submodule(path)) for path in paths]
-    blocks = [block for block in roles_of(source).blocks if block.name in paths]
+def _walk(work: _Work, groups: Collection[Group]) -> _WalkSize:
+    """Size up both streams of samples through all blocks."""
+    plan, source, recipe, tokens = work.plan, work.source, work.recipe, work.tokens
+    parameters, blocks, share = [*work.block_sizes.values()], work.blocks, work.pass_share
     width = plan.layers[0].in_features
     widest = max(entry.in_features for entry in plan.layers)
-    batch = length * min(samples, recipe.calibration.batch_size)
-    together = max(length, min(batch, most_tokens(source, widest)))
+    batch = work.length * min(work.samples, recipe.calibration.batch_size)
+    together = max(work.length, min(batch, most_tokens(source, widest)))
     reads = max((sum(group[0].in_features for group in b.groups) for b in blocks), default=widest)
     readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
-    outside = _parameters(keymap.model) - sum(parameters)
+    outside = _parameters(source.keymap.model) - sum(parameters)
     both = 4 * (outside + max(parameters) + 2 * tokens * width) + 16 * together * widest
     scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
-    shapes = [_shapes(block) for block in blocks]
+    # Inputs and outputs of the layers of every block; of experts nothing is summed up.
+    shapes = [
+        [
+            (layer.in_features, sum(part.size for part in layer.parts))
+            for layer in block.layers
+            if layer.kind != "experts"
+        ]
+        for block in blocks
+    ]
     statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
-    sums = sum(float(x * x + y * y) for of_block in shapes for x, y in of_block)
-    kept = sum(4 * y * y for of_block in shapes for _, y in of_block)
-    passed = 6.0 * _pass_share(recipe) * sum(parameters) + 4.0 * _head_parameters(source)
+    sums = sum(float(x * x + y * y) for x, y in chain(*shapes))
+    # The dense stream runs once, the other one once for every group, up to it, with what is fitted
+    # by then in place of the rest; G and D by halves, and C.
+    streams = sum(4.0 * share * size * tokens for size in parameters)
+    moments = sum(4.0 * tokens * group[0].in_features ** 2 for group in groups)
+    kept = sum(4 * y * y for _, y in chain(*shapes))
+    passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
     return _WalkSize(
         fitting=both + readings,
+        fitting_flops=streams + moments,
         statistics=both + scores + statistics,
         statistics_flops=tokens * (passed + sums),
-        inputs=4 * tokens * width * len(paths),
+        inputs=4 * tokens * width * len(parameters),
         kept=kept if recipe.calibration.output_moments is not False else 0,
     )
 
 
-def _shapes(block: Block) -> list[tuple[int, int]]:
-    """Inputs and outputs of the layers of a block; of experts nothing is summed up."""
-    layers = (layer for layer in block.layers if layer.kind != "experts")
-    return [(layer.in_features, sum(part.size for part in layer.parts)) for layer in layers]
-
-
-def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
+def _statistics_memory(shapes: Collection[tuple[int, int]], tokens: int) -> int:
     """Bytes of the moments of all layers of a block, with those of a run, or what one yields."""
     if not shapes:
         return 0
@@ -309,38 +371,6 @@ def _statistics_memory(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
     sums = sum(8 * (x * x + y * y) for x, y in shapes)
     summing = sums + sum(4 * rows * (x + y) for x, y in shapes)
     return sums + max(summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes))
-
-
-def _walk_flops(
-    plan: Plan, source: SourceModel, groups: Sequence[Group], tokens: int, share: float
-) -> float:
-    """Operations of both streams through all blocks, and of their moments.
-
-    The dense stream runs once, the other one once for every group, up to it, with what is fitted
-    by then in place of the rest.
-    """
-    keymap = source.keymap
-    flops = 0.0
-    for block in dict.fromkeys(entry.block for entry in plan.layers):
-        path = keymap.runtime_name(block) or block
-        flops += 2.0 * 2 * share * _parameters(keymap.model.get_submodule(path)) * tokens
-    for group in groups:
-        flops += 4.0 * tokens * group[0].in_features ** 2  # G and D by halves, and C
-    return flops
-
-
-def _head_parameters(source: SourceModel) -> int:
-    """Parameters of the output head, which passes run through to the end."""
-    head = source.keymap.model.get_output_embeddings()  # type: ignore[operator]
-    return 0 if head is None else _parameters(head)
-
-
-def _pass_share(recipe: Convert) -> float:
-    """What a pass takes, of one in float32."""
-    if recipe.calibration.mixed_precision == "no":
-        return 1.0
-    slow = pick_device(recipe.device).type == "cpu" and not multiplies_bfloat16()
-    return EMULATED if slow else BFLOAT16
 
 
 def _parameters(module: nn.Module) -> int:
@@ -358,12 +388,11 @@ def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, 
     config = source.config
     vision = getattr(config, "vision_config", None) or config
     patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
-    builtin = options.source == ("builtin",)
     tokens = _tokens(options)
     samples = options.enough(tokens, widest)
     if isinstance(patch, int) and isinstance(side, int):
         tokens, samples = (side // patch) ** 2 + 1, options.count
-        samples = min(samples, MOST_PICTURES) if builtin else samples
+        samples = min(samples, MOST_PICTURES) if options.source == ("builtin",) else samples
     sounds = getattr(config, "max_source_positions", None)
     if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
         tokens, samples = tokens + sounds, min(samples, MOST_SOUNDS)
@@ -376,8 +405,70 @@ def _tokens(options: Calibration) -> int:
 
 
 def _speed(device: str) -> float:
-    kind = device.partition(":")[0]
-    if kind == "auto":
-        kind = pick_device(device).type
+    kind = pick_device(device).type if device == "auto" else device.partition(":")[0]
     speed = FLOPS.get(kind, FLOPS["cpu"])
     return speed * torch.get_num_threads() if kind == "cpu" else speed
+
+
+# Free memory and disk against what a conversion will take, before any work. A disk that is too
+# small stops it, since nothing but an error can come of it. Memory is estimated to a third, systems
+# swap, and other programs end: too little of it is said, with what takes less.
+
+
+def check_room(conversion: Conversion, workdir: FitWorkplace) -> None:
+    """Refuse a disk that is too small, and warn of too little memory.
+
+    Raises:
+        DiskError: What is missing, and what needs less.
+    """
+    costs = estimate(conversion.plan, conversion.source, conversion.recipe)
+
+    def on_disk(costs: Estimate) -> int:
+        return costs.disk_bytes + costs.scratch_bytes
+
+    room = free_bytes(workdir.output) + workdir.written_bytes
+    if on_disk(costs) > room:
+        less = _that_fit(conversion, on_disk, room)
+        raise DiskError(
+            f"there is no space for `{workdir.output}`: about {_size(on_disk(costs))} are needed "
+            f"beside it meanwhile and for it, and {_size(room)} are free on its disk",
+            " or ".join(["free some disk space, choose another folder with `-o`", *less]),
+        )
+    device, free = conversion.device, free_memory(conversion.device)
+    if free is not None and costs.memory_bytes > free:
+        less = _that_fit(conversion, lambda costs: costs.memory_bytes, free)
+        where = "memory" if device.type == "cpu" else f"memory of `{device}`"
+        text = (
+            f"warning: about {_size(costs.memory_bytes)} of {where} will be needed, and "
+            f"{_size(free)} are free; should the system end this run, the same command goes on "
+            "with what was done"
+        )
+        conversion.progress.tell(f"{text}. Less takes {' or '.join(less)}" if less else text)
+
+
+def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: float) -> list[str]:
+    """List what to type that fits: the most samples, and no data at all."""
+    recipe, data = conversion.recipe, conversion.recipe.calibration
+    texts: list[str] = []
+    if data.is_none:
+        return texts
+
+    def fits(flag: str, **changes: object) -> bool:
+        less = recipe.model_copy(update={"calibration": data.model_copy(update=changes)})
+        needed = size(estimate(conversion.plan, conversion.source, less))
+        texts.extend([f"`{flag}` (about {_size(needed)})"] if needed <= room else [])
+        return needed <= room
+
+    samples = data.count
+    while samples > FEWEST_SAMPLES:
+        samples //= 2
+        if fits(f"--calib-samples {samples}", samples=samples):
+            break
+    compares = recipe.resource_budget or recipe.max_loss or recipe.chooses_depth
+    if not compares and recipe.vocab != "data":
+        fits("--calib none", source=("none",))
+    return texts
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tcompress.conversion import room
+from tcompress.conversion import estimate
 from tcompress.conversion.converter import convert
 from tcompress.errors import DiskError
 from tcompress.models import SourceModel
@@ -20,7 +20,7 @@ DATA = {"source": "builtin", "samples": 256}
 def test_a_small_disk_stops_it_before_any_work(
     tmp_path: Path, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda _: 600_000)
+    monkeypatch.setattr(estimate, "free_bytes", lambda _: 600_000)
     recipe = Convert.model_validate({**RECIPE, "calibration": DATA, "allocation": "loss"})
     with pytest.raises(DiskError, match=r"are needed .* 0\.6 MB are free") as refused:
         convert(sources("llama"), recipe, tmp_path / "out", data=calibration("llama"))
@@ -32,7 +32,7 @@ def test_a_small_disk_stops_it_before_any_work(
 def test_little_memory_is_told(
     tmp_path: Path, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_memory", lambda _: 20_000)
+    monkeypatch.setattr(estimate, "free_memory", lambda _: 20_000)
     told = Told()
     recipe = Convert.model_validate({**RECIPE, "calibration": {"source": "none"}})
     convert(sources("llama"), recipe, tmp_path / "out", progress=told)
@@ -43,7 +43,7 @@ def test_little_memory_is_told(
 def test_no_data_is_no_way_out_where_data_decides(
     tmp_path: Path, sources: Callable[[str], SourceModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda _: 600_000)
+    monkeypatch.setattr(estimate, "free_bytes", lambda _: 600_000)
     method = {"method": {"name": "auto"}, "target": None, "max_loss": 0.01}
     recipe = Convert.model_validate({**RECIPE, **method, "calibration": DATA})
     with pytest.raises(DiskError) as refused:

@@ -12,6 +12,10 @@ from typing import Any, NoReturn
 _MOST_LISTED = 12
 _DEEPEST = 100  # libraries that copy a config recurse into it
 
+WITHOUT_DATA = "convert this model without data: `--calib none`"
+REPAIR = f"repair the checkpoint, or {WITHOUT_DATA}"
+"""Hints of several errors."""
+
 
 def listed(names: Iterable[str]) -> str:
     """Write names as text for a message: sorted, in backticks, cut after twelve."""

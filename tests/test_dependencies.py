@@ -89,9 +89,7 @@ ALLOWED: dict[str, set[str]] = {
 ONLY = {
     ("hf", "artifact"): {"tcompress.artifact.format", "tcompress.artifact.manifest"},
     ("reporting", "conversion"): {"tcompress.conversion.estimate"},
-    ("training", "blockwise"): {
-        "tcompress.blockwise.comparison", "tcompress.blockwise.output_sampler",
-    },
+    ("training", "blockwise"): {"tcompress.blockwise.output_sampler"},
     ("__init__", "hf"): {"tcompress.hf.autoload"},
     ("hf", "own_models"): {
         "tcompress.own_models.configs", "tcompress.own_models.grid", "tcompress.own_models.tam",

@@ -1,17 +1,22 @@
-"""Random gradients at the output of a model, by what it is used for."""
+"""Outputs of a model by what it is used for: random gradients there, and how far two are apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import fsum, inf, isnan
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import chain
+from math import exp, fsum, inf, isnan, log, nan
+from statistics import fmean
 from typing import Any, Literal
 
 import torch
+from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
+from tcompress import processes
 from tcompress.data.sentences import SentenceEncoder
-from tcompress.errors import DataError, FitError
+from tcompress.errors import REPAIR, DataError, FitError
 from tcompress.linalg import in_float64
 from tcompress.models import SourceModel
 
@@ -19,61 +24,58 @@ _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "predictio
 _OF_TOKENS = ("start_logits", "end_logits")  # one score for each token
 _MARKS_TOKENS = ("ElectraForPreTraining", "FunnelForPreTraining")  # whether it was replaced
 _STATES = ("last_hidden_state", "text_embeds", "image_embeds", "prediction_outputs")
+_MASKS = ("decoder_attention_mask", "attention_mask")
 
 LEFT_OUT = (0.2, 0.45)  # shares of the tokens that variants of a text lack
 VARIANTS = 1 + len(LEFT_OUT)  # of a text, itself among them
 
 _APART = 1_000_003  # seeds of batches; of such generators the lowest 32 bits count
+_RUN = 2**22  # numbers of an output that are compared at a time: logits are large
 
 Kind = Literal["scores", "embeddings", "states"]
 
-Part = tuple[Tensor, Tensor | None]  # what a model puts out, and the mask of its tokens
+_Part = tuple[Tensor, Tensor | None]  # what a model puts out, and the mask of its tokens
 
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
     """Choose what to draw by what a model is for."""
-    sentences = SentenceEncoder.of(source, last=False) if source.embeds_texts else None
-    several = getattr(source.config, "problem_type", None) == "multi_label_classification"
+    problem = getattr(source.config, "problem_type", None)
     per_token = source.model_class.__name__ in _MARKS_TOKENS
-    how = {"independent": several or per_token, "per_token": per_token}
-    measures = getattr(source.config, "problem_type", None) == "regression"
-    return OutputSampler(sentences, seed, measures=measures, **how)
+    return OutputSampler(
+        SentenceEncoder.of(source, last=False) if source.embeds_texts else None,
+        seed,
+        measures=problem == "regression",
+        independent=per_token or problem == "multi_label_classification",
+        per_token=per_token,
+    )
 
 
+@dataclass(eq=False)
 class OutputSampler:
     """Random gradients at the output of a model, reproducible.
 
     Scores of classes or tokens get the gradient of the likelihood of an outcome drawn from the
     model itself, whose second moment is the Fisher information: exactly the curvature of the
-    Kullback-Leibler divergence from the dense model. Embeddings of texts (`sentences`) get that of
-    their cosines with the other samples, which are what they are used for: changes across all that
-    tells texts apart cost nothing. Other models get a random direction of every vector of theirs.
-
-    Scores are `independent` where each is a yes or no of its own, as for several labels at once;
-    they count as vectors where a model `measures` with them, as in regression.
-    `logits` are `per_token` where they hold one for each token: a matrix of scores looks the same,
-    of classes or of tokens, where there are as many classes as tokens.
+    Kullback-Leibler divergence from the dense model. Embeddings of texts get that of their cosines
+    with the other samples, which are what they are used for: changes across all that tells texts
+    apart cost nothing. Other models get a random direction of every vector of theirs.
     """
 
-    def __init__(
-        self,
-        sentences: SentenceEncoder | None,
-        seed: int = 0,
-        *,
-        measures: bool = False,
-        independent: bool = False,
-        per_token: bool = False,
-    ) -> None:
-        self.weighs_tokens = False
-        """Whether gradients of the last output tell what tokens are worth: those of scores do not.
+    sentences: SentenceEncoder | None  # makes embeddings of texts
+    seed: int = 0
+    _: KW_ONLY
+    measures: bool = False  # with its scores, as in regression: they count as vectors
+    independent: bool = False  # each score is a yes or no, as for several labels at once
+    per_token: bool = False
+    """Whether `logits` hold a score for each token: a matrix of scores looks the same, of classes
+    or of tokens, where there are as many classes as tokens."""
+    weighs_tokens: bool = field(default=False, init=False)
+    """Whether gradients of the last output tell what tokens are worth: those of scores do not.
 
-        Where a model is sure, its scores hardly have gradients, but a large change costs as much
-        as anywhere; and what a drawn outcome says of a single token is mostly chance.
-        """
-        self._sentences = sentences
-        self._measures, self._independent = measures, independent
-        self._of_tokens = (*_OF_TOKENS, "logits") if per_token else _OF_TOKENS
-        self._seed, self._generator = seed, torch.Generator()
+    Where a model is sure, its scores hardly have gradients, but a large change costs as much as
+    anywhere; and what a drawn outcome says of a single token is mostly chance.
+    """
+    _generator: torch.Generator = field(default_factory=torch.Generator, init=False)
 
     def __call__(
         self, output: Any, batch: Mapping[str, Tensor], index: int = 0
@@ -82,15 +84,11 @@ class OutputSampler:
 
         What is drawn for a batch, by its index, does not depend on those before.
         """
-        self._generator.manual_seed(self._seed + _APART * index)
+        self._generator.manual_seed(self.seed + _APART * index)
         kind, parts = self._parts(output, batch)
-        _require_numbers(parts)
+        _require_numbers(*(item for item, _ in parts))
         self.weighs_tokens = kind != "scores"
-        draw = {
-            "scores": self._outcome,
-            "embeddings": self._likeness,
-            "states": self._direction,
-        }[kind]
+        draw = {"scores": self._outcome, "embeddings": self._likeness}.get(kind, self._direction)
         return [(item, _masked(draw(item), mask)) for item, mask in parts]
 
     def change(self, dense: Any, new: Any, batch: Mapping[str, Tensor]) -> float:
@@ -101,20 +99,20 @@ class OutputSampler:
         other, less what an affine map of all of them does, which changes no order; else the squared
         distance: a sum over the batch without padding, in float64, of terms that are not negative.
         """
-        (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
-        _require_numbers([*first, *second])
-        measure = _distance
-        if kind == "scores":
-            measure = _binary_divergence if self._independent else _divergence
+        kind, pairs = self.pairs(dense, new, batch)
+        for exact, changed, _ in pairs:
+            _require_numbers(exact, changed)
         if kind == "embeddings":
-            change = _change_of_likeness(first[0][0], second[0][0])
+            change = _change_of_likeness(*pairs[0][:2])
         else:
+            divergence = _binary_divergence if self.independent else _divergence
+            measure = divergence if kind == "scores" else _distance
             change = fsum(
-                float(_masked(measure(exact, changed), tokens).sum())
-                for (outputs, mask), (new_outputs, _) in zip(first, second, strict=True)
-                for exact, changed, tokens in _examples(outputs, new_outputs, mask)
+                float(_masked(measure(exact, changed), mask).sum())
+                for pair in pairs
+                for exact, changed, mask in _examples(*pair)
             )
-        if isnan(change) or (change == inf and measure is _distance):
+        if isnan(change) or (change == inf and kind != "scores"):
             raise _not_finite()
         return change
 
@@ -125,7 +123,7 @@ class OutputSampler:
         even poor models know as much. Other batches stay as they are.
         """
         mask = batch.get("attention_mask")
-        if self._sentences is None or mask is None:
+        if self.sentences is None or mask is None:
             return batch
         extended = {name: torch.cat([item] * VARIANTS) for name, item in batch.items()}
         extended["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
@@ -133,48 +131,39 @@ class OutputSampler:
 
     def pairs(
         self, dense: Any, new: Any, batch: Mapping[str, Tensor]
-    ) -> tuple[bool, list[tuple[Tensor, Tensor, Tensor | None]]]:
-        """Pair scores of two outputs (true), or else their vectors, with masks of tokens.
-
-        Scores of a yes or no each are given those of a no; of texts the variants are left out.
-        """
+    ) -> tuple[Kind, list[tuple[Tensor, Tensor, Tensor | None]]]:
+        """Kind of two outputs, and the scores or vectors of both, with masks of tokens."""
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
-        scored = kind == "scores"
+        both = zip(first, second, strict=True)
+        return kind, [(exact, changed, mask) for (exact, mask), (changed, _) in both]
 
-        def vectors(item: Tensor) -> Tensor:
-            if kind == "embeddings":
-                return item[: len(item) // VARIANTS]
-            no = torch.zeros_like(item)
-            return torch.stack([no, item], -1) if scored and self._independent else item
+    def choices(self, scores: Tensor) -> Tensor:
+        """Best class or token of all scores; of a yes or no each, whether it is a yes."""
+        return scores > 0 if self.independent else scores.argmax(-1)
 
-        pairs = zip(first, second, strict=True)
-        return scored, [(vectors(one), vectors(two), mask) for (one, mask), (two, _) in pairs]
-
-    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[Part]]:
+    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[_Part]]:
         """Kind of an output, and its scores or vectors, with masks of tokens."""
-        scores: list[Part] = []
-        for name in _SCORES:
-            if (item := getattr(output, name, None)) is not None:
-                if item.dim() == 4:  # classes of every place of a picture
-                    item = item.movedim(1, -1)
-                scores.append((item, _mask_of(item, batch, per_token=name in self._of_tokens)))
+        scores = _present(output, _SCORES)
         if scores:
-            return "states" if self._measures else "scores", scores
-        states = [getattr(output, name, None) for name in _STATES]
-        vectors = [item for item in states if item is not None]
+            of_tokens = (*_OF_TOKENS, "logits") if self.per_token else _OF_TOKENS
+            masks = [_mask_of(item, batch, per_token=name in of_tokens) for name, item in scores]
+            # Of pictures the second axis has the classes of every place.
+            items = [item.movedim(1, -1) if item.dim() == 4 else item for _, item in scores]
+            return "states" if self.measures else "scores", [*zip(items, masks, strict=True)]
+        vectors = [item for _, item in _present(output, _STATES)]
         if not vectors:
             raise DataError(
                 f"a `{type(output).__name__}` has no scores and no states",
                 "give every layer the same fraction: `--allocation uniform`",
             )
         mask = batch.get("attention_mask")
-        if self._sentences is not None and mask is not None:
-            return "embeddings", [(self._sentences(vectors[0], mask), None)]
+        if self.sentences is not None and mask is not None:
+            return "embeddings", [(self.sentences(vectors[0], mask), None)]
         return "states", [(item, _mask_of(item, batch)) for item in vectors]
 
     def _outcome(self, scores: Tensor) -> Tensor:
         """Drawn outcome less probabilities; a single score is taken as it is."""
-        if self._independent:
+        if self.independent:
             likely = scores.detach().float().sigmoid().cpu()
             outcomes = torch.bernoulli(likely, generator=self._generator)
             return (outcomes - likely).to(scores)
@@ -206,6 +195,11 @@ class OutputSampler:
         return torch.randn(like.shape, generator=self._generator).to(like)
 
 
+def _present(output: Any, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+    items = ((name, getattr(output, name, None)) for name in names)
+    return [(name, item) for name, item in items if item is not None]
+
+
 def _without_some(mask: Tensor, share: float) -> Tensor:
     """Leave a share of the tokens out, but for the first and the last one: they mark the text.
 
@@ -218,33 +212,27 @@ def _without_some(mask: Tensor, share: float) -> Tensor:
     return mask.masked_fill(inner & (drawn < share), 0)
 
 
-def _require_numbers(outputs: Iterable[Part]) -> None:
+def _require_numbers(*outputs: Tensor) -> None:
     """Refuse NaN and infinity; minus infinity rules outcomes out."""
-    for item, _ in outputs:
-        if not float(item.detach().amax()) < inf:
-            raise _not_finite()
+    if not all(float(item.detach().amax()) < inf for item in outputs):
+        raise _not_finite()
 
 
 def _not_finite() -> FitError:
-    return FitError(
-        "what the model puts out on the calibration data holds NaN or infinity",
-        "repair the checkpoint, or convert this model without data: `--calib none`",
-    )
+    text = "what the model puts out on the calibration data holds NaN or infinity"
+    return FitError(text, REPAIR)
 
 
 def _examples(
     dense: Tensor, new: Tensor, mask: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """Both outputs in float64 and the mask, some tokens of an example at a time."""
-    length = dense.shape[1] if dense.dim() == 3 else 1
-    step = max(1, _RUN // dense.shape[-1])
-    for index in range(len(dense)):
-        for first in range(0, length, step):
-            part: Any = slice(index, index + 1)
-            if dense.dim() == 3:
-                part = part, slice(first, first + step)
-            both = in_float64(dense[part]), in_float64(new[part])
-            yield *both, None if mask is None else mask[part].to(both[0].device)
+    tensors = [item for item in (dense, new, mask) if item is not None]
+    axis, step = 1 if dense.dim() == 3 else 0, max(1, _RUN // dense.shape[-1])
+    for example in zip(*(item.split(1) for item in tensors), strict=True):
+        pieces = (item.split(step, axis) for item in example)
+        for exact, changed, *tokens in zip(*pieces, strict=True):
+            yield in_float64(exact), in_float64(changed), tokens[0] if tokens else None
 
 
 def _divergence(dense: Tensor, new: Tensor) -> Tensor:
@@ -303,10 +291,6 @@ def _distance(dense: Tensor, new: Tensor) -> Tensor:
     return (dense - new).square()
 
 
-_RUN = 2**22  # numbers of an output that are compared at a time: logits are large
-_MASKS = ("decoder_attention_mask", "attention_mask")
-
-
 def _mask_of(
     item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
 ) -> Tensor | None:
@@ -322,3 +306,119 @@ def _masked(gradient: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return gradient
     return gradient * mask.reshape(*mask.shape, *[1] * (gradient.dim() - 2)).to(gradient)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Differences of both models' outputs for one batch."""
+
+    index: int  # of the batch
+    source: str
+    samples: int
+    change: float
+    same: int  # scores whose best class or token stays the best
+    scored: int
+    vectors: list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class OutputComparison:
+    """Differences of both models' outputs, by source of the samples."""
+
+    sampler: OutputSampler
+    differences: list[_Difference] = field(default_factory=list)
+
+    def add(
+        self, source: str, dense: Any, new: Any, batch: Mapping[str, Tensor], index: int = 0
+    ) -> float:
+        """Add what both models put out for a batch, and return its change per sample."""
+        change, samples = self.sampler.change(dense, new, batch), len(next(iter(batch.values())))
+        kind, pairs = self.sampler.pairs(dense, new, batch)
+        same = scored = 0
+        vectors: list[tuple[Tensor, Tensor]] = []
+        for exact, changed, mask in pairs:
+            if kind != "scores":
+                count = len(exact) // (VARIANTS if kind == "embeddings" else 1)
+                vectors.append((_mean(exact[:count], mask), _mean(changed[:count], mask)))
+            elif self.sampler.independent or exact.shape[-1] > 1:
+                alike = torch.eq(*map(self.sampler.choices, (exact, changed)))
+                counts = torch.ones_like(alike) if mask is None else mask.bool()
+                same += int((alike & counts).sum())
+                scored += int(counts.sum())
+        difference = _Difference(index, source, samples, change, same, scored, vectors)
+        self.differences.append(difference)
+        return change / samples
+
+    def merged(self) -> OutputComparison:
+        """Return the comparison of all batches, of which every process has seen its own."""
+        differences = chain.from_iterable(processes.gathered(self.differences))
+        return OutputComparison(self.sampler, sorted(differences, key=lambda item: item.index))
+
+    @property
+    def _by_source(self) -> dict[str, list[_Difference]]:
+        sources: dict[str, list[_Difference]] = {}
+        for item in self.differences:
+            sources.setdefault(item.source, []).append(item)
+        return sources
+
+    @property
+    def change(self) -> float:
+        """Change of the output per sample, in the unit of predicted losses.
+
+        Of several sources it is the geometric mean: none counts more because its samples change
+        more, whatever the model.
+        """
+        changes = self.changes.values()
+        several = len(changes) > 1 and all(changes)
+        return exp(fmean(map(log, changes))) if several else _per_sample(self.differences)
+
+    @property
+    def changes(self) -> dict[str, float]:
+        """The same by source."""
+        return {source: _per_sample(items) for source, items in self._by_source.items()}
+
+    @property
+    def agreement(self) -> dict[str, float]:
+        """Agreement of both models by source; 1 is in everything.
+
+        Of scores it is the share whose best class or token is the same, of embeddings and states
+        the rank correlation of the similarities of all samples.
+        """
+        agreements: dict[str, float] = {}
+        for source, items in self._by_source.items():
+            if scored := sum(item.scored for item in items):
+                agreements[source] = sum(item.same for item in items) / scored
+            elif pairs := [pair for item in items for pair in item.vectors]:
+                agreements[source] = rank_correlation(pairs)
+        return {source: value for source, value in agreements.items() if not isnan(value)}
+
+    @property
+    def lost(self) -> float | None:
+        """Disagreement: what is missing to full agreement, as the mean of all sources."""
+        agreements = self.agreement
+        return 1 - fmean(agreements.values()) if agreements else None
+
+
+def _per_sample(items: Sequence[_Difference]) -> float:
+    return fsum(item.change for item in items) / sum(item.samples for item in items)
+
+
+def _mean(states: Tensor, mask: Tensor | None) -> Tensor:
+    """One vector for each sample, float32 on the CPU."""
+    flat = states.float().reshape(len(states), -1, states.shape[-1])
+    if mask is None:
+        return flat.mean(1).cpu()
+    counts = mask.reshape(len(states), -1, 1).to(flat)
+    return ((flat * counts).sum(1) / counts.sum(1).clamp_min(1)).cpu()
+
+
+def rank_correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Correlate the ranks of the cosines of all vectors on both sides; NaN where that has none.
+
+    Pairs of (n, d) and (n, e), on the CPU.
+    """
+    sides = [torch.cat(side).double() for side in zip(*pairs, strict=True)]
+    upper = torch.triu_indices(len(sides[0]), len(sides[0]), 1).unbind()
+    units = [normalize(side, dim=-1) for side in sides]
+    exact, changed = ((unit @ unit.mT)[upper] for unit in units)
+    return float(spearmanr(exact, changed).statistic) if len(exact) > 2 else nan

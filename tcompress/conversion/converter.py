@@ -22,7 +22,7 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.workplace import check_apart, check_output, identity_of
-from tcompress.blockwise.comparison import OutputComparison
+from tcompress.blockwise.output_sampler import OutputComparison
 from tcompress.conversion.choosing import choose
 from tcompress.conversion.estimate import check_room
 from tcompress.conversion.model_fits import Conversion, Fits, fit

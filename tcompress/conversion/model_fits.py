@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress import processes
-from tcompress.blockwise.comparison import OutputComparison
-from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
+from tcompress.blockwise.output_sampler import OutputComparison, OutputSampler, sampler_of
 from tcompress.blockwise.sensitivity import damped_inputs, input_moments
 from tcompress.blockwise.streams import (
     Branch,

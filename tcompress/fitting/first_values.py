@@ -12,7 +12,7 @@ from torch import Tensor
 from tcompress.attention import replacement_named
 from tcompress.attention.module import ReplacementModule
 from tcompress.attention.replacement import QueryKeyMoments
-from tcompress.errors import FitError
+from tcompress.errors import REPAIR, FitError
 from tcompress.fitting.layer_fits import FittedLayer, SharedFactors, owned_factors, shared_factors
 from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
@@ -143,8 +143,8 @@ def _query_key_moments(
         queries = queries.to(q.device) + (q.mT @ q).sum(0)
         keys = keys.to(k.device) + (k.mT @ k).sum(0)
     if not queries.dim() or not bool(torch.isfinite(queries.sum() + keys.sum())):
-        hint = "repair the checkpoint, or convert this model without data: `--calib none`"
-        raise FitError("queries or keys on calibration data are missing, NaN or infinite", hint)
+        text = "queries or keys on calibration data are missing, NaN or infinite"
+        raise FitError(text, REPAIR)
     return QueryKeyMoments(queries, keys)
 
 

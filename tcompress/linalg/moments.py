@@ -10,7 +10,7 @@ from math import inf, isfinite
 import torch
 from torch import Tensor
 
-from tcompress.errors import FitError
+from tcompress.errors import REPAIR, FitError
 
 # For dense inputs x and the inputs x' that the compressed part of the model produces, a fit
 # minimises ``E ||W x - V x'||^2 = tr(V G V^T) - 2 tr(V C^T W^T) + tr(W D W^T)`` with
@@ -432,8 +432,7 @@ class PairedRows:
 
 
 def _not_finite() -> FitError:
-    hint = "repair the checkpoint, or convert this model without data: `--calib none`"
-    return FitError("calibration activations hold NaN or infinity", hint)
+    return FitError("calibration activations hold NaN or infinity", REPAIR)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from tcompress.artifact.manifest import SourceAgreement
-from tcompress.blockwise.comparison import OutputComparison
-from tcompress.blockwise.output_sampler import VARIANTS, sampler_of
+from tcompress.blockwise.output_sampler import VARIANTS, OutputComparison, sampler_of
 from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from math import isnan
 from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tcompress.blockwise.output_sampler import VARIANTS
+from tcompress.blockwise.output_sampler import VARIANTS, rank_correlation
 from tcompress.data.sentences import SentenceEncoder
 
 
@@ -49,11 +49,9 @@ class TextComparison:
             teachers', squared: the mean of pairs of variants and of pairs of texts.
         """
         student = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
-        before, after = (
-            normalize(vectors.cpu().double(), dim=-1).unflatten(0, (-1, VARIANTS))
-            for vectors in (taught, student)
-        )
-        self._vectors[source].append((before[:, 0], after[:, 0]))
+        both = [item.cpu().double().unflatten(0, (-1, VARIANTS)) for item in (taught, student)]
+        self._vectors[source].append((both[0][:, 0], both[1][:, 0]))
+        before, after = (normalize(vectors, dim=-1) for vectors in both)
         cosines, weights = _cosines(before)
         fitted, _ = _cosines(after)
         cosines, fitted = (item - weights @ item for item in (cosines, fitted))
@@ -63,15 +61,8 @@ class TextComparison:
     @property
     def agreement(self) -> dict[str, float]:
         """Rank correlation of the cosines of all texts with the teachers', by source."""
-        correlations: dict[str, float] = {}
-        for name, pairs in self._vectors.items():
-            before, after = (torch.cat(side) for side in zip(*pairs, strict=True))
-            rows = torch.triu_indices(len(before), len(before), 1).unbind()
-            cosines, fitted = ((vectors @ vectors.mT)[rows] for vectors in (before, after))
-            ranked = spearmanr(cosines, fitted).statistic if len(cosines) > 2 else np.nan
-            if not np.isnan(ranked):
-                correlations[name] = float(ranked)
-        return correlations
+        correlations = {name: rank_correlation(pairs) for name, pairs in self._vectors.items()}
+        return {name: value for name, value in correlations.items() if not isnan(value)}
 
 
 def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:

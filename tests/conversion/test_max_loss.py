@@ -10,8 +10,7 @@ from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from tcompress.blockwise.comparison import OutputComparison
-from tcompress.blockwise.output_sampler import VARIANTS, OutputSampler
+from tcompress.blockwise.output_sampler import VARIANTS, OutputComparison, OutputSampler
 from tcompress.conversion.choosing import AIM, CLOSE, largest_error
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError

@@ -38,7 +38,14 @@ from tcompress.models.names import (
     shorten_texts,
 )
 from tcompress.models.narrower import with_keys
-from tcompress.planning.costs import Widths, copied_keys, path_of, rewritten_names, weight_keys
+from tcompress.planning.costs import (
+    copied_keys,
+    path_of,
+    rewritten_names,
+    roundings,
+    stored_key,
+    weight_keys,
+)
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import roles_of, tied_to
@@ -90,7 +97,7 @@ class Outputs:
             for key in (key for entry in group for key in self._sources(entry)):
                 replaced.setdefault(key, []).append(group)
         tables = {f"{form.name}.weight": form for form in self.positions}
-        guards = {self._key(e.guard.name, "weight"): e.guard for e in plan.attention if e.guard}
+        guards = {stored_key(source, e.guard.name): e.guard for e in plan.attention if e.guard}
         copied = {*copied_keys(source, plan)} - replaced.keys()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
             value = partial(copied_value, source, key)
@@ -110,13 +117,13 @@ class Outputs:
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
         for replacement in plan.attention:
-            like = self._key(replacement.like, "weight")
+            like = stored_key(source, replacement.like)
             for name, shape in stored_tensors(replacement).items():
                 if name not in self._values:  # else it is the guarded weight
                     self._add(name, shape, like, partial(self._start, replacement))
-        widths = Widths.of(source, plan.storage, entries)
+        rounding_of = roundings(source, plan.storage, entries)
         self.tensors = [
-            replace(item, rounding=widths.rounding(item.key, item.shape, item.dtype))
+            replace(item, rounding=rounding_of(item.key, item.shape, item.dtype))
             for item in self.tensors
         ]
         return self
@@ -229,11 +236,6 @@ class Outputs:
     def _cast(self, key: str) -> torch.dtype:
         dtype = self.source.store.dtype(key)
         return dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
-
-    def _key(self, name: str, leaf: str) -> str:
-        """Name in the checkpoint of a tensor of a planned module."""
-        path = self.source.keymap.runtime_name(name) or name
-        return self.source.keymap.sources(f"{path}.{leaf}").keys[0]
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
         """Names in the checkpoint of what a layer takes the place of."""

@@ -8,7 +8,7 @@ tied to it, has a width of its own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +20,10 @@ import torch
 from tcompress.errors import PlanError
 from tcompress.linalg.rounding import GROUP, Rounding, matrix_shape
 from tcompress.models import SourceModel
-from tcompress.options import Convert, Embeddings
+from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
-from tcompress.planning.sites import module_path, plan_embeddings, roles_of, structure_of, tied_to
+from tcompress.planning.sites import low_rank_tables, module_path, roles_of, structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
@@ -45,15 +45,14 @@ def plan_terms(
     """Decide the summands of one weight whose input transform so many others read; may refuse."""
     kind = structure_of(choice.method)
     spec = choice.method.settled(calibrated=calibrated)
-    residual = _low_rank(choice.residual_rank, site) if choice.residual_rank else None
-    summands = () if residual is None else (residual,)
+    rank = choice.residual_rank
+    beside = (_low_rank(rank, site),) if rank else ()
     if choice.target is None or spec.fixes_size:
-        return (kind.layout(spec, site), *summands)
+        return (kind.layout(spec, site), *beside)
     dense = site.in_features * site.out_features
     reserved = 0.0
-    if residual is not None:  # the same for all that share factors
+    if beside:  # the same for all that share factors
         sites = site.sharing_sites or (site,)
-        rank = choice.residual_rank
         weights = sum(item.in_features * item.out_features for item in sites)
         reserved = sum(term_cost(_low_rank(rank, item), 1, 1) for item in sites) / weights
         if reserved >= choice.target:
@@ -64,16 +63,16 @@ def plan_terms(
     budget = int((choice.target - reserved) * dense)
     main = kind.layout(spec, site, budget)
     if spec.fills:
-        return (main, *summands)
+        return (main, *beside)
     cost = term_cost(main, readers, copies)
     if int(budget - cost) < 0:
-        where = "alone" if residual is None else f"beside a residual of rank {residual.rank}"
+        where = f"beside a residual of rank {beside[0].rank}" if beside else "alone"
         raise Refusal(
             f"{kind.name} {where} keeps {cost / dense + reserved:.1%}, "
             f"more than the target of {choice.target:.1%}"
         )
-    if summands:
-        return (main, *summands)
+    if beside:
+        return (main, *beside)
     rank = int(budget - cost) // (site.in_features + site.out_features)
     return (main, _low_rank(rank, site)) if rank else (main,)
 
@@ -114,6 +113,11 @@ def path_of(source: SourceModel, entry: LayerPlan) -> str:
     return f"{module_path(source, entry.name)}.{entry.parameter}"
 
 
+def stored_key(source: SourceModel, name: str, leaf: str = "weight") -> str:
+    """Name in the checkpoint of the first tensor behind a parameter of a planned module."""
+    return source.keymap.sources(f"{module_path(source, name)}.{leaf}").keys[0]
+
+
 def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     """Names in the checkpoint of the tensors that a rewritten weight is read from."""
     return source.keymap.sources(path_of(source, entry)).keys
@@ -134,9 +138,8 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
             replaced.update(source.keymap.sources(f"{name}.weight").keys)
     for attention in plan.attention:  # queries that an attention does not need
         for layer in attention.unused:
-            path = module_path(source, layer.name)
             leaves = ("weight", "bias") if layer.bias else ("weight",)
-            replaced.update(source.keymap.sources(f"{path}.{leaf}").keys[0] for leaf in leaves)
+            replaced.update(stored_key(source, layer.name, leaf) for leaf in leaves)
     replaced |= source.unread
     return [key for key in source.store.keys() if key not in replaced]  # noqa: SIM118
 
@@ -144,11 +147,11 @@ def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
 def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     """Count the bytes of all tensors, but for headers, of a model without dropped blocks."""
     store, keymap = source.store, source.keymap
-    widths = Widths.of(source, plan.storage, plan.entries)
+    rounding_of = roundings(source, plan.storage, plan.entries)
 
     def size(key: str, shape: Sequence[int], like: str) -> int:
         stored = _cast(store.dtype(like), dtype)
-        rounding = widths.rounding(key, shape, stored)
+        rounding = rounding_of(key, shape, stored)
         return prod(shape) * stored.itemsize if rounding is None else rounding.nbytes(shape)
 
     total = sum(size(key, store.shape(key), key) for key in copied_keys(source, plan))
@@ -161,8 +164,7 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
             total += size(f"{entry.name}.{entry.stored_name(name)}", shape, like)
         total -= entry.biases_saved * weight_bytes(source, entry, dtype)
     for attention in plan.attention:
-        path = module_path(source, attention.like)
-        like = keymap.sources(f"{path}.weight").keys[0]
+        like = stored_key(source, attention.like)
         total += sum(size(name, shape, like) for name, shape in attention.tensor_shapes.items())
     return total
 
@@ -225,52 +227,43 @@ def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
     return Storage(weights=weights, embeddings=embeddings) if weights or embeddings else None
 
 
-@dataclass(frozen=True)
-class Widths:
-    """The rounding of every tensor of an output. Use `Widths.of`."""
+RoundingOf = Callable[[str, Sequence[int], torch.dtype], Rounding | None]
+"""Rounding of a tensor by its name, shape and dtype; None for one that is stored as it is."""
 
-    storage: Storage | None = None
-    table_keys: frozenset[str] = frozenset()  # of word embeddings, and of what is tied to them
-    tables: tuple[str, ...] = ()  # beginnings of the names of their factors
-    transforms: frozenset[str] = frozenset()  # names of what transforms are built from
-    buffers: frozenset[str] = frozenset()  # keys of what is no parameter
 
-    @classmethod
-    def of(
-        cls, source: SourceModel, storage: Storage | None, entries: Iterable[LayerPlan]
-    ) -> Widths:
-        """Look up what is a word embedding in a checkpoint, and among a plan's entries."""
-        if storage is None:
-            return cls()
-        keymap = source.keymap
-        tables = roles_of(source).embeddings
-        paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
-        names = [f"{path}.weight" for path in paths if keymap.has(f"{path}.weight")]
-        buffers = (name for name, _ in keymap.model.named_buffers() if keymap.has(name))
-        entries = tuple(entries)
-        return cls(
-            storage,
-            frozenset(key for name in names for key in keymap.sources(name).keys),
-            tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding"),
-            frozenset(
-                f"{entry.name}.{entry.stored_name(name)}"
-                for entry in entries
-                for name in entry.transform_names
-            ),
-            frozenset(key for name in buffers for key in keymap.sources(name).keys),
-        )
+def roundings(
+    source: SourceModel, storage: Storage | None, entries: Sequence[LayerPlan]
+) -> RoundingOf:
+    """Look up what in a checkpoint, and of a plan's entries, has a width of its own."""
+    keymap, tables = source.keymap, roles_of(source).embeddings
+    if storage is None:
+        return lambda *_: None
+    paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
+    weights = [f"{path}.weight" for path in paths]
+    buffers = [name for name, _ in keymap.model.named_buffers()]
+    table_keys, buffer_keys = (
+        {key for name in names if keymap.has(name) for key in keymap.sources(name).keys}
+        for names in (weights, buffers)
+    )
+    factors = tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding")
+    transforms = {
+        f"{entry.name}.{entry.stored_name(name)}"
+        for entry in entries
+        for name in entry.transform_shapes
+    }
 
-    def rounding(self, key: str, shape: Sequence[int], dtype: torch.dtype) -> Rounding | None:
-        """Give the rounding of a tensor; None for one that is stored as it is."""
-        if self.storage is None or not dtype.is_floating_point or key in self.buffers:
+    def rounding_of(key: str, shape: Sequence[int], dtype: torch.dtype) -> Rounding | None:
+        if not dtype.is_floating_point or key in buffer_keys:
             return None
         if len(shape) < 2 or prod(shape) < SMALLEST or matrix_shape(shape)[1] < GROUP:
             return None
-        table = key in self.table_keys or key.startswith(self.tables)
-        rounding = self.storage.embeddings if table else self.storage.weights
-        if rounding is not None and key in self.transforms:
+        is_table = key in table_keys or key.startswith(factors)
+        rounding = storage.embeddings if is_table else storage.weights
+        if rounding is not None and key in transforms:
             return Rounding.usual(max(rounding.bits, TRANSFORM_BITS), rounding.group)
         return rounding
+
+    return rounding_of
 
 
 STAND_IN = 0.5  # kept fraction of layers whose sizes nothing but data can tell
@@ -381,19 +374,12 @@ def _largest(
                 return fraction, plan
         fraction *= _STEP
     smallest = sizes[min(sizes)] if sizes else plan_of(None)
-    if recipe.chooses_table and not smallest.embeddings and (tables := _smallest_tables(source)):
+    may_shrink = recipe.chooses_table and not smallest.embeddings
+    if may_shrink and (tables := low_rank_tables(source, min(TABLE_RANKS))):
         # What data will tell may be as small as this: it is the stand-in in place of few bits.
         changed = {"embeddings": tables}
         return _largest(recipe, budget, source, lambda s: plan_of(s).model_copy(update=changed))
     raise out_of_reach(budget, source, recipe, smallest)
-
-
-def _smallest_tables(source: SourceModel) -> tuple[LayerPlan, ...]:
-    """Plan the lowest rank that a budget of bytes chooses for word embeddings, if they take any."""
-    with suppress(PlanError):
-        options = Embeddings(method=LowRankSpec(), target=min(TABLE_RANKS))
-        return plan_embeddings(options, source)
-    return ()
 
 
 def out_of_reach(
@@ -448,13 +434,10 @@ def _smaller_ways(
         both = Storage(weights=rounding, embeddings=rounding)
         table = f" --embedding-bits {bits}" if recipe.embedding_bits else ""
         yield from measured(f"--bits {bits}{table}", storage=both)
-    if recipe.embeddings is None:
-        options = Embeddings(method=LowRankSpec(), target=_TABLE_SHARE)
-        with suppress(PlanError):
-            tables = plan_embeddings(options, source)
-            text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
-            if recipe.chooses_table and current.embeddings is not None:
-                text = f"--embedding-bits {current.embeddings.bits} {text}"
-            yield from measured(text, embeddings=tables)
+    if recipe.embeddings is None and (tables := low_rank_tables(source, _TABLE_SHARE)):
+        text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
+        if recipe.chooses_table and current.embeddings is not None:
+            text = f"--embedding-bits {current.embeddings.bits} {text}"
+        yield from measured(text, embeddings=tables)
     if recipe.dtype is None:
         yield from measured("--dtype bfloat16", "bfloat16")

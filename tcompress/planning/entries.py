@@ -134,12 +134,17 @@ class LayerPlan(Frozen):
     @property
     def in_features(self) -> int:
         """Width of the dense layer's input."""
-        return self.reads.dense if self.reads else self.parts[0].terms[0].in_features
+        return self.reads.dense if self.reads else self.inputs_left
 
     @property
     def is_narrow(self) -> bool:
         """True where channels that it reads or writes are gone."""
         return bool(self.reads) or any(part.channels for part in self.parts)
+
+    @property
+    def is_plain(self) -> bool:
+        """True for a plain matrix, which may make up for what layers before it lost."""
+        return all(term.is_plain for part in self.parts for term in part.terms)
 
     @property
     def is_flipped(self) -> bool:
@@ -191,26 +196,25 @@ class LayerPlan(Frozen):
     @property
     def tensor_shapes(self) -> Shapes:
         """Names, relative to the layer, and shapes of all tensors that are stored for it."""
-        shapes = dict(own_shapes(self.parts, self.experts))
-        by_module = {
-            module: transform.shapes
-            for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
+        factors = {
+            f"{factors_module(bank)}.{name}": shape
+            for bank, layout in self.own_factors.items()
+            for name, shape in shared_shapes(layout).items()
         }
-        for bank, layout in self.own_factors.items():
-            by_module[factors_module(bank)] = shared_shapes(layout)
-        for module, tensors in by_module.items():
-            shapes |= {f"{module}.{name}": shape for name, shape in tensors.items()}
-        return shapes
+        return own_shapes(self.parts, self.experts) | self.transform_shapes | factors
 
     def stored_name(self, tensor: str) -> str:
         """Return the name below the layer under which a tensor is stored."""
         return f"{child_of(self.parameter)}.{tensor}" if self.kind == "experts" else tensor
 
     @property
-    def transform_names(self) -> list[str]:
-        """Names, relative to the layer, of the tensors that transforms are built from."""
-        stored = own_transforms(self.parts, bool(self.input_of))
-        return [f"{module}.{name}" for module, transform, *_ in stored for name in transform.shapes]
+    def transform_shapes(self) -> Shapes:
+        """The same of the tensors that transforms are built from."""
+        return {
+            f"{module}.{name}": shape
+            for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
+            for name, shape in transform.shapes.items()
+        }
 
     @property
     def own_factors(self) -> dict[str, Layout]:

@@ -93,30 +93,28 @@ def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
     """Complete a plan by the keys of `config.json` that say it; fails naming all that none can."""
     if not stands_alone(source.settings):
         raise _refusal(source, ["its class comes with tcompress"])
-    shapes: dict[bool, dict[str, Shape]] = {False: {}, True: {}}  # of neurons, of heads
-    sizes: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
-    for entry in plan.layers:
-        for channels in _channels(entry):
-            sizes[channels.padded].add((channels.size, channels.kept))
-            shapes[channels.padded] |= {
-                name: shape
-                for name, shape in shapes_of(entry, source).items()
-                if shape != source.keymap.model.get_parameter(name).shape
-            }
-    problems = []
-    requested = {
-        False: recipe.head_size is None or recipe.keep_neurons is not None,
-        True: recipe.head_size is not None,
-    }
+    narrowed = [(channels, entry) for entry in plan.layers for channels in _channels(entry)]
     keys: dict[str, int] = {}
+    problems: list[str] = []
     same = "all its feed-forwards would keep their width" if possible_widths(source) else NO_NEURONS
-    for heads, words in ((False, same), (True, "no attention of it can have smaller heads")):
-        if not shapes[heads]:
-            problems += [words] if requested[heads] else []
+    for heads, requested, nothing in (
+        (False, recipe.head_size is None or recipe.keep_neurons is not None, same),
+        (True, recipe.head_size is not None, "no attention of it can have smaller heads"),
+    ):
+        chosen = [(channels, entry) for channels, entry in narrowed if channels.padded == heads]
+        shapes = {
+            name: shape
+            for _, entry in chosen
+            for name, shape in shapes_of(entry, source).items()
+            if shape != source.keymap.model.get_parameter(name).shape
+        }
+        if not shapes:
+            problems += [nothing] if requested else []
             continue
-        new_keys, wrong = find_keys(source, sorted(sizes[heads]), shapes[heads])
+        sizes = sorted({(channels.size, channels.kept) for channels, _ in chosen})
+        new_keys, wrong = find_keys(source, sizes, shapes)
         keys |= new_keys
-        changes = ", ".join(f"{before} to {after}" for before, after in sorted(sizes[heads]))
+        changes = ", ".join(f"{before} to {after}" for before, after in sizes)
         what = f"{'heads' if heads else 'feed-forwards'} from {changes}"
         problems += [f"{what}: {text}" for text in wrong]
     if problems:
@@ -125,7 +123,7 @@ def with_keys_of(plan: Plan, recipe: Convert, source: SourceModel) -> Plan:
 
 
 def _channels(entry: LayerPlan) -> Iterator[Channels]:
-    if any(not term.is_plain for part in entry.parts for term in part.terms):
+    if not entry.is_plain:
         raise PlanError(
             f"layer `{entry.name}` has a structure, which no plain model has",
             "leave `plain` out, or take the method `width`",

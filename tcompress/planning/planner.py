@@ -47,6 +47,7 @@ from tcompress.planning.sites import (
     plan_forms,
     roles_of,
     structure_of,
+    unused_modules,
     with_guard,
 )
 from tcompress.roles import Block, Layer, Part, Roles
@@ -66,7 +67,6 @@ class _Planner:
     recipe: Convert
     source: SourceModel
     roles: Roles
-    unused: frozenset[str]
     layers: list[LayerPlan] = field(default_factory=list)
     skipped: list[SkippedLayer] = field(default_factory=list)
     hints: set[str] = field(default_factory=set)
@@ -83,7 +83,10 @@ class _Planner:
         """Plan all layers; again without those that then did not take what they would share."""
         for block in self.roles.blocks:
             for layer in block.layers:
-                self._choose(layer)
+                try:
+                    self.choices[layer.weight_name] = self._choice_of(layer)
+                except Refusal as refusal:
+                    self.refused[layer.weight_name] = refusal
             for coupling in couplings(block):
                 self._narrow(coupling)
         alone: set[str] = set()  # weights that turned out to stay dense
@@ -98,15 +101,6 @@ class _Planner:
                 break
             alone |= lost
         self.layers = list(self._owned())
-
-    def _choose(self, layer: Layer) -> None:
-        """Find a layer's name in the checkpoint, and what it becomes."""
-        if layer.weight_name in self.unused:
-            return
-        try:
-            self.choices[layer.weight_name] = self._choice_of(layer)
-        except Refusal as refusal:
-            self.refused[layer.weight_name] = refusal
 
     def _note_what_is_shared(self, alone: Collection[str]) -> None:
         """Group weights by the factors that they share, which are sized for all that use them."""
@@ -165,7 +159,6 @@ class _Planner:
         """Plan the layers that read one input."""
         # What an input transform costs each depends on how many share it, which is known only when
         # they are planned: so a second look is taken.
-        group = [layer for layer in group if layer.weight_name not in self.unused]
         plain = sum(layer.kind != "experts" for layer in group)
         sharing = {layer.weight_name: 1 if layer.kind == "experts" else plain for layer in group}
         for _ in group:
@@ -236,7 +229,7 @@ class _Planner:
         path = self.source.keymap.checkpoint_prefix(block.name)
         entry = LayerPlan(name=name, block=path, parts=tuple(parts), reads=reads, **facts)
         share = kept_share(entry, sharing)
-        if share > 1 or (share == 1 and not (is_refitted(entry) and calibrated)):
+        if share > 1 or (share == 1 and not (entry.is_plain and calibrated)):
             reason = f"it would not shrink: {share:.0%} of {entry.dense_parameters:,}"
             larger = ", or a larger p" if hasattr(choice.method, "p") else ""
             raise Refusal(reason, f"choose a smaller rank{larger}")
@@ -244,11 +237,6 @@ class _Planner:
             note = choice.method.clipped(planned.terms[0])
             self.clipped |= {entry.key: note} if note else {}
         return entry
-
-
-def is_refitted(entry: LayerPlan) -> bool:
-    """True where an entry is a plain matrix, which may make up for what layers before it lost."""
-    return all(term.is_plain for part in entry.parts for term in part.terms)
 
 
 def _of_dense(choice: Choice, dense: Site, narrow: Site) -> Choice:
@@ -378,7 +366,7 @@ def regrouped(
         small: list[LayerPlan] = []
         for item in rewritten:
             share = kept_share(item, readers[item.key])
-            (small if share < 1 or is_refitted(item) else dense).append(item)
+            (small if share < 1 or item.is_plain else dense).append(item)
         if len(small) == len(rewritten):
             return shared, dense
         rewritten = small
@@ -390,7 +378,12 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
     roles = replace(roles, blocks=(*roles.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source)
     attention = plan_attention(recipe, source, roles)
-    planner = _Planner(recipe, source, roles, attention.unused)
+    unused = unused_modules(source, attention.entries)
+    used = (
+        replace(block, layers=tuple(item for item in block.layers if item.name not in unused))
+        for block in roles.blocks
+    )
+    planner = _Planner(recipe, source, replace(roles, blocks=tuple(used)))
     refused: list[SkippedLayer] = []
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
@@ -477,7 +470,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     rewritten = {path_of(source, entry) for entry in plan.entries}
-    unused = {module_path(source, item.name) for entry in plan.attention for item in entry.unused}
+    unused = unused_modules(source, plan.attention)
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
     reasons = {item.name: (item.role, item.reason) for item in plan.left}

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from tcompress.attention import BaseAttention, replacement_of
+from tcompress.attention import replacement_of
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
 from tcompress.options import Convert, Embeddings
@@ -26,6 +26,7 @@ from tcompress.roles import Attention, Block, Layer, Part, Roles
 from tcompress.roles.find import attentions_of, find_roles, position_tables
 from tcompress.structures import Layout, Refusal, Site, Spec, Structure, structures
 from tcompress.structures.base import LooksUp
+from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.modules.embedding import LookupScale
 from tcompress.structures.modules.linear import Channels, PartLayout
 
@@ -144,7 +145,6 @@ class AttentionPlans:
 
     entries: tuple[AttentionPlan, ...] = ()  # those that are replaced, in the order of the blocks
     left: tuple[SkippedLayer, ...] = ()  # those that stay, with the reason
-    unused: frozenset[str] = frozenset()  # runtime names of weights that are dropped
     notes: tuple[str, ...] = ()  # what a user should know
 
 
@@ -152,7 +152,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
     """Plan which attentions are replaced."""
     if recipe.attention is None:
         return AttentionPlans()
-    attentions = attentions_of(source.keymap.model, roles)
+    kind, attentions = replacement_of(recipe.attention), attentions_of(source.keymap.model, roles)
     # Blocks are numbered as in the whole model.
     numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in attentions]
     chosen = numbers if recipe.attention_layers is None else recipe.attention_layers
@@ -163,15 +163,12 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         raise PlanError(f"there is no attention in block {', '.join(lost)}", hint)
     entries: list[AttentionPlan] = []
     skipped: list[SkippedLayer] = []
-    unused: set[str] = set()
     hints: set[str] = set()
     for item, number in zip(attentions, numbers, strict=True):
         if number not in chosen:
             continue
         try:
             entries.append(_attention(recipe, source, item))
-            dropped = replacement_of(recipe.attention).unused
-            unused |= {item.layers[role].weight_name for role in dropped if role in item.layers}
         except Refusal as refusal:
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             skipped.append(SkippedLayer(role="attention", parameters=0, **facts))
@@ -193,17 +190,19 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
             or "choose another replacement, see `tcompress methods`, or "
             "other blocks with `--layers`",
         )
-    kind = replacement_of(recipe.attention)
     lengths = [item.tokens or item.longest for item in attentions]
     longest = None if None in lengths else max(length for length in lengths if length)
     notes = [kind.note(entries[0].layout, longest, pretrained=recipe.init != "random")]
     if kind.segments and getattr(source.config, "type_vocab_size", 0) < 2:
         notes.append(_NO_TYPES)
-    if kind.unused and not unused:
+    if kind.unused and not any(entry.unused for entry in entries):
         notes.append(_FUSED)
-    return AttentionPlans(
-        tuple(entries), tuple(skipped), frozenset(unused), tuple(filter(None, notes))
-    )
+    return AttentionPlans(tuple(entries), tuple(skipped), tuple(filter(None, notes)))
+
+
+def unused_modules(source: SourceModel, entries: Iterable[AttentionPlan]) -> set[str]:
+    """Paths in the model of projections that replaced attentions have no use for."""
+    return {module_path(source, layer.name) for entry in entries for layer in entry.unused}
 
 
 def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[AttentionPlan, ...]:
@@ -220,8 +219,7 @@ def _attention(recipe: Convert, source: SourceModel, item: Attention) -> Attenti
         raise Refusal(item.reason)
     assert recipe.attention is not None
     kind = replacement_of(recipe.attention)
-    facts = {field.name: getattr(item, field.name) for field in fields(BaseAttention)}
-    layout = kind.layout(recipe.attention, BaseAttention(**facts))
+    layout = kind.layout(recipe.attention, item)
     prefix = source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
@@ -267,6 +265,13 @@ def plan_embeddings(options: Embeddings | None, source: SourceModel) -> tuple[La
     return tuple(planned)
 
 
+def low_rank_tables(source: SourceModel, target: float) -> tuple[LayerPlan, ...]:
+    """Plan tables of low rank that keep a fraction; none where all compute more than a table."""
+    with suppress(PlanError):
+        return plan_embeddings(Embeddings(method=LowRankSpec(), target=target), source)
+    return ()
+
+
 def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan:
     model = source.keymap.model
     module = model.get_submodule(path)
@@ -302,15 +307,16 @@ def _embedding(options: Embeddings, source: SourceModel, path: str) -> LayerPlan
 def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[FormPlan, ...]:
     """Plan what `positions` and `norm` ask for."""
     p, this = int(getattr(recipe.method, "p", 1)), f"this `{roles.family}` model"
-    positions = list(_positions(recipe, source, roles, p)) if recipe.positions != "host" else []
-    norms = list(_norms(recipe, source, roles, p)) if recipe.norm != "host" else []
-    entries, problems = [*positions, *norms], []
-    if recipe.positions != "host" and not positions:
-        what = f"a table of positions for tokens of text, and {this} has none"
-        problems.append(f"`positions: {recipe.positions}` is about {what}")
-    if recipe.norm != "host" and not norms:
-        what = f"layer norms of all features, and the blocks of {this} have none"
-        problems.append(f"`norm: {recipe.norm}` is about {what}")
+    entries: list[FormPlan] = []
+    problems: list[str] = []
+    for option, form, plans, what in (
+        ("positions", recipe.positions, _positions, "a table of positions for tokens of text, and"),
+        ("norm", recipe.norm, _norms, "layer norms of all features, and the blocks of"),
+    ):
+        if form != "host":
+            planned = list(plans(source, roles, form, p))
+            problems += [] if planned else [f"`{option}: {form}` is about {what} {this} has none"]
+            entries += planned
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"
         for entry in entries
@@ -321,7 +327,7 @@ def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[Form
     return tuple(entries)
 
 
-def _positions(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+def _positions(source: SourceModel, roles: Roles, form: str, p: int) -> Iterator[FormPlan]:
     block_paths = tuple(f"{block.name}." for block in roles.blocks)
     for path, table, offset in position_tables(source.keymap.model):
         if path.startswith(block_paths):
@@ -330,17 +336,17 @@ def _positions(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> It
             name = source.keymap.checkpoint_prefix(path)
         except SourceError:
             continue  # it has no place of its own in a checkpoint
-        shape, form = (table.num_embeddings, table.embedding_dim), recipe.positions
+        shape = (table.num_embeddings, table.embedding_dim)
         yield FormPlan(name=name, kind="positions", form=form, p=p, shape=shape, offset=offset)
 
 
-def _norms(recipe: Convert, source: SourceModel, roles: Roles, p: int) -> Iterator[FormPlan]:
+def _norms(source: SourceModel, roles: Roles, form: str, p: int) -> Iterator[FormPlan]:
     for block in roles.blocks:
         shape = (block.layers[0].in_features,)
         for path, module in source.keymap.model.get_submodule(block.name).named_modules():
             if type(module) is nn.LayerNorm and tuple(module.normalized_shape) == shape:
                 name = source.keymap.checkpoint_prefix(f"{block.name}.{path}")
-                yield FormPlan(name=name, kind="norm", form=recipe.norm, p=p, shape=shape)
+                yield FormPlan(name=name, kind="norm", form=form, p=p, shape=shape)
 
 
 # Channels between layers: which layers write them, which read them, and how many may stay.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -19,17 +18,16 @@ from torch import Tensor, nn
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import Branch, PartialModel, common_block
 from tcompress.data.calibration import samples_in
-from tcompress.errors import PlanError
 from tcompress.fitting.embeddings import count_words, fit_table, read_table
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import SourceModel, read_finite
-from tcompress.options import Convert, Embeddings
+from tcompress.options import Convert
 from tcompress.planning.costs import TABLE_RANKS, disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
+    low_rank_tables,
     module_path,
-    plan_embeddings,
     roles_of,
     tied_to,
     untied_tables,
@@ -37,7 +35,6 @@ from tcompress.planning.sites import (
 from tcompress.search.candidates import BYTES, Candidate, SearchInputs, Site
 from tcompress.search.substitution import judged_batches
 from tcompress.structures import structure
-from tcompress.structures.lowrank import LowRankSpec
 
 TABLE = "word embedding"  # name of the site in a budget
 BITS = (8, 4)
@@ -94,10 +91,8 @@ def table_forms(source: SourceModel, recipe: Convert) -> list[TableForm]:
     roundings = [Rounding.usual(bits, group) for bits in widths]
     forms = [TableForm(rounding) for rounding in (None, *roundings)]
     for fraction in TABLE_RANKS:
-        options = Embeddings(method=LowRankSpec(), target=fraction)
-        with suppress(PlanError):  # what computes more than a table does keeps its weight
-            planned = plan_embeddings(options, source)
-            forms.append(TableForm(Rounding.usual(4, group), planned))
+        if tables := low_rank_tables(source, fraction):
+            forms.append(TableForm(Rounding.usual(4, group), tables))
     return forms
 
 

@@ -32,7 +32,7 @@ from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.planner import is_refitted, regrouped
+from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import SearchInputs, Site, of_one_layer
@@ -92,7 +92,7 @@ class SubstitutionWalk:
             reductions=lambda block: read_reductions(moments("channels", block)),
             dtype_of=lambda _: torch.float32,
             device=device,
-            is_unfitted=lambda entry: entry.reads is None and is_refitted(entry),
+            is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
         )
 
     def changes(self, numbers: Sequence[int]) -> dict[int, float]:

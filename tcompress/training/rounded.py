@@ -17,7 +17,7 @@ from tcompress.artifact.manifest import Manifest
 from tcompress.linalg.rounding import Rounding, nearest, quantize, usual_scales
 from tcompress.models import KeyMap, SourceModel
 from tcompress.options import Convert, Finetune
-from tcompress.planning.costs import Widths, planned_storage
+from tcompress.planning.costs import planned_storage, roundings
 from tcompress.planning.entries import Storage
 from tcompress.training.final_rounding import rounded_terms
 
@@ -127,5 +127,5 @@ def roundings_of(
     if options.bits is None:
         return {key: store.rounding(key) for key in keys}
     entries = () if manifest is None else manifest.plan.entries
-    widths = Widths.of(source, storage_of(source, options, manifest), entries)
-    return {key: widths.rounding(key, store.shape(key), store.dtype(key)) for key in keys}
+    rounding_of = roundings(source, storage_of(source, options, manifest), entries)
+    return {key: rounding_of(key, store.shape(key), store.dtype(key)) for key in keys}

@@ -351,8 +351,7 @@ def within_tolerance(sites: Sequence[Site], most: Sequence[float], resource: str
     for site, limit in zip(sites, most, strict=True):
         fine = [item for item in site.candidates if item.loss <= limit]
         chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
-    cost = sum(item.costs[resource] for item in chosen)
-    return Allocation(tuple(chosen), cost, fsum(item.loss for item in chosen))
+    return Allocation.of(chosen, resource)
 
 
 def _alike_for_loss(sites: Sequence[Site], most: float, resource: str) -> Allocation:

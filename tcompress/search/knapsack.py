@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from math import fsum
 from operator import le
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,13 @@ class Allocation:
     choices: tuple[Candidate, ...]
     cost: int
     loss: float
+
+    @classmethod
+    def of(cls, choices: Iterable[Candidate], resource: str) -> Allocation:
+        """Add up what candidates cost and lose."""
+        choices = tuple(choices)
+        cost = sum(item.costs[resource] for item in choices)
+        return cls(choices, cost, fsum(item.loss for item in choices))
 
 
 def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
@@ -57,8 +65,7 @@ def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
             continue
         rungs[index] = step
         remainder -= price
-    _improve(ladders, rungs, remainder, _upgrade)
-    return _allocation(ladders, rungs)
+    return _improved(ladders, rungs, remainder, resource)
 
 
 def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> Allocation:
@@ -81,25 +88,25 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
         loss -= saved
         rungs[index] = step
     loss = fsum(float(a.losses[step]) for a, step in zip(ladders, rungs, strict=True))
-    _improve(ladders, rungs, slack - loss, _downgrade)
-    return _allocation(ladders, rungs)
+    rungs = [len(a.costs) - 1 - step for a, step in zip(ladders, rungs, strict=True)]
+    return _improved([ladder.flipped() for ladder in ladders], rungs, slack - loss, resource)
 
 
 def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
     """Give every site the best candidate within the same fraction of its dense cost."""
     ladders = [_Ladder.of(site, resource) for site in sites]
-    rungs = []
+    choices = []
     for site, ladder in zip(sites, ladders, strict=True):
         dense = site.dense[resource]
-        cap = fraction * dense * (1 + ROUNDING)
-        rungs.append(int(np.searchsorted(ladder.costs, cap, side="right")) - 1)
-        if rungs[-1] < 0:
+        rung = ladder.last_within(fraction * dense * (1 + ROUNDING))
+        if rung < 0:
             raise PlanError(
                 f"the smallest option of `{site.key}` costs {int(ladder.costs[0]):,}, more than "
                 f"{fraction:.4g} of its {dense:,}",
                 "allow a larger fraction, or offer smaller options",
             )
-    return _allocation(ladders, rungs)
+        choices.append(ladder.candidates[rung])
+    return Allocation.of(choices, resource)
 
 
 def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
@@ -109,15 +116,13 @@ def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
     that they meet exactly, nothing is better.
     """
     ladders = [_Ladder.of(site, resource) for site in sites]
-    rungs = [0] * len(ladders)
+    choices = [ladder.candidates[0] for ladder in ladders]
     candidates = []
-    for index, step, _, _ in [(-1, 0, 0, 0.0), *_steps(ladders)]:
-        if index >= 0:
-            rungs[index] = step
-        allocation = _allocation(ladders, rungs)
-        forms = tuple(chain.from_iterable(choice.forms for choice in allocation.choices))
-        costs = added(choice.costs for choice in allocation.choices)
-        candidates.append(Candidate("", forms, allocation.loss, costs))
+    for index, step, *_ in [(0, 0), *_steps(ladders)]:
+        choices[index] = ladders[index].candidates[step]
+        forms = tuple(chain.from_iterable(choice.forms for choice in choices))
+        costs = added(choice.costs for choice in choices)
+        candidates.append(Candidate("", forms, fsum(choice.loss for choice in choices), costs))
     return candidates
 
 
@@ -136,11 +141,7 @@ def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
     cost of the allocation is that of the first resource.
     """
     offered = [_undominated(site.every, [*limits]) for site in sites]
-    flat = list(chain.from_iterable(offered))
-    starts = np.cumsum([0, *map(len, offered)])
-    single = np.zeros((len(sites), len(flat)))
-    for index, (start, stop) in enumerate(pairwise(starts)):
-        single[index, start:stop] = 1
+    counts, flat = [*map(len, offered)], [*chain.from_iterable(offered)]
     rows = np.array([[item.costs[resource] for item in flat] for resource in limits], float)
     bounds = np.array([*limits.values()], float)
     scale = max((item.loss for item in flat), default=0.0) or 1.0
@@ -149,7 +150,7 @@ def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
         integrality=np.ones(len(flat)),
         bounds=(0, 1),
         constraints=[
-            LinearConstraint(single, 1, 1),
+            LinearConstraint(np.repeat(np.eye(len(sites)), counts, axis=1), 1, 1),
             LinearConstraint(rows / bounds[:, None].clip(1), -np.inf, 1),
         ],
         options={"mip_rel_gap": 1e-3, "time_limit": 60},
@@ -159,12 +160,9 @@ def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
             "the budgets contradict each other: no choice of options meets both",
             "allow more of one of them",
         )
-    chosen = tuple(
-        items[int(solution.x[start:stop].argmax())]
-        for items, (start, stop) in zip(offered, pairwise(starts), strict=True)
-    )
-    cost = sum(item.costs[next(iter(limits))] for item in chosen)
-    return Allocation(chosen, cost, fsum(item.loss for item in chosen))
+    of_sites = np.split(solution.x, np.cumsum(counts)[:-1])
+    chosen = [items[shares.argmax()] for items, shares in zip(offered, of_sites, strict=True)]
+    return Allocation.of(chosen, next(iter(limits)))
 
 
 def _undominated(candidates: Sequence[Candidate], resources: Sequence[str]) -> list[Candidate]:
@@ -186,8 +184,8 @@ class _Ladder:
     """Candidates of a site that nothing beats: each costs more and loses less than the last."""
 
     candidates: list[Candidate]
-    costs: NDArray[np.int64]
-    losses: NDArray[np.float64]
+    costs: NDArray[Any]
+    losses: NDArray[Any]
 
     @classmethod
     def of(cls, site: Site, resource: str) -> _Ladder:
@@ -209,6 +207,14 @@ class _Ladder:
         best = np.minimum.accumulate(losses[order])
         keep = order[np.concatenate(([True], best[1:] < best[:-1]))]
         return cls([every[i] for i in keep], costs[keep], losses[keep])
+
+    def flipped(self) -> _Ladder:
+        """The same from the other end: what is lost is spent, and cost is saved."""
+        return _Ladder(self.candidates[::-1], self.losses[::-1], self.costs[::-1])
+
+    def last_within(self, cost: float) -> int:
+        """Best rung that costs no more; below zero where none is so cheap."""
+        return int(np.searchsorted(self.costs, cost, side="right")) - 1
 
     def hull(self) -> NDArray[np.int64]:
         """Rungs on the lower convex hull, from the cheapest to the best."""
@@ -245,45 +251,28 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     yield from zip(*(column[order].tolist() for column in columns), strict=True)
 
 
-def _upgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
-    """Best rung that the rest of a budget pays for, the loss it saves, and its price."""
-    last = int(np.searchsorted(ladder.costs, ladder.costs[rung] + remainder, side="right")) - 1
-    saved = float(ladder.losses[rung] - ladder.losses[last])
-    return last, saved, float(ladder.costs[last] - ladder.costs[rung])
+def _improved(
+    ladders: Sequence[_Ladder], rungs: list[int], remainder: float, resource: str
+) -> Allocation:
+    """Spend what is left over, each time where one move saves most."""
 
+    def move(index: int) -> tuple[int, float, float]:
+        """Best rung of a site that is paid for, what it saves, and its price."""
+        ladder, rung = ladders[index], rungs[index]
+        last = max(rung, ladder.last_within(ladder.costs[rung] + remainder))
+        saved = float(ladder.losses[rung] - ladder.losses[last])
+        return last, saved, float(ladder.costs[last] - ladder.costs[rung])
 
-def _downgrade(ladder: _Ladder, rung: int, remainder: float) -> tuple[int, float, float]:
-    """Cheapest rung that the rest of a loss allows, the cost it saves, and what it loses."""
-    first = int(np.searchsorted(-ladder.losses, -(ladder.losses[rung] + remainder), side="left"))
-    first = min(first, rung)
-    saved = float(ladder.costs[rung] - ladder.costs[first])
-    return first, saved, float(ladder.losses[first] - ladder.losses[rung])
-
-
-_Better = Callable[[_Ladder, int, float], tuple[int, float, float]]
-
-
-def _improve(
-    ladders: Sequence[_Ladder], rungs: list[int], remainder: float, better: _Better
-) -> None:
-    """Spends what is left over, each time where one move saves most."""
     # A site can only save less as less is left: a stale entry of the queue is an upper bound.
-    queue = [(-better(a, rungs[index], remainder)[1], index) for index, a in enumerate(ladders)]
+    queue = [(-move(index)[1], index) for index in range(len(ladders))]
     heapq.heapify(queue)
     while queue and queue[0][0] < 0:
         bound, index = queue[0]
-        rung, saved, price = better(ladders[index], rungs[index], remainder)
-        if -saved > bound:
-            heapq.heapreplace(queue, (-saved, index))
-            continue
-        rungs[index] = rung
-        remainder -= price
-        _, saved, _ = better(ladders[index], rung, remainder)
+        rung, saved, price = move(index)
+        if -saved <= bound:
+            rungs[index] = rung
+            remainder -= price
+            _, saved, _ = move(index)
         heapq.heapreplace(queue, (-saved, index))
-
-
-def _allocation(ladders: Sequence[_Ladder], rungs: Sequence[int]) -> Allocation:
-    pairs = [*zip(ladders, rungs, strict=True)]
-    choices = tuple(ladder.candidates[rung] for ladder, rung in pairs)
-    cost = sum(int(ladder.costs[rung]) for ladder, rung in pairs)
-    return Allocation(choices, cost, fsum(choice.loss for choice in choices))
+    choices = (ladder.candidates[rung] for ladder, rung in zip(ladders, rungs, strict=True))
+    return Allocation.of(choices, resource)

@@ -174,7 +174,7 @@ def first(work: Callable[[], T]) -> T:
 
 
 def agreed(value: T) -> T:
-    """Return what the first process has come to: solvers with a time limit may differ."""
+    """Return what the first process has come to."""
     if count() == 1:
         return value
     import torch.distributed as dist

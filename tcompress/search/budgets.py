@@ -67,20 +67,14 @@ def approach(
             share = (aim - taken[low]) / (taken[high] - taken[low])
             number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
         else:
-            move = (aim - taken[number]) / _slope(taken)
-            numbers = [*taken]
-            if len(numbers) > 1 and taken[numbers[-1]] == taken[numbers[-2]]:
+            move, numbers, values = aim - taken[number], [*taken], [*taken.values()]
+            if len(taken) > 1 and values[-1] == values[-2]:
                 furthest = max(abs(after - before) for before, after in pairwise(numbers))
                 move = copysign(max(2 * furthest, UNSPENT * abs(aim), abs(move)), move)
+            elif len(taken) > 1:
+                slope = (values[-1] - values[-2]) / (numbers[-1] - numbers[-2])
+                move /= min(_SLOPES[1], max(_SLOPES[0], slope))
             number = placed(number + min(step, max(-step, move)))
-
-
-def _slope(taken: dict[float, float]) -> float:
-    (last, value), *before = [*taken.items()][::-1]
-    if not before or before[0][0] == last or before[0][1] == value:
-        return 1.0
-    slope = (value - before[0][1]) / (last - before[0][0])
-    return min(_SLOPES[1], max(_SLOPES[0], slope))
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class Answer:
 
     plan: Plan
     loss: float  # what it is predicted to lose
-    size: int  # what it is judged by where the smallest is looked for
+    rank: float  # what it is judged by: its loss, or its size where an error is limited
 
 
 @dataclass(frozen=True)
@@ -101,74 +95,75 @@ class BudgetProblem:
     plan: Plan  # a plan of equal sizes
     groups: Sequence[Sequence[LayerPlan]]  # its layers, those together that read one input
     predictions: Predictions  # what may be chosen from
+    methods: Sequence[str]  # that candidates may be of
     table: TableSite | None = None  # what the word embedding may become, where that is chosen too
-    room: tuple[str, int] | None = None  # for the sites, by unit of a limited resource
+    room: int | None = None  # for the sites, where a resource is limited
 
-    def best(self, methods: Sequence[str], singles: Sequence[str]) -> Plan:
+    def best(self) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.
 
-        A mixture of the `methods` has to be clearly better than the best of the `singles`, those
-        that can take all layers: predictions compare sizes of one structure more reliably.
+        A mixture of methods has to be clearly better than the best of those that can take all
+        layers: predictions compare sizes of one structure more reliably.
         """
+        several = len(self.methods) > 1
         answers: dict[str, Answer] = {}
         refused: list[PlanError] = []
-        for name in ("", *singles) if len(methods) > 1 else singles:
+        for name in ("", *self.singles) if several else self.singles:
             try:
-                answers[name] = self.solve([name] if name else methods)
+                answers[name] = replace(self, methods=[name] if name else self.methods).solve()
             except PlanError as error:
                 refused.append(error)
         if not answers:
             raise refused[0]
         mixed = answers.pop("", None)
-        name = min(answers, key=lambda name: self._rank(answers[name]), default="")
-        if mixed is not None and (
-            not name or self._rank(mixed)[0] < (1 - MARGIN) * self._rank(answers[name])[0]
-        ):
-            return _with_facts(self, mixed, singles, answers)
+        name = min(answers, key=lambda name: (answers[name].rank, answers[name].loss), default="")
+        if mixed and (not name or mixed.rank < (1 - MARGIN) * answers[name].rank):
+            return _with_facts(self, mixed, answers)
         answer = answers[name]
         uncorrected = self.predictions.uncorrected
-        if len(methods) > 1 and uncorrected and all(site.candidates for site in uncorrected):
+        if several and uncorrected and all(site.candidates for site in uncorrected):
             with suppress(PlanError):  # sized as it would be without others on offer
-                answer = replace(answer, plan=self._of(uncorrected).solve([name]).plan)
-        return _with_facts(self, answer, singles, answers if len(methods) > 1 else {})
+                answer = replace(answer, plan=self.alone(name, uncorrected).solve().plan)
+        return _with_facts(self, answer, answers if several else {})
 
-    def limited(self, unit: str, room: float) -> BudgetProblem:
-        """Return the same with so much of a resource for the sites."""
-        return replace(self, room=(unit, round(room)))
+    @property
+    def singles(self) -> list[str]:
+        """Methods that are answers by themselves: one alone, or those that all layers may take."""
+        complete = self.predictions.complete
+        return [name for name in self.methods if name in complete or len(self.methods) == 1]
 
-    def of_alone(self) -> BudgetProblem:
-        """Return the same for one method in all layers, with nothing else on offer."""
-        return self._of(self.predictions.singly)
+    def alone(self, method: str, layers: tuple[Site, ...]) -> BudgetProblem:
+        """Return the same for one method in all layers, with what it offers them then."""
+        predictions = replace(self.predictions, layers=layers)
+        return replace(self, methods=[method], predictions=predictions)
 
-    def _of(self, layers: tuple[Site, ...]) -> BudgetProblem:
-        return replace(self, predictions=replace(self.predictions, layers=layers))
+    def least(self, unit: str) -> int:
+        """Return what the candidates take that take least of a resource."""
+        return _least(self.sites(may_stay=True), unit)
 
-    def least(self, methods: Sequence[str], unit: str) -> int:
-        """Return what the candidates of these methods take that take least of a resource."""
-        sites = self.sites(methods, may_stay=True)
-        return sum(min(item.costs[unit] for item in site.every) for site in sites)
-
-    def solve(self, methods: Sequence[str]) -> Answer:
+    def solve(self) -> Answer:
         """Spend the budget on candidates of these methods."""
         if self.budget.is_size:
-            return self._within(methods)
-        limit, sites = self.budget.limit, self.sites(methods, may_stay=True)
+            return self._within()
+        limit, sites, resource = self.budget.limit, self.sites(may_stay=True), self.resource
         left_out = {site.key: site.left_out for site in self.predictions.layers}
         if self.budget.is_resource:
             assert self.room is not None
-            allocation = self._allocated(sites, self.room[1])
+            allocation = self._allocated(sites, self.room)
         elif self.budget.limits_each:
             limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
-            allocation = within_tolerance(sites, limits, self.resource)
+            allocation = within_tolerance(sites, limits, resource)
         else:
             spend = _alike_for_loss if self.alike else allocate_for_loss
-            allocation = spend(sites, limit * fsum(left_out.values()), self.resource)
-        plan = self._plan(allocation)
-        if self.resource != PARAMETERS:
-            return Answer(plan, allocation.loss, allocation.cost)
-        return Answer(plan, allocation.loss, plan.structured_rewritten + self._dense_left(plan))
+            allocation = spend(sites, limit * fsum(left_out.values()), resource)
+        plan, loss, cost = self._plan(allocation), allocation.loss, allocation.cost
+        if resource == PARAMETERS:  # with what layers share
+            planned = {entry.key for entry in plan.layers}
+            dense = (site for site in self.predictions.layers if site.key not in planned)
+            cost = plan.structured_rewritten + sum(site.dense[PARAMETERS] for site in dense)
+        return Answer(plan, loss, float(cost) if self.budget.is_error else loss)
 
-    def _within(self, methods: Sequence[str]) -> Answer:
+    def _within(self) -> Answer:
         """Allocate less where layers end up not sharing what was counted once, but not too little.
 
         Where a layer would then not even shrink, it has to do without that method.
@@ -177,7 +172,7 @@ class BudgetProblem:
         barred = set[tuple[str, str]]()
         answers: dict[float, Answer] = {}
         sizes: dict[float, float] = {}
-        least = min(spent, self.least(methods, self.resource))
+        least = min(spent, self.least(self.resource))
 
         def placed(room: float) -> float:
             last = not answers and len(sizes) == TRIES - 1  # whether it can be met at all
@@ -186,22 +181,22 @@ class BudgetProblem:
         for room in approach(sizes, spent, limit, placed):
             while True:
                 # A rewritten layer makes up for what those before it lost; a dense one does not.
-                sites = self.sites(methods, may_stay=self.table is not None, barred=barred)
+                sites = self.sites(may_stay=self.table is not None, barred=barred)
                 allocation = self._allocated(sites, int(room))
                 plan = self._plan(allocation)
-                refused = self._refused(allocation, plan) if len(methods) > 1 else set()
+                refused = self._refused(allocation, plan) if len(self.methods) > 1 else set()
                 if refused <= barred:
                     break
                 barred |= refused
             sizes[room] = size = self._measured(plan)
             if size <= limit:
-                answers[room] = Answer(plan, allocation.loss, size)
+                answers[room] = Answer(plan, allocation.loss, allocation.loss)
                 if room == spent or limit - size <= UNSPENT * spent:
                     break
         if answers:
             return min(answers.values(), key=lambda answer: answer.loss)
         raise PlanError(
-            f"`{self.recipe.budget}` could not be met: layers that would not shrink stay dense",
+            f"`{self.budget}` could not be met: layers that would not shrink stay dense",
             "allow more, or name one method that may be used everywhere, such as `svd`",
         )
 
@@ -218,19 +213,13 @@ class BudgetProblem:
             if item.form.parts == dense[site.key]
         }
 
-    def sites(
-        self,
-        methods: Sequence[str],
-        *,
-        may_stay: bool,
-        barred: Collection[tuple[str, str]] = (),
-    ) -> list[Site]:
+    def sites(self, *, may_stay: bool, barred: Collection[tuple[str, str]] = ()) -> list[Site]:
         """List what a budget chooses from."""
-        layers = [
-            site.offering([m for m in methods if (site.key, m) not in barred], may_stay=may_stay)
-            for site in self.predictions.layers
-        ]
-        widths = self.predictions.widths if NARROWING in methods else ()
+        layers = []
+        for site in self.predictions.layers:
+            methods = [name for name in self.methods if (site.key, name) not in barred]
+            layers.append(site.offering(methods, may_stay=may_stay))
+        widths = self.predictions.widths if NARROWING in self.methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
         sites = joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
@@ -240,38 +229,36 @@ class BudgetProblem:
         resource = self.resource
         if self.alike:
             return uniform(sites, room / sum(site.dense[resource] for site in sites), resource)
-        budget = self.recipe.budget
+        budget, limit = self.budget, self.recipe.resource_budget
         try:
-            if self.room is not None and not self.budget.is_resource:
-                return allocate_within(sites, {resource: room, **dict([self.room])})
+            if limit is not None and self.room is not None and not budget.is_resource:
+                return allocate_within(sites, {resource: room, limit.unit: self.room})
             return allocate(sites, room, resource)
         except PlanError as error:
-            if budget is None or budget.is_fraction or budget.is_resource:
+            if budget.is_fraction or budget.is_resource:
                 raise
-            smallest = sum(min(item.costs[resource] for item in site.every) for site in sites)
-            limit, spent = self.limits()
-            size = limit - spent + smallest
-            if size <= limit:  # what is out of reach is the other budget
+            smallest, (most, spent) = _least(sites, resource), self.limits()
+            if smallest <= spent:  # what is out of reach is the other budget
                 raise
+            size = most - spent + smallest
             raise out_of_reach(budget, self.source, self.recipe, self.plan, size) from error
 
     def _plan(self, allocation: Allocation) -> Plan:
         plan = self.plan
+        unsized = {entry.key for entry in plan.layers} - self.predictions.fixed
         forms: dict[str, LayerForm | None] = {}
+        if self.budget.is_error:  # of experts no error is known
+            forms |= dict.fromkeys(unsized)
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
                 plan = choice.table.within(plan)
-        if self.table is None and forms and not any(forms.values()):
+        if self.table is None and not any(forms.values()):
             raise PlanError(
-                f"`{self.recipe.budget}` leaves every layer dense: no smaller size loses so little",
+                f"`{self.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
             )
-        chosen: dict[str, LayerForm | None] = {}
-        if self.budget.is_error:  # of experts no error is known
-            keys = {entry.key for entry in self.plan.layers}
-            chosen = dict.fromkeys(keys - self.predictions.fixed)
-        return resized(plan, self.groups, chosen | forms, self.source)
+        return resized(plan, self.groups, forms, self.source)
 
     @property
     def budget(self) -> Budget:
@@ -292,46 +279,39 @@ class BudgetProblem:
             return True
         return self.recipe.calibration.is_none and self.budget.is_size
 
-    def _rank(self, answer: Answer) -> tuple[float, float]:
-        if self.budget.is_error:
-            return float(answer.size), answer.loss
-        return answer.loss, 0.0
-
     def limits(self) -> tuple[int, int]:
         """Give what a plan may measure, and what of it is for the sites."""
-        layers = self.predictions.layers
+        limit = self.budget.limit
         if self.budget.is_fraction:
-            total = int(self.budget.limit * sum(site.dense[PARAMETERS] for site in layers))
+            total = int(limit * sum(site.dense[PARAMETERS] for site in self.predictions.layers))
             return total, total
-        planned = {entry.key: entry.parameters for entry in self.plan.layers}
-        sizes = (planned.get(site.key, site.dense[PARAMETERS]) * site.unit for site in layers)
-        planned_size = round(sum(sizes)) + (
-            0 if self.table is None else self.table.cost_in(self.plan)
-        )
-        limit = int(self.budget.limit)
-        return limit, planned_size + limit - self._measured(self.plan)
+        table = 0 if self.table is None else self.table.cost_in(self.plan)
+        planned = self._of_layers(self.plan) + table
+        return int(limit), planned + int(limit) - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
-        if not self.budget.is_fraction:
-            return size_of(plan, self.source, self.recipe)
-        keys = {site.key for site in self.predictions.layers}
-        parameters = sum(entry.parameters for entry in plan.layers if entry.key in keys)
-        return parameters + self._dense_left(plan)
+        if self.budget.is_fraction:
+            return self._of_layers(plan)
+        return size_of(plan, self.source, self.recipe)
 
-    def _dense_left(self, plan: Plan) -> int:
-        planned = {entry.key for entry in plan.layers}
+    def _of_layers(self, plan: Plan) -> int:
+        """Count what the layers take that have candidates, rewritten or dense."""
+        planned = {entry.key: entry.parameters for entry in plan.layers}
         layers = self.predictions.layers
-        return sum(site.dense[PARAMETERS] for site in layers if site.key not in planned)
+        sizes = (planned.get(site.key, site.dense[PARAMETERS]) * site.unit for site in layers)
+        return round(sum(sizes))
 
 
-def _with_facts(
-    problem: BudgetProblem, answer: Answer, singles: Sequence[str], alone: dict[str, Answer]
-) -> Plan:
+def _least(sites: Sequence[Site], resource: str) -> int:
+    return sum(min(item.costs[resource] for item in site.every) for site in sites)
+
+
+def _with_facts(problem: BudgetProblem, answer: Answer, alone: dict[str, Answer]) -> Plan:
     """Add to a plan what was predicted: its loss, that of equal shares and of each method."""
     everything = fsum(site.left_out for site in problem.predictions.layers) or 1.0
     alike = []
-    for name in singles if problem.budget.is_size else ():
-        sites = problem.sites([name], may_stay=False)
+    for name in problem.singles if problem.budget.is_size else ():
+        sites = replace(problem, methods=[name]).sites(may_stay=False)
         share = problem.limits()[1] / sum(site.dense[problem.resource] for site in sites)
         with suppress(PlanError):
             alike.append(uniform(sites, share, problem.resource).loss)

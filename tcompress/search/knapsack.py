@@ -118,7 +118,7 @@ def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
     ladders = [_Ladder.of(site, resource) for site in sites]
     choices = [ladder.candidates[0] for ladder in ladders]
     candidates = []
-    for index, step, *_ in [(0, 0), *_steps(ladders)]:
+    for index, step, _, _ in [(0, 0, 0, 0.0), *_steps(ladders)]:
         choices[index] = ladders[index].candidates[step]
         forms = tuple(chain.from_iterable(choice.forms for choice in choices))
         costs = added(choice.costs for choice in choices)

@@ -13,8 +13,10 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from math import inf
+from operator import mul
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +30,8 @@ from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
 from tcompress.planning.planner import make_plan
-from tcompress.planning.sites import Coupling, Kind
-from tcompress.search.budgets import TRIES, approach
+from tcompress.planning.sites import Coupling
+from tcompress.search.budgets import TRIES, BudgetProblem, approach
 from tcompress.search.candidates import (
     NANOSECONDS,
     PARAMETERS,
@@ -86,8 +88,8 @@ class Resource(ABC):
         """Add what they take to the costs of all candidates, and of layers as they are."""
 
     @abstractmethod
-    def ratios(self, *plans: Plan) -> list[float]:
-        """Measure how many times less than the dense model such models take."""
+    def ratio(self, plan: Plan) -> float:
+        """Measure how many times less than the dense model such a model takes."""
 
     @abstractmethod
     def reduction(self, budget: Budget) -> float:
@@ -112,75 +114,46 @@ class Resource(ABC):
         """
         return max(0, round(self.dense) - sum(site.dense[self.unit] for site in layers))
 
+    def reach(self, problem: BudgetProblem) -> Plan:
+        """Plan with room for layers until a model takes as little as is allowed.
 
-@dataclass(frozen=True)
-class Goal:
-    """Models are to take so little; what they are predicted to take is corrected by whole ones."""
-
-    resource: Resource  # what is limited
-    budget: Budget
-    rest: int  # what the model takes beside the layers that are sized
-
-    @property
-    def ratio(self) -> float:
-        """How many times less than the dense model a model is to take."""
-        return self.resource.reduction(self.budget)
-
-    @property
-    def room(self) -> float:
-        """What is left for layers, as far as what they take adds up."""
-        return self.resource.dense / self.ratio - self.rest
-
-    def reach(self, solve: Callable[[int], Plan], least: int) -> tuple[Plan, float]:
-        """Plan with room for layers until a model takes as little as asked for.
-
-        Args:
-            solve: Plans with so much room.
-            least: What the smallest candidates take.
-
-        Returns:
-            The plan, and how many times less than the dense model it takes.
+        What candidates are predicted to take together is corrected by what whole models do.
 
         Raises:
             PlanError: No plan takes so little.
         """
-        dense, tried = self.resource.dense, dict[float, tuple[Plan, float]]()
+        budget, tried = problem.recipe.resource_budget, list[tuple[Plan, float]]()
+        assert budget is not None
+        assert problem.room is not None
+        reduction, least = self.reduction(budget), problem.least(self.unit)
 
         def placed(room: float) -> float:
-            over = max((ratio / self.ratio - 1 for _, ratio in tried.values()), default=0.0)
+            over = max((ratio / reduction - 1 for _, ratio in tried), default=0.0)
             if over < 0 and len(tried) >= (2 if over < -FAR else TRIES - 2):
                 room = least  # whether it can be reached at all
             return max(least, round(room))
 
         taken: dict[float, float] = {}
-        for room in approach(taken, self.room, dense / self.ratio / (1 + CLOSE / 2), placed):
-            plan = solve(int(room))
-            [ratio] = self.resource.ratios(plan)
-            tried[room], taken[room] = (plan, ratio), dense / ratio
+        aim = self.dense / reduction / (1 + CLOSE / 2)
+        for room in approach(taken, problem.room, aim, placed):
+            plan = replace(problem, room=round(room)).best()
+            tried.append((plan, self.ratio(plan)))
+            taken[room] = self.dense / tried[-1][1]
             # Another try tells less than the last ones where the machine is not at rest.
             most = CLOSE * len(tried) if len(tried) <= TRIES // 2 else inf
-            if any(-CLOSE <= ratio / self.ratio - 1 <= most for _, ratio in tried.values()):
+            if any(-CLOSE <= ratio / reduction - 1 <= most for _, ratio in tried):
                 break
-        fine = [item for item in tried.values() if item[1] >= self.ratio * (1 - CLOSE)]
+        fine = [item for item in tried if item[1] >= reduction * (1 - CLOSE)]
         if not fine:
-            plan, ratio = max(tried.values(), key=lambda item: item[1])
-            raise self.resource.out_of_reach(self.budget, plan, ratio)
-        return min(fine, key=lambda item: (item[1] < self.ratio, item[1]))
+            raise self.out_of_reach(budget, *max(tried, key=lambda item: item[1]))
+        plan, ratio = min(fine, key=lambda item: (item[1] < reduction, item[1]))
+        return plan.with_facts(self.facts(ratio))
 
 
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 _NANO = 1e9
 
-
-def clock_of(source: SourceModel, recipe: Convert, device: torch.device) -> ModelClock:
-    """Times a dense model at the pass that a recipe is about."""
-    work, dtype = Workload.read(recipe.at or USUAL_PASS), getattr(torch, recipe.dtype or "float32")
-    return ModelClock(source, work, device, dtype, named=recipe.at is not None)
-
-
-def speedup_asked(budget: Budget, clock: ModelClock) -> float:
-    """Return how many times as fast as the dense model a pass is to be."""
-    return budget.limit if budget.kind == "speedup" else 1e3 * clock.seconds / budget.limit
+Changed = tuple[LayerPlan, LayerForm]  # a layer, and its form in place of the dense one
 
 
 @dataclass(frozen=True)
@@ -191,17 +164,21 @@ class Time(Resource):
     stage = "timing layers"
 
     clock: ModelClock
-    times: LayerTimes
     entries: Mapping[str, LayerPlan]  # by weight name in the checkpoint
     threads: int | None
 
     @classmethod
     def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Time:
         entries = {entry.key: entry for entry in plan.layers if entry.kind != "experts"}
-        width = min(entry.in_features for entry in entries.values())
+        work, dtype = Workload.read(recipe.at or USUAL_PASS), recipe.dtype or "float32"
+        parts = (source, work, device, getattr(torch, dtype), recipe.at is not None)
         with threads(recipe.threads):
-            clock = clock_of(source, recipe, device)
-            return cls(clock, clock.layer_times(width), entries, recipe.threads)
+            return cls(ModelClock(*parts), entries, recipe.threads)
+
+    @cached_property
+    def times(self) -> LayerTimes:
+        """Clock of layers by themselves."""
+        return self.clock.layer_times(min(entry.in_features for entry in self.entries.values()))
 
     @property
     def dense(self) -> float:
@@ -211,12 +188,12 @@ class Time(Resource):
     def where(self) -> str:
         return str(self.clock.work)
 
-    def ratios(self, *plans: Plan) -> list[float]:
+    def ratio(self, plan: Plan) -> float:
         with threads(self.threads):
-            return self.clock.speedups(*plans)
+            return self.clock.speedups(plan)[0]
 
     def reduction(self, budget: Budget) -> float:
-        return speedup_asked(budget, self.clock)
+        return budget.limit if budget.kind == "speedup" else 1e3 * self.clock.seconds / budget.limit
 
     def facts(self, ratio: float) -> dict[str, Any]:
         return {"speedup": ratio, "at": self.where, "seconds": self.clock.seconds}
@@ -231,43 +208,35 @@ class Time(Resource):
         )
 
     def priced(self, predictions: Predictions) -> Predictions:
+        widths, timed = predictions.widths, dict[int, WidthSite]()
         with threads(self.threads):
-            return self._priced(predictions)
+            seconds_of = self._beside([order.coupling for site in widths for order in site.orders])
+            attentions = {site.key: seconds_of["attention"] for site in widths if site.is_attention}
+            extra = defaultdict(float, attentions)  # beside structures all channels are there
+            for index, site in sorted(enumerate(widths), key=lambda item: item[1].is_attention):
+                if site.is_attention:  # by now all that it does beside products is known
+                    heads = site.orders[0].coupling
+                    of_head = sum(extra[key] for key in site.keys) / heads.size
+                    beside = [of_head * size for size in heads.sizes]
+                else:
+                    fixed = sum(attentions.get(key, 0.0) for key in site.keys)
+                    each = [seconds_of[order.coupling.kind] for order in site.orders]
+                    beside = [fixed + sum(map(mul, each, sizes)) for sizes in site.sizes]
+                    extra[site.key] += beside[-1] - fixed
+                candidates = (
+                    item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
+                    for item, seconds in zip(site.candidates, beside, strict=True)
+                )
+                timed[index] = replace(site, candidates=tuple(candidates))
 
-    def _priced(self, predictions: Predictions) -> Predictions:
-        widths = predictions.widths
-        seconds_of = self._beside([order.coupling for site in widths for order in site.orders])
-        attentions = {site.key: seconds_of["attention"] for site in widths if site.is_attention}
-        extra = defaultdict(float, attentions)  # beside structures all channels are there
-        timed: dict[int, WidthSite] = {}
-        for index in sorted(range(len(widths)), key=lambda index: widths[index].is_attention):
-            site = widths[index]
-            if site.is_attention:  # by now all that it does beside products is known
-                heads = site.orders[0].coupling
-                of_head = sum(extra[key] for key in site.keys) / heads.size
-                extras = [of_head * size for size in heads.sizes]
-            else:
-                fixed = sum(attentions.get(key, 0.0) for key in site.keys)
-                kinds = [order.coupling.kind for order in site.orders]
-                extras = [
-                    fixed + sum(seconds_of[kind] * n for kind, n in zip(kinds, sizes, strict=True))
-                    for sizes in site.sizes
-                ]
-                extra[site.key] += extras[-1] - fixed
-            candidates = (
-                item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
-                for item, seconds in zip(site.candidates, extras, strict=True)
-            )
-            timed[index] = replace(site, candidates=tuple(candidates))
+            def of_layer(site: Site) -> Site:
+                entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
+                of = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
+                dense = {**site.dense, self.unit: round(_NANO * self._unchanged(entry)) + nanos}
+                return replace(site, candidates=tuple(chain.from_iterable(of)), dense=dense)
 
-        def of_layer(site: Site) -> Site:
-            entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
-            methods = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
-            dense = {**site.dense, NANOSECONDS: round(_NANO * self._unchanged(entry)) + nanos}
-            return replace(site, candidates=tuple(chain.from_iterable(methods)), dense=dense)
-
-        sized = tuple(timed[index] for index in range(len(widths)))
-        return replace(predictions.mapped(of_layer), widths=sized)
+            sized = tuple(timed[index] for index in range(len(widths)))
+            return replace(predictions.mapped(of_layer), widths=sized)
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -275,50 +244,43 @@ class Time(Resource):
         Models without feed-forwards, and without attentions, say what these take as a whole: more
         than their products by themselves, or less, and then all products are less.
         """
-        kinds: tuple[Kind, ...] = ("neurons", "heads")
-        gone = [{c: 0 for c in couplings if c.kind == kind and 0 in c.sizes} for kind in kinds]
-        inner = [coupling for coupling in couplings if coupling.kind in ("values", "scores")]
-        narrow = {coupling: coupling.near(0.25) for coupling in inner}
-        *saved, narrower = self._saved(*gone, narrow)
-        products = [self._products_saved(coupling) for coupling in gone]
-        if sum(saved) < sum(products):
-            self.times.share *= max(0.0, sum(saved)) / sum(products)
-        neurons, attentions = (
-            seconds - self._products_saved(coupling)
-            for seconds, coupling in zip(saved, gone, strict=True)
+        neurons = {c: 0 for c in couplings if c.kind == "neurons" and 0 in c.sizes}
+        heads = {c: 0 for c in couplings if c.kind == "heads" and 0 in c.sizes}
+        inner = {c: c.near(0.25) for c in couplings if c.kind in ("values", "scores")}
+        entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
+        changed: list[list[Changed]] = []
+        for sizes in (neurons, heads, inner):
+            forms = forms_of(sizes, entries)
+            changed.append([(self.entries[key], form) for key, form in forms])
+        saved = self._saved(changed)
+        of_both, products = sum(saved[:2]), sum(map(self._products_saved, changed[:2]))
+        if of_both < products:
+            self.times.share *= max(0.0, of_both) / products
+        of_neurons, of_attentions, of_inner = (
+            seconds - self._products_saved(layers)
+            for seconds, layers in zip(saved, changed, strict=True)
         )
-        rest = narrower - self._products_saved(narrow)
-        dimension = max(0.0, rest) / max(
-            1, sum(coupling.size - narrow[coupling] for coupling in inner)
-        )
-        attention_layers = {layer for coupling in gone[1] for layer in coupling.layers}
-        attentions -= dimension * sum(
-            coupling.size for coupling in inner if attention_layers.issuperset(coupling.layers)
-        )
+        dimension = max(0.0, of_inner) / max(1, sum(c.size - size for c, size in inner.items()))
+        whole = {layer for coupling in heads for layer in coupling.layers}
+        of_attentions -= dimension * sum(c.size for c in inner if whole.issuperset(c.layers))
         return {
-            "neurons": max(0.0, neurons) / max(1, sum(coupling.size for coupling in gone[0])),
+            "neurons": max(0.0, of_neurons) / max(1, sum(coupling.size for coupling in neurons)),
             "values": dimension,
             "scores": dimension,
-            "attention": max(0.0, attentions) / max(1, len(gone[1])),
+            "attention": max(0.0, of_attentions) / max(1, len(heads)),
         }
 
-    def _saved(self, *sizes: Mapping[Coupling, int]) -> list[float]:
-        """Seconds that models of these sizes save."""
+    def _saved(self, changed: Sequence[Sequence[Changed]]) -> list[float]:
+        """Seconds that models save of which some layers have other forms."""
         plans = [
-            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in pairs))
-            for pairs in map(self._narrow, filter(None, sizes))
+            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in layers))
+            for layers in filter(None, changed)
         ]
-        speeds = iter(self.clock.speedups(*plans) if plans else ())
-        return [self.clock.seconds * (1 - 1 / next(speeds)) if pairs else 0.0 for pairs in sizes]
+        speeds = iter(self.clock.speedups(*plans))
+        return [self.clock.seconds * (1 - 1 / next(speeds)) if c else 0.0 for c in changed]
 
-    def _products_saved(self, chosen: Mapping[Coupling, int]) -> float:
-        pairs = self._narrow(chosen)
-        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in pairs)
-
-    def _narrow(self, chosen: Mapping[Coupling, int]) -> list[tuple[LayerPlan, LayerForm]]:
-        entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
-        forms = forms_of(chosen, entries)
-        return [(self.entries[key], form) for key, form in forms]
+    def _products_saved(self, changed: Sequence[Changed]) -> float:
+        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in changed)
 
     def _layer_candidates(
         self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
@@ -343,8 +305,8 @@ class Time(Resource):
         return self.times.matrix(entry.in_features, entry.out_features, entry)
 
     def _matrix(self, entry: LayerPlan, form: LayerForm) -> float:
-        inputs = form.parts[0].terms[0].in_features
-        return self.times.matrix(inputs, sum(part.out_features for part in form.parts), entry)
+        outputs = sum(part.out_features for part in form.parts)
+        return self.times.matrix(form.parts[0].terms[0].in_features, outputs, entry)
 
 
 def plan_in_time(inputs: SearchInputs) -> Plan:
@@ -353,28 +315,27 @@ def plan_in_time(inputs: SearchInputs) -> Plan:
     Time is taken to grow evenly between two widths that were timed; a size may be limited too.
     """
     source, recipe, plan = inputs.source, inputs.recipe, inputs.plan
-    assert recipe.time_budget is not None
-    widths = possible_widths(source)
-    with threads(recipe.threads):
-        clock = clock_of(source, recipe, inputs.device)
-        speedup = speedup_asked(recipe.time_budget, clock)
+    budget, widths = recipe.time_budget, possible_widths(source)
+    assert budget is not None
+    time = Time.of(source, recipe, plan, inputs.device)
+    speedup = time.reduction(budget)
 
-        def timed(width: int) -> tuple[Plan, float]:
-            narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
-            [speed] = clock.speedups(narrow)
-            return narrow, speed
+    def timed(width: int) -> tuple[Plan, float]:
+        narrow = make_plan(with_width(recipe, width / widths.stop), source, plan.method)
+        return narrow, time.ratio(narrow)
 
-        widest = widths[-1] if recipe.budget == recipe.time_budget else width_of(plan)
-        chosen, speed = _fast_enough(widths, widest, timed, speedup)
+    widest = widths[-1] if recipe.budget == budget else width_of(plan)
+    chosen, speed = _fast_enough(widths, widest, timed, speedup)
     if speed < speedup:
         raise PlanError(
-            f"`{recipe.time_budget}` is out of reach of a plain model at {clock.work}: with "
+            f"`{budget}` is out of reach of a plain model at {time.where}: with "
             f"{widths[0]} neurons {speed:.3g} x was reached",
             "allow more time, drop blocks too, or leave `--plain` out",
         )
-    facts = {"speedup": speed, "at": str(clock.work), "seconds": clock.seconds}
     kept = {"chosen": "uniform", "fraction": chosen.kept}
-    return chosen.model_copy(update={"budget": plan.budget}).with_facts({**facts, **kept})
+    return chosen.model_copy(update={"budget": plan.budget}).with_facts(
+        {**time.facts(speed), **kept}
+    )
 
 
 def _fast_enough(

@@ -9,9 +9,9 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from tcompress import processes
@@ -26,7 +26,7 @@ from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
 from tcompress.search.predictions import Predictions, predictor
-from tcompress.search.resources import RESOURCES, Goal, Resource, Time, plan_in_time
+from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
 from tcompress.search.substitution import (
     Factors,
     SubstitutionWalk,
@@ -115,14 +115,13 @@ class Statistics:
         facts = (inputs.source.store.fingerprint(), data, len(inputs.plan.layers))
         key = " ".join([*map(str, facts), recipe.model_dump_json()])
         moments = self.folder / str([*self._measured, key].index(key))
-        if key in self._measured:
-            if moments.is_dir():  # without data there are none
-                shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
-            return answers(inputs, self._measured[key])
-        measured = Measurements(inputs)
+        if moments.is_dir():  # without data there are none
+            shutil.copytree(moments, inputs.workdir.folder, dirs_exist_ok=True)
+        measured = self._measured.get(key) or Measurements(inputs)
         plans = answers(inputs, measured)
-        self._measured[key] = measured
-        inputs.workdir.copy_moments(moments)
+        if key not in self._measured:
+            self._measured[key] = measured
+            inputs.workdir.copy_moments(moments)
         return plans
 
 
@@ -155,19 +154,17 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
             "largest error gives them no size",
             "give a size instead, such as `--target 0.25`",
         )
-    goal, limit = None, recipe.resource_budget
+    limit, resource = recipe.resource_budget, None
     if limit is not None or recipe.counts_time:
         resource, predictions = measured.priced(limit.unit if limit else Time.unit)
-        rest = resource.rest(predictions.layers)
-        goal = None if limit is None else Goal(resource, limit, rest)
-    groups = grouped(plan, inputs.source)
-    problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions)
-    names: Sequence[str] = [*predictions.offers]
-    if goal is not None:
-        problem = problem.limited(goal.resource.unit, goal.room)
-        names = _worth_trying(problem, names)
+    groups, methods = grouped(plan, inputs.source), [*predictions.offers]
+    problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions, methods)
+    if limit is not None and resource is not None:
+        allowed = resource.dense / resource.reduction(limit)
+        room = round(allowed - resource.rest(predictions.layers))
+        problem = _worth_trying(replace(problem, room=room), resource.unit)
     if inputs.data is not None:
-        factors = measured.factors(names, inputs)
+        factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
         corrected = predictions.mapped(
             factors.scaled, lambda site: with_losses(site, factors.channels)
@@ -175,58 +172,39 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             problem = replace(problem, table=measured.table(factors.usual))
-    solved: dict[str, Plan] | PlanError
-    try:
-        solved = _solved(problem, names, label, goal)
-    except PlanError as error:  # solvers with a time limit may differ
-        solved = error
-    solved = processes.agreed(solved)
-    if isinstance(solved, PlanError):
-        raise solved
-    return solved
+    # By one process alone: solvers with a time limit may differ.
+    return processes.first(lambda: _solved(problem, label, resource if limit else None))
 
 
-def _solved(
-    problem: BudgetProblem, names: Sequence[str], label: str, goal: Goal | None
-) -> dict[str, Plan]:
+def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> dict[str, Plan]:
     """Spend the budget on all methods, and on each alone; whole models are timed where it counts.
 
     Args:
         problem: The budget, and what it may be spent on.
-        names: Methods that are worth it.
-        label: Name of the answer that uses all of them.
-        goal: What models are to take little of, if anything.
+        label: Name of the answer that uses all methods.
+        resource: What models are to take little of, if anything.
     """
     predictions = problem.predictions
-    complete = [name for name in predictions.complete if name in names]
-    offered = {label: (problem, names, complete)}
-    for name in (name for name in predictions.singles if name in names):
-        offered.setdefault(name, (problem.of_alone(), [name], [name]))
-
-    def answer(name: str, room: int) -> Plan:
-        assert goal is not None
-        spent, *methods = offered[name]
-        return spent.limited(goal.resource.unit, room).best(*methods)
-
+    problems = {label: problem}
+    for name in predictions.singles:
+        if name in problem.methods:
+            problems.setdefault(name, problem.alone(name, predictions.singly))
     plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
-    for name, (spent, methods, singles) in offered.items():
+    for name, spent in problems.items():
         try:
-            plan = spent.best(methods, singles)
+            plan = spent.best()
         except PlanError as error:
             refused.append(error)
             continue
         if all(plan.layers != earlier.layers for earlier in plans.values()):
             plans[name] = plan
     plans = dict(_in_question(plans))
-    if goal is not None:  # whole models are measured for those in question alone
+    if resource is not None:  # whole models are measured for those in question alone
         unmeasured, plans = plans or {label: problem.plan}, {}
         for name in unmeasured:
-            spent, methods, _ = offered[name]
             try:
-                least = spent.least(methods, goal.resource.unit)
-                plan, ratio = goal.reach(partial(answer, name), least)
-                plans[name] = plan.with_facts(goal.resource.facts(ratio))
+                plans[name] = resource.reach(problems[name])
             except PlanError as error:
                 refused.append(error)
     if not plans:
@@ -234,30 +212,31 @@ def _solved(
     return plans
 
 
-def _worth_trying(problem: BudgetProblem, names: Sequence[str]) -> list[str]:
-    """List methods that a goal may use.
+def _worth_trying(problem: BudgetProblem, unit: str) -> BudgetProblem:
+    """Leave out methods that a limited resource makes nothing of.
 
-    Others take too much whatever they lose, or are predicted to lose many times as much as all
+    They take too much whatever they lose, or are predicted to lose many times as much as all
     methods together, which use nothing of them.
     """
     assert problem.room is not None
-    unit, room = problem.room
-    fast = [name for name in names if problem.least([name], unit) <= room] or [*names]
+    single = {name: replace(problem, methods=[name]) for name in problem.methods}
+    fast = [name for name, alone in single.items() if alone.least(unit) <= problem.room]
+    problem = replace(problem, methods=fast or problem.methods)
     try:
-        together = problem.solve(fast)
+        together = problem.solve()
     except PlanError:
-        return fast
-    structures = _structures(together.plan)
+        return problem
+    structures, offers = _structures(together.plan), problem.predictions.offers
 
-    def hopeless(name: str) -> bool:
-        try:
-            return problem.solve([name]).loss > HOPELESS * together.loss
-        except PlanError:
+    def worth(name: str) -> bool:
+        if structure_of(offers[name][0]).name in structures:
             return True
+        try:
+            return single[name].solve().loss <= HOPELESS * together.loss
+        except PlanError:
+            return False
 
-    offers = problem.predictions.offers
-    kinds = {name: structure_of(offers[name][0]).name for name in fast}
-    return [name for name in fast if kinds[name] in structures or not hopeless(name)]
+    return replace(problem, methods=[*filter(worth, problem.methods)])
 
 
 def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> Plan | None:
@@ -272,8 +251,7 @@ def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> 
     if not inputs.recipe.counts_time or not measured.resources or plan.budget is None:
         return plan
     time, _ = measured.priced(Time.unit)
-    [speedup] = time.ratios(plan)
-    return plan.with_facts(time.facts(speedup))
+    return plan.with_facts(time.facts(time.ratio(plan)))
 
 
 def _in_question(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:

@@ -120,8 +120,8 @@ def _solved(found: Sequence[Any], limit: float, **changes: Any) -> Any:
     facts = BudgetPlan(kind="target", limit=limit, chosen="later", fraction=limit)
     plan = Plan(layers=(), budget=facts)
     source: Any = SimpleNamespace()
-    predictions = Predictions(layers=tuple(sites))
-    return _PaperProblem(recipe, source, plan, [], predictions).best(["a", "b"], ["a", "b"])
+    predictions = Predictions(layers=tuple(sites), complete=("a", "b"))
+    return _PaperProblem(recipe, source, plan, [], predictions, ["a", "b"]).best()
 
 
 @quick

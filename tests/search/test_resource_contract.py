@@ -16,7 +16,7 @@ from tcompress.options.convert_options import RESOURCES as OPTIONS
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
-from tcompress.search.resources import RESOURCES, Goal
+from tcompress.search.resources import RESOURCES
 from tcompress.search.search import Measurements
 from tests.support.conversions import calibration
 from tests.support.counted_clock import counted_clock
@@ -57,14 +57,12 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
         resource, predictions = Measurements(conversion.inputs(workdir)).priced(budget.unit)
         workdir.discard()
     assert RESOURCES[budget.unit] is type(resource)
-    goal = Goal(resource, budget, resource.rest(predictions.layers))
     taken = sum(site.dense[resource.unit] for site in predictions.layers)
-    assert goal.rest + taken == pytest.approx(resource.dense, rel=1e-6)
+    assert resource.rest(predictions.layers) + taken == pytest.approx(resource.dense, rel=1e-6)
     for site in (*predictions.layers, *predictions.widths):
         assert site.candidates
         assert all(item.costs[resource.unit] >= 0 for item in site.candidates)
-    [ratio] = resource.ratios(Plan(layers=()))
-    assert ratio == pytest.approx(1)
+    assert resource.ratio(Plan(layers=())) == pytest.approx(1)
 
 
 @FIRST

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from tcompress.planning.planner import make_plan
 from tcompress.search import predictions
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import allocate_within
-from tcompress.search.resources import Goal, Time
+from tcompress.search.resources import Time
 from tcompress.timing_model import clocks
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.timing_model.random_weights import RandomWeights
@@ -125,20 +126,37 @@ def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -
     assert other.plan.layers == made.plan.layers
 
 
+@dataclass(frozen=True)
+class _PaperProblem:
+    """A budget of which a plan is nothing but its room, and then what is said of it."""
+
+    recipe: Any
+    room: int
+
+    def least(self, _: str) -> int:
+        return 1_000_000
+
+    def best(self) -> "_PaperProblem":
+        return self
+
+    def with_facts(self, facts: Any) -> Any:
+        return facts
+
+
 @pytest.mark.parametrize("extra", [0.5, 0.9, 1.02, 1.09, 1.4, 3.0])
 def test_models_slower_or_faster_than_their_layers_are_no_faster_than_asked_for(
     extra: float,
 ) -> None:
     """Layers take `extra` times what they take by themselves, of a tenth of what is dense."""
 
-    def speedups(room: Any) -> list[float]:
-        return [1 / (0.1 + extra * room * 1e-9)]
+    def speedups(plan: _PaperProblem) -> list[float]:
+        return [1 / (0.1 + extra * plan.room * 1e-9)]
 
     clock: Any = SimpleNamespace(seconds=1.0, speedups=speedups, work="4x8")
-    time = Time(clock, times=Mock(), entries={}, threads=1)
-    goal = Goal(time, Budget("speedup", 4), round(0.1e9))
-    solve: Any = int  # a plan is its room
-    _, speed = goal.reach(solve, least=1_000_000)
+    recipe = SimpleNamespace(resource_budget=Budget("speedup", 4))
+    problem: Any = _PaperProblem(recipe, round(0.15e9))
+    facts: Any = Time(clock, entries={}, threads=1).reach(problem)
+    speed = facts["speedup"]
     assert 4 * 0.98 <= speed <= 4 * 1.06
 
 

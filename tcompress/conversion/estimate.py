@@ -44,8 +44,15 @@ from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.search.substitution import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
-from tcompress.structures.base import SIDES, SharesFactors, structure, transform_shapes
-from tcompress.structures.flops import FitCost, fit_cost, svd_flops
+from tcompress.structures.base import (
+    SIDES,
+    FitCost,
+    SharesFactors,
+    fit_cost,
+    structure,
+    svd_flops,
+    transform_shapes,
+)
 
 TOKENS = 20
 """Mean length of a built-in text in tokens."""

@@ -366,6 +366,28 @@ class FitCost(NamedTuple):
     bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
+class CostsOther(ABC):
+    """Has a fit that costs something else than one truncated SVD of the weight."""
+
+    @abstractmethod
+    def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
+        """Cost of `fit`."""
+
+
+def svd_flops(rows: int, columns: int) -> float:
+    """Counts what a truncated SVD and the products around it take, roughly, as of float32."""
+    least = min(rows, columns)
+    return 10.0 * least**3 + 4.0 * rows * columns * least
+
+
+def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
+    """Cost of the fit of a term."""
+    kind = structure(layout.structure)
+    if isinstance(kind, CostsOther):
+        return kind.fit_cost(layout, calibrated=calibrated)
+    return FitCost(svd_flops(layout.out_features, layout.in_features))
+
+
 class SharesFactors(ABC):
     """Has factors that heads, layers or the model share, beside tensors of a layer's own."""
 

@@ -1,10 +1,9 @@
-"""What a structure's fit takes, roughly, and its multiply-adds, counted on the meta device."""
+"""Multiply-adds of a structure, counted on the meta device."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tcompress.structures.base import (
     SIDES,
@@ -17,32 +16,9 @@ from tcompress.structures.base import (
     structure,
     transform_of,
 )
-from tcompress.structures.base import FitCost as FitCost
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class CostsOther(ABC):
-    """Has a fit that costs something else than one truncated SVD of the weight."""
-
-    @abstractmethod
-    def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
-        """Cost of `fit`."""
-
-
-def svd_flops(rows: int, columns: int) -> float:
-    """Counts what a truncated SVD and the products around it take, roughly, as of float32."""
-    least = min(rows, columns)
-    return 10.0 * least**3 + 4.0 * rows * columns * least
-
-
-def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
-    """Cost of the fit of a term."""
-    kind = structure(layout.structure)
-    if isinstance(kind, CostsOther):
-        return kind.fit_cost(layout, calibrated=calibrated)
-    return FitCost(svd_flops(layout.out_features, layout.in_features))
 
 
 class Macs(NamedTuple):

@@ -12,6 +12,8 @@ from pydantic import Field
 from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
+    CostsOther,
+    FitCost,
     Layout,
     Refusal,
     RoundsInNorm,
@@ -28,8 +30,8 @@ from tcompress.structures.base import (
     first_operators,
     random_tensors,
     register,
+    svd_flops,
 )
-from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

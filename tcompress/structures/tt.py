@@ -19,6 +19,8 @@ from tcompress import linalg
 from tcompress.fields import option, read_modes
 from tcompress.structures.base import (
     TOL,
+    CostsOther,
+    FitCost,
     Layout,
     LooksUp,
     Refusal,
@@ -31,8 +33,8 @@ from tcompress.structures.base import (
     clip_note,
     predicted_loss,
     register,
+    svd_flops,
 )
-from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 
 if TYPE_CHECKING:
     import torch

@@ -24,6 +24,8 @@ from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
+    CostsOther,
+    FitCost,
     Layout,
     LooksUp,
     Refusal,
@@ -38,8 +40,8 @@ from tcompress.structures.base import (
     clip_note,
     random_tensors,
     register,
+    svd_flops,
 )
-from tcompress.structures.flops import CostsOther, FitCost, svd_flops
 from tcompress.structures.lowrank import rank_losses
 
 if TYPE_CHECKING:

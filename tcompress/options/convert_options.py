@@ -463,6 +463,7 @@ class Convert(Section):
             self._budget_problems(),
             self._plain_problems(),
             self._vocab_problems(),
+            self._rounding_problems(),
         )
         problems = list(chain.from_iterable(found))
         if problems:
@@ -586,6 +587,10 @@ class Convert(Section):
             )
         elif self.vocab == "data" and not self.calibration.files:
             yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
+
+    def _rounding_problems(self) -> Iterator[str]:
+        if self.group_size is not None and not (self.rounds or self.chooses_table):
+            yield "`group_size` is of weights in few bits: give `bits` or `embedding_bits` too"
 
     def _plain_problems(self) -> Iterator[str]:
         if not self.plain:

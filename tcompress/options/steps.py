@@ -373,7 +373,9 @@ class Bench(Section):
         return (self.cache or ("dynamic",)) if self.generate else ()
 
     @model_validator(mode="after")
-    def _check_caches(self) -> Bench:
+    def _check_ways(self) -> Bench:
+        if "mode" in self.model_fields_set and "torch" not in self.runtime:
+            raise ValueError("`mode` is of passes in PyTorch: add `torch` to `runtime`")
         if self.cache and not self.generate:
             raise ValueError("`cache` belongs to `generate`: give the number of tokens too")
         if self.generate and self.runtime != ("torch",):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tcompress.errors import SourceError, first_line, listed, read_json
-from tcompress.models.names import ADAPTER, adapter_files
+from tcompress.models.names import ADAPTER, adapter_files, local_folder
 
 Adapter = Literal["merge"]
 """What is done with an adapter; without a word it is refused."""
@@ -55,13 +55,15 @@ def check_adapter(folder: Path, adapter: Adapter | None) -> None:
         raise SourceError(text, "pip install peft")
 
 
-def base_of(folder: Path) -> str:
-    """Name the model that an adapter, alone in a folder, belongs to."""
-    name = _settings(folder).get("base_model_name_or_path")
+def base_of(folder: Path) -> tuple[str, str | None]:
+    """Name the model that an adapter alone in a folder belongs to, and its revision on the hub."""
+    settings = _settings(folder)
+    name, revision = settings.get("base_model_name_or_path"), settings.get("revision")
     if not isinstance(name, str) or not name.strip():
         text = f"`{folder / CONFIG}` names no model in `base_model_name_or_path`"
         raise SourceError(text, "write the folder or hub id of the model that it was trained from")
-    return name
+    on_hub = isinstance(revision, str) and local_folder(name) is None
+    return name, revision if on_hub else None
 
 
 def merge(base: Path, adapter: Path, kind: Any, target: Path, *, trust: bool = False) -> None:

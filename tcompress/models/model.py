@@ -329,8 +329,8 @@ def _merged(folder: Path, token: str | None, trust: bool) -> Copy:
         alone = with_settings(folder, read_config(folder))
         base = SourceModel.open(str(alone.folder), token=token, trust_remote_code=trust)
     else:
-        alone, name = None, base_of(folder)
-        base = SourceModel.open(name, token=token, trust_remote_code=trust)
+        alone, (name, revision) = None, base_of(folder)
+        base = SourceModel.open(name, revision, token, trust_remote_code=trust)
     with copying(folder) as copy:
         merge(base.folder, folder, base.model_class, copy.folder, trust=trust)
         for part in (base.folder, folder):

@@ -15,6 +15,7 @@ from tcompress.errors import InputError, SourceError
 from tcompress.hf.opening import load_model
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
+from tcompress.models.adapters import base_of
 from tcompress.models.keymap import plain_names
 from tcompress.models.store import plain_types
 from tcompress.training.teacher import find_teacher
@@ -181,6 +182,17 @@ def test_what_cannot_be_merged_is_told(folder: Path, tmp_path: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(SourceError, match=r"`adapter_model.safetensors` is missing"):
         SourceModel.open(str(folder), adapter="merge")
+
+
+@pytest.mark.parametrize(("base", "revision"), [("someone/base", "v2"), ("", None)])
+def test_an_adapter_names_the_revision_of_its_base(
+    base: str, revision: str | None, folder: Path
+) -> None:
+    name = base or str(folder)
+    _adapt(folder, name)
+    with edited(folder / "adapter_config.json") as config:
+        config["revision"] = "v2"
+    assert base_of(folder) == (name, revision)
 
 
 @pytest.mark.doors

@@ -30,7 +30,6 @@ from tcompress.models.names import CALLED, MANIFEST
 from tcompress.models.store import DTYPES
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
 from tcompress.project import INSTALL
-from tcompress.structures.modules.experts import child_of
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -204,10 +203,7 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
         if entry.guard is not None:
             stored[f"{entry.guard.name}.{FACTOR_PREFIX}weight"] = entry.guard.shape
         return stored
-    prefix = f"{child_of(entry.parameter)}." if entry.kind == "experts" else ""
-    shapes = {f"{prefix}{name}": shape for name, shape in entry.tensor_shapes.items()}
-    shapes[entry.parameter] = (0,)  # the guard under the dense name
-    return {f"{entry.name}.{name}": shape for name, shape in shapes.items()}
+    return {**entry.stored_shapes, entry.key: (0,)}  # the guard under the dense name
 
 
 def _renamed_like(layers: tuple[E, ...], keys: Collection[str]) -> tuple[E, ...]:

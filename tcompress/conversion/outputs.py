@@ -177,7 +177,7 @@ class Outputs:
                 )
             return bias
         tensors = result.layers[entry.key].tensors
-        return next(value for name, value in tensors.items() if entry.stored_name(name) == leaf)
+        return next(v for name, v in tensors.items() if entry.stored_name(name) == item.key)
 
     def unfitted(self, item: Stored) -> Tensor | None:
         """Make the value of a tensor that is not fitted; None for one that is."""
@@ -496,8 +496,8 @@ def _built(
     )
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            key = f"{entry.name}.{entry.stored_name(name)}"
-            parameter.copy_(read_back(key, result.layers[entry.key].tensors[name]))
+            tensor = result.layers[entry.key].tensors[name]
+            parameter.copy_(read_back(entry.stored_name(name), tensor))
     return layer
 
 

@@ -141,7 +141,7 @@ def _tensors(
     artifact: Artifact, entry: LayerPlan, wanted: set[str] | None = None
 ) -> dict[str, Tensor]:
     return {
-        name: artifact.store.tensor(f"{entry.name}.{entry.stored_name(name)}")
+        name: artifact.store.tensor(entry.stored_name(name))
         for name in entry.tensor_shapes
         if wanted is None or name in wanted
     }
@@ -177,17 +177,13 @@ def _outputs(
 ) -> Iterator[Stored]:
     """Lists what is written: the guards under dense names become weights, factors are dropped."""
     store = artifact.store
-    dropped = {
-        f"{entry.name}.{entry.stored_name(name)}"
-        for entry in artifact.layers
-        for name in entry.tensor_shapes
-    }
+    dropped = {name for entry in artifact.layers for name in entry.stored_shapes}
     for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
         if key in made:
             entry = made[key]
             lead = () if entry.experts is None else (entry.experts,)
             empty = torch.empty(*lead, entry.out_features, entry.in_features, device="meta")
-            first = f"{entry.name}.{entry.stored_name(next(iter(entry.tensor_shapes)))}"
+            first = next(iter(entry.stored_shapes))
             yield Stored(key, tuple(entry.as_stored(empty).shape), store.dtype(first))
         elif key not in dropped:
             narrow = biases.get(key)

@@ -375,7 +375,7 @@ def _term_roundings(
     for side in SIDES:
         owner = transform_name(entry.parts, side, part, term)
         names |= {f"{side}.{leaf}": f"{owner}.{leaf}" for leaf in transform_shapes(layout, side)}
-    stored = {name: f"{entry.name}.{entry.stored_name(leaf)}" for name, leaf in names.items()}
+    stored = {name: entry.stored_name(leaf) for name, leaf in names.items()}
     return {name: roundings[key] for name, key in stored.items() if key in roundings}
 
 

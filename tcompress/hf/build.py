@@ -161,7 +161,7 @@ def fill(module: nn.Module, entry: LayerPlan, tensors: Mapping[str, Tensor]) -> 
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameters[entry.stored_name(name)].copy_(tensor)
+            parameters[entry.stored_name(name).removeprefix(f"{entry.name}.")].copy_(tensor)
 
 
 def slice_scales(p: int, scaling: str) -> Tensor:

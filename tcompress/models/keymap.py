@@ -351,15 +351,16 @@ def _missing(keymap: KeyMap) -> tuple[list[str], list[str]]:
 
 def _under(names: Collection[str], others: Iterable[str]) -> str:
     """Name the largest modules that hold these tensors and no other ones, and say how many."""
-    taken = {module for other in others for module in _modules_above(other)}
+    taken = {module for other in others for module in modules_above(other)}
     found = {
-        next((module for module in _modules_above(name) if module not in taken), name)
+        next((module for module in modules_above(name) if module not in taken), name)
         for name in names
     }
     return listed(found) + (f" ({len(names)} tensors)" if len(names) > 1 else "")
 
 
-def _modules_above(name: str) -> list[str]:
+def modules_above(name: str) -> list[str]:
+    """List the paths of the modules that a parameter is in, the largest first."""
     steps = name.split(".")
     return [".".join(steps[:depth]) for depth in range(1, len(steps))]
 

@@ -71,10 +71,9 @@ def plan_terms(
             f"{kind.name} {where} keeps {cost / dense + reserved:.1%}, "
             f"more than the target of {choice.target:.1%}"
         )
-    if beside:
-        return (main, *beside)
-    rank = int(budget - cost) // (site.in_features + site.out_features)
-    return (main, _low_rank(rank, site)) if rank else (main,)
+    if not beside and (rank := int(budget - cost) // (site.in_features + site.out_features)):
+        beside = (_low_rank(rank, site),)
+    return (main, *beside)
 
 
 def _low_rank(rank: int, site: Site) -> LowRankLayout:
@@ -158,15 +157,12 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
     for name, path in keymap.apart(rewritten_names(source, plan.entries)).items():
         shape = keymap.model.get_parameter_or_buffer(path).shape
         total += size(name, shape, keymap.sources(path).keys[0])
-    for entry in plan.entries:
-        like = weight_keys(source, entry)[0]
-        for name, shape in entry.tensor_shapes.items():
-            total += size(f"{entry.name}.{entry.stored_name(name)}", shape, like)
-        total -= entry.biases_saved * weight_bytes(source, entry, dtype)
-    for attention in plan.attention:
-        like = stored_key(source, attention.like)
-        total += sum(size(name, shape, like) for name, shape in attention.tensor_shapes.items())
-    return total
+    rewritten = [(item.stored_shapes, weight_keys(source, item)[0]) for item in plan.entries]
+    rewritten += [(item.tensor_shapes, stored_key(source, item.like)) for item in plan.attention]
+    for shapes, like in rewritten:
+        total += sum(size(name, shape, like) for name, shape in shapes.items())
+    saved = (entry.biases_saved * weight_bytes(source, entry, dtype) for entry in plan.entries)
+    return total - sum(saved)
 
 
 def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> int:
@@ -174,11 +170,13 @@ def weight_bytes(source: SourceModel, entry: LayerPlan, dtype: str | None) -> in
     return _cast(source.store.dtype(weight_keys(source, entry)[0]), dtype).itemsize
 
 
-def parameter_bytes(source: SourceModel, entry: LayerPlan, plan: Plan, dtype: str | None) -> float:
-    """Bytes of one number of a rewritten weight, with its share of a scale where it is rounded."""
+def unit_of(recipe: Convert, source: SourceModel, entry: LayerPlan, plan: Plan) -> float:
+    """What one number of a rewritten weight counts in a budget; bytes have a share of a scale."""
+    if recipe.budget is None or recipe.budget.unit != "bytes":
+        return 1.0
     rounding = None if plan.storage is None else plan.storage.weights
     if rounding is None:
-        return weight_bytes(source, entry, dtype)
+        return weight_bytes(source, entry, recipe.dtype)
     return rounding.bits / 8 + 2 / (rounding.group or entry.in_features)
 
 
@@ -189,15 +187,9 @@ def _cast(stored: torch.dtype, dtype: str | None) -> torch.dtype:
     return target
 
 
-SMALLEST = 2048
-"""Numbers of the smallest tensor that is rounded: those below are not worth their scales."""
-
-TRANSFORM_BITS = 8
-"""Least bits of the generators of an orthogonal transform: an angle that is off turns all that a
-layer reads or writes."""
-
+SMALLEST = 2048  # numbers of a tensor that is rounded: fewer are not worth their scales
+TRANSFORM_BITS = 8  # least of a transform's generators: an angle turns all that a layer reads
 STAND_IN_BITS = 4  # bits of a word embedding until data tells what a budget of bytes makes of it
-
 TABLE_RANKS = (0.5, 0.25, 0.125)
 """Kept fractions of a word embedding of low rank that a budget of bytes chooses from, in few bits:
 wider factors lose as much as fewer bits do."""
@@ -217,13 +209,11 @@ def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
             "`embedding_bits` is about a word embedding, and the model has none",
             "leave it out; `bits` is for all other weights",
         )
-    table: Any = recipe.bits if recipe.embedding_bits is None else recipe.embedding_bits
-    widths = (recipe.bits, STAND_IN_BITS if recipe.chooses_table else table)
+    table: Any = STAND_IN_BITS if recipe.chooses_table else recipe.embedding_bits or recipe.bits
     weights, embeddings = (
         None if bits in (None, "none") else Rounding.usual(bits, recipe.group_size)
-        for bits in widths
+        for bits in (recipe.bits, table if has_table else None)
     )
-    embeddings = embeddings if has_table else None
     return Storage(weights=weights, embeddings=embeddings) if weights or embeddings else None
 
 
@@ -246,11 +236,7 @@ def roundings(
         for names in (weights, buffers)
     )
     factors = tuple(f"{entry.name}.tc_" for entry in entries if entry.kind == "embedding")
-    transforms = {
-        f"{entry.name}.{entry.stored_name(name)}"
-        for entry in entries
-        for name in entry.transform_shapes
-    }
+    transforms = {entry.stored_name(name) for entry in entries for name in entry.transform_shapes}
 
     def rounding_of(key: str, shape: Sequence[int], dtype: torch.dtype) -> Rounding | None:
         if not dtype.is_floating_point or key in buffer_keys:
@@ -349,13 +335,9 @@ def _largest(
         except PlanError:
             break
         over = size_of(plan, source, recipe) - limit
-        counts_bytes = budget.unit == "bytes"
-        pairs = [
-            (entry, parameter_bytes(source, entry, plan, recipe.dtype) if counts_bytes else 1.0)
-            for entry in plan.layers
-        ]
-        structured = sum(entry.parameters * unit for entry, unit in pairs)
-        dense = sum(entry.dense_parameters * unit for entry, unit in pairs)
+        units = [unit_of(recipe, source, entry, plan) for entry in plan.layers]
+        structured = sum(e.parameters * unit for e, unit in zip(plan.layers, units, strict=True))
+        dense = sum(e.dense_parameters * unit for e, unit in zip(plan.layers, units, strict=True))
         if over <= 0:
             fits[fraction] = plan
         if -_UNSPENT * limit <= over <= 0 or structured <= over:
@@ -387,12 +369,7 @@ def out_of_reach(
 ) -> PlanError:
     """Say that a budget is too small, how small it may be, and what else would make it smaller.
 
-    Args:
-        budget: What was asked for.
-        source: The dense model.
-        recipe: All that was asked for.
-        smallest: A plan with the smallest sizes that layers take.
-        size: What it measures, where candidates are smaller still.
+    The `smallest` plan has the smallest sizes that layers take; candidates may have a smaller size.
     """
     size = size_of(smallest, source, recipe) if size is None else size
     if budget.unit != "bytes":
@@ -401,8 +378,13 @@ def out_of_reach(
             "embeddings and norms count and stay as they are; allow more, offer a method with "
             "smaller sizes, keep fewer layers dense, or drop blocks too",
         )
-    ways = sorted(_smaller_ways(source, recipe, smallest, size), key=lambda way: way[1])
-    others = ", ".join(f"{options} {_megabytes(bytes_)}" for options, bytes_ in ways)
+    fixed = size - disk_bytes(source, smallest, recipe.dtype)
+    smaller = {
+        options: fixed + disk_bytes(source, smallest.model_copy(update=changes), dtype)
+        for options, dtype, changes in _other_options(source, recipe, smallest)
+    }
+    ways = sorted(smaller.items(), key=lambda way: way[1])
+    others = ", ".join(f"`{options}` {_megabytes(it)}" for options, it in ways if it < size)
     return PlanError(
         f"`{budget}` is out of reach: the smallest possible is {_megabytes(size)}",
         (f"the smallest with each of these added: {others}; " if others else "")
@@ -415,29 +397,22 @@ def _megabytes(bytes_: int) -> str:
     return f"{-(-bytes_ // 10**4) / 100:.2f} MB"
 
 
-def _smaller_ways(
-    source: SourceModel, recipe: Convert, plan: Plan, size: int
-) -> Iterator[tuple[str, int]]:
-    """List other options, and what a plan of such sizes would take with each of them."""
-    before = disk_bytes(source, plan, recipe.dtype)
+def _other_options(
+    source: SourceModel, recipe: Convert, plan: Plan
+) -> Iterator[tuple[str, str | None, dict[str, Any]]]:
+    """List options that make a model smaller, the dtype, and what they change in a plan."""
     current = plan.storage or Storage()
-
-    def measured(options: str, dtype: str | None = recipe.dtype, **changes: Any) -> Any:
-        changed = plan.model_copy(update=changes)
-        bytes_ = size - before + disk_bytes(source, changed, dtype)
-        return [(f"`{options}`", bytes_)] if bytes_ < size else []
-
     for bits in (8, 4):
         rounding = Rounding.usual(bits, recipe.group_size)
         storage = current.model_copy(update={"embeddings": rounding})
-        yield from measured(f"--embedding-bits {bits}", storage=storage)
+        yield f"--embedding-bits {bits}", recipe.dtype, {"storage": storage}
         both = Storage(weights=rounding, embeddings=rounding)
         table = f" --embedding-bits {bits}" if recipe.embedding_bits else ""
-        yield from measured(f"--bits {bits}{table}", storage=both)
+        yield f"--bits {bits}{table}", recipe.dtype, {"storage": both}
     if recipe.embeddings is None and (tables := low_rank_tables(source, _TABLE_SHARE)):
         text = f"--embeddings svd --embedding-target {_TABLE_SHARE:g}"
         if recipe.chooses_table and current.embeddings is not None:
             text = f"--embedding-bits {current.embeddings.bits} {text}"
-        yield from measured(text, embeddings=tables)
+        yield text, recipe.dtype, {"embeddings": tables}
     if recipe.dtype is None:
-        yield from measured("--dtype bfloat16", "bfloat16")
+        yield "--dtype bfloat16", "bfloat16", {}

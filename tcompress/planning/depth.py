@@ -43,9 +43,8 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
         if len(stacks) > 1:
             text = f"`append_layers` puts blocks on top of one stack, and this model has {each}"
             raise PlanError(text, "leave `append_layers` out")
-        [stack] = stacks
-        blocks = (*stack.kept, *[stack.kept[-1]] * recipe.append_layers)
-        copied = stack.model_copy(update={"kept": blocks})
+        kept = stacks[0].kept + stacks[0].kept[-1:] * recipe.append_layers
+        copied = stacks[0].model_copy(update={"kept": kept})
         return DepthPlan(stacks=(copied,), chosen="asked")
     if recipe.chooses_depth:
         if len(stacks) > 1:
@@ -55,9 +54,9 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
             )
         _check_droppable(stacks[0], source)
         return DepthPlan(stacks=stacks, chosen="later")
-    stacks = _requested(recipe, stacks, source)
-    spread_out = "spread" if recipe.calibration.is_none else "later"
-    return DepthPlan(stacks=stacks, chosen=spread_out if recipe.keep_layers is None else "asked")
+    dropped = "spread" if recipe.calibration.is_none else "later"
+    chosen = dropped if recipe.keep_layers is None else "asked"
+    return DepthPlan(stacks=_requested(recipe, stacks, source), chosen=chosen)
 
 
 def _requested(recipe: Convert, stacks: Stacks, source: SourceModel) -> Stacks:
@@ -94,11 +93,10 @@ def _listed(stacks: Stacks) -> str:
 
 def _check_droppable(stack: StackPlan, source: SourceModel) -> None:
     """Make sure that any number of blocks may have to go."""
-    fixed = set(fixed_blocks(source, stack.path))
-    free = [index for index in stack.kept if index not in fixed]
-    if stack.blocks < 2 or not free:
+    if stack.blocks < 2:
         raise PlanError("this model has no blocks that could be dropped: leave `drop_layers` out")
-    shorter = tuple(index for index in stack.kept if index != free[0])
+    first = len(fixed_blocks(source, stack.path))  # that may go
+    shorter = tuple(index for index in stack.kept if index != first)
     cut_blocks(source, {stack.path: shorter})  # refuses models that lose more than blocks
 
 
@@ -154,15 +152,14 @@ def within(recipe: Convert, depth: DepthPlan, source: SourceModel) -> Convert:
     if not recipe.chooses_depth or depth.kept == depth.blocks or budget is None:
         return inner
     cut = cut_to(source, depth)
-    if budget.is_fraction:
-        before, after = (
-            sum(layer.parameters for layer in roles.layers)
-            for roles in (roles_of(source), roles_of(cut))
-        )
-        fraction = budget.limit * before / after
-        return inner.without_method if fraction >= 1 else inner.with_target(fraction)
-    dense = Plan(layers=(), parameters=sum(p.numel() for p in cut.keymap.model.parameters()))
-    return inner.without_method if size_of(dense, cut, recipe) <= budget.limit else inner
+    if not budget.is_fraction:
+        dense = Plan(layers=(), parameters=sum(p.numel() for p in cut.keymap.model.parameters()))
+        return inner.without_method if size_of(dense, cut, recipe) <= budget.limit else inner
+    before, after = (
+        sum(layer.parameters for layer in roles_of(model).layers) for model in (source, cut)
+    )
+    fraction = budget.limit * before / after
+    return inner.without_method if fraction >= 1 else inner.with_target(fraction)
 
 
 def cut_to(source: SourceModel, depth: DepthPlan) -> SourceModel:

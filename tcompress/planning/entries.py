@@ -203,9 +203,15 @@ class LayerPlan(Frozen):
         }
         return own_shapes(self.parts, self.experts) | self.transform_shapes | factors
 
+    @property
+    def stored_shapes(self) -> Shapes:
+        """The same by their names in the checkpoint."""
+        return {self.stored_name(name): shape for name, shape in self.tensor_shapes.items()}
+
     def stored_name(self, tensor: str) -> str:
-        """Return the name below the layer under which a tensor is stored."""
-        return f"{child_of(self.parameter)}.{tensor}" if self.kind == "experts" else tensor
+        """Return the name in the checkpoint of a tensor, from that relative to the layer."""
+        child = f"{child_of(self.parameter)}." if self.kind == "experts" else ""
+        return f"{self.name}.{child}{tensor}"
 
     @property
     def transform_shapes(self) -> Shapes:

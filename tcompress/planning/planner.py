@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
+from tcompress.models.keymap import modules_above
 from tcompress.options import Convert
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.patterns import matches
@@ -255,13 +256,7 @@ def follows_rules(recipe: Convert, source: SourceModel, layer: Layer) -> bool:
 def site_of(block: Block, layer: Layer, part: Part) -> Site:
     """Describe where a part of a layer sits."""
     return Site(
-        layer.in_features,
-        part.size,
-        layer.side,
-        role=part.name,
-        block=block.name,
-        head=layer.head,
-        reads=layer.group,
+        layer.in_features, part.size, layer.side, part.name, block.name, layer.head, layer.group
     )
 
 
@@ -473,11 +468,12 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     unused = unused_modules(source, plan.attention)
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
-    reasons = {item.name: (item.role, item.reason) for item in plan.left}
     every = [name for aliases in names.values() for name in aliases]
-    placed = (*tables, *(name for name in every if _numbered(name) or is_table(name)))
-    paths = [name.split(".") for name in placed]
-    above = {".".join(steps[:depth]) for steps in paths for depth in range(1, len(steps))}
+    tables.update(filter(is_table, every))
+    reasons = {item.name: (item.role, item.reason) for item in plan.left}
+    above = {
+        module for name in (*tables, *filter(_numbered, every)) for module in modules_above(name)
+    }
     counts: Counter[str] = Counter(vocabulary=source.rows_gone)
     dense: Counter[tuple[str, str]] = Counter()
     for tensor, aliases in names.items():
@@ -486,7 +482,7 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
             counts["rewritten"] += size
         elif any(name.rpartition(".")[0] in unused for name in aliases):
             counts["replaced"] += size
-        elif any(name in tables or is_table(name) for name in aliases):
+        elif tables.intersection(aliases):
             counts["embeddings"] += size
         elif tensor.ndim < 2 or aliases[0].endswith("bias"):
             counts["norms"] += size
@@ -537,11 +533,8 @@ _VAGUE = ("dense", "linear", "proj")  # names of modules that say nothing withou
 
 def _label(name: str, above: Collection[str]) -> str:
     """Usual name of a parameter: its module in a block, else the largest module around it."""
-    steps = name.rpartition(".")[0].split(".") if name.endswith(".weight") else name.split(".")
+    path = name.removesuffix(".weight")
     if not _numbered(name):
-        for depth in range(1, len(steps)):
-            if ".".join(steps[:depth]) not in above:
-                steps = steps[:depth]
-                break
-    named = [step for step in steps if step and not step.isdecimal()] or [name]
+        path = next((module for module in modules_above(path) if module not in above), path)
+    named = [step for step in path.split(".") if step and not step.isdecimal()] or [name]
     return ".".join(named[-2:]) if named[-1] in _VAGUE else named[-1]

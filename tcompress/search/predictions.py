@@ -27,7 +27,7 @@ from tcompress.fitting.workdir import narrowed
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
-from tcompress.planning.costs import Choice, parameter_bytes, path_of, plan_terms
+from tcompress.planning.costs import Choice, path_of, plan_terms, unit_of
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, regrouped, site_of
 from tcompress.planning.sites import (
@@ -331,8 +331,7 @@ class Predictor:
             gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
         aims = fit_targets_of(entry, statistics.weight, gram, curvature)
         counts_bytes = budget is not None and budget.unit == BYTES
-        where = (inputs.source, entry, inputs.plan, recipe.dtype)
-        unit = parameter_bytes(*where) if counts_bytes else 1.0
+        unit = unit_of(recipe, inputs.source, entry, inputs.plan)
         fine = budget is not None and budget.limits_each
 
         def costs(parameters: int) -> Costs:

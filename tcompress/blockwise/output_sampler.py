@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 from math import exp, fsum, inf, isnan, log, nan
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
 from tcompress import processes
+from tcompress.data.inputs import Batch
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import REPAIR, DataError, FitError
 from tcompress.linalg import in_float64
@@ -35,6 +36,7 @@ _RUN = 2**22  # numbers of an output that are compared at a time: logits are lar
 Kind = Literal["scores", "embeddings", "states"]
 
 _Part = tuple[Tensor, Tensor | None]  # what a model puts out, and the mask of its tokens
+_Pair = tuple[Tensor, Tensor, Tensor | None]  # the same of two models
 
 
 def sampler_of(source: SourceModel, seed: int = 0) -> OutputSampler:
@@ -77,9 +79,7 @@ class OutputSampler:
     """
     _generator: torch.Generator = field(default_factory=torch.Generator, init=False)
 
-    def __call__(
-        self, output: Any, batch: Mapping[str, Tensor], index: int = 0
-    ) -> Sequence[tuple[Tensor, Tensor]]:
+    def __call__(self, output: Any, batch: Batch, index: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Return tensors of the output, and a gradient for each.
 
         What is drawn for a batch, by its index, does not depend on those before.
@@ -91,7 +91,7 @@ class OutputSampler:
         draw = {"scores": self._outcome, "embeddings": self._likeness}.get(kind, self._direction)
         return [(item, _masked(draw(item), mask)) for item, mask in parts]
 
-    def change(self, dense: Any, new: Any, batch: Mapping[str, Tensor]) -> float:
+    def change(self, dense: Any, new: Any, batch: Batch) -> float:
         """Measure how far an output is from the dense model's, in the unit of predicted losses.
 
         That is twice the Kullback-Leibler divergence of scores (to second order), of embeddings the
@@ -116,7 +116,7 @@ class OutputSampler:
             raise _not_finite()
         return change
 
-    def with_variants(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def with_variants(self, batch: Batch) -> Batch:
         """Add what outputs are compared by: texts to be embedded, without some of their words.
 
         How alike texts are that have much in common is what an embedding is used for; of others
@@ -129,9 +129,7 @@ class OutputSampler:
         extended["attention_mask"] = torch.cat([mask, *(_without_some(mask, s) for s in LEFT_OUT)])
         return extended
 
-    def pairs(
-        self, dense: Any, new: Any, batch: Mapping[str, Tensor]
-    ) -> tuple[Kind, list[tuple[Tensor, Tensor, Tensor | None]]]:
+    def pairs(self, dense: Any, new: Any, batch: Batch) -> tuple[Kind, list[_Pair]]:
         """Kind of two outputs, and the scores or vectors of both, with masks of tokens."""
         (kind, first), (_, second) = self._parts(dense, batch), self._parts(new, batch)
         both = zip(first, second, strict=True)
@@ -141,7 +139,7 @@ class OutputSampler:
         """Best class or token of all scores; of a yes or no each, whether it is a yes."""
         return scores > 0 if self.independent else scores.argmax(-1)
 
-    def _parts(self, output: Any, batch: Mapping[str, Tensor]) -> tuple[Kind, list[_Part]]:
+    def _parts(self, output: Any, batch: Batch) -> tuple[Kind, list[_Part]]:
         """Kind of an output, and its scores or vectors, with masks of tokens."""
         scores = _present(output, _SCORES)
         if scores:
@@ -223,9 +221,7 @@ def _not_finite() -> FitError:
     return FitError(text, REPAIR)
 
 
-def _examples(
-    dense: Tensor, new: Tensor, mask: Tensor | None
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def _examples(dense: Tensor, new: Tensor, mask: Tensor | None) -> Iterator[_Pair]:
     """Both outputs in float64 and the mask, some tokens of an example at a time."""
     tensors = [item for item in (dense, new, mask) if item is not None]
     axis, step = 1 if dense.dim() == 3 else 0, max(1, _RUN // dense.shape[-1])
@@ -291,9 +287,7 @@ def _distance(dense: Tensor, new: Tensor) -> Tensor:
     return (dense - new).square()
 
 
-def _mask_of(
-    item: Tensor, batch: Mapping[str, Tensor], *, per_token: bool = False
-) -> Tensor | None:
+def _mask_of(item: Tensor, batch: Batch, *, per_token: bool = False) -> Tensor | None:
     """Find the mask of an output's tokens, if these stand along its second axis."""
     if item.dim() != 3 and not per_token:
         return None
@@ -328,9 +322,7 @@ class OutputComparison:
     sampler: OutputSampler
     differences: list[_Difference] = field(default_factory=list)
 
-    def add(
-        self, source: str, dense: Any, new: Any, batch: Mapping[str, Tensor], index: int = 0
-    ) -> float:
+    def add(self, source: str, dense: Any, new: Any, batch: Batch, index: int = 0) -> float:
         """Add what both models put out for a batch, and return its change per sample."""
         change, samples = self.sampler.change(dense, new, batch), len(next(iter(batch.values())))
         kind, pairs = self.sampler.pairs(dense, new, batch)

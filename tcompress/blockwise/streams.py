@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -19,12 +19,15 @@ from torch.utils import _pytree as pytree
 
 from tcompress import processes
 from tcompress.attention.visibility import Visible
-from tcompress.errors import DataError, SourceError
+from tcompress.data.inputs import Batch
+from tcompress.errors import WITHOUT_DATA, DataError, SourceError
 from tcompress.memory import free_memory
 from tcompress.models import SourceModel, read_finite, tell_padding
 from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
+
+Forward = Callable[..., Any]
 
 
 class PartialModel:
@@ -38,38 +41,39 @@ class PartialModel:
     """
 
     def __init__(
-        self, source: SourceModel, blocks: list[str], device: torch.device, *, head: bool = False
+        self,
+        source: SourceModel,
+        blocks: Collection[str],
+        device: torch.device,
+        *,
+        head: bool = False,
     ) -> None:
-        self.source = source
-        self.device = device
-        config = copy.deepcopy(source.config)
+        self.source, self.device = source, device
         # Buffers that no checkpoint holds (rotary frequencies, position ids) are computed for
         # real; a key-value cache would grow with every run of a block.
         with init_empty_weights(include_buffers=False):
+            config = copy.deepcopy(source.config)
             self.model: nn.Module = source.model_class._from_config(config).eval()
         tell_padding(self.model)
         for module in self.model.modules():
             if getattr(module, "config", None) is not None:
                 module.config.use_cache = False  # type: ignore[union-attr]
-        for buffer_name, buffer in list(self.model.named_buffers()):
-            _put(self.model, buffer_name, buffer.to(device))
-        output = self.model.get_output_embeddings()  # type: ignore[operator]
-        in_blocks = tuple(f"{name}." for name in blocks)
-        heads = (name for name, item in self.model.named_modules() if item is output and name)
-        skipped = (*in_blocks, *(f"{name}." for name in heads))
+        for name, buffer in list(self.model.named_buffers()):
+            _put(self.model, name, buffer.to(device))
         self._stored = list(self.model.state_dict(keep_vars=True))
+        output = None if head else self.model.get_output_embeddings()  # type: ignore[operator]
+        heads = (name for name, item in self.model.named_modules() if item is output and name)
+        skipped = tuple(f"{name}." for name in (*blocks, *heads))
         self._load(name for name in self._stored if not name.startswith(skipped))
-        if head:
-            self._load(self._empty(in_blocks))
-            for name in self._empty(in_blocks):
-                shape = self.model.get_parameter(name).shape
-                _put(self.model, name, torch.zeros(shape, device=device))
+        for name, item in list(self.model.named_parameters(remove_duplicate=False)):
+            if head and item.is_meta and not name.startswith(skipped):
+                _put(self.model, name, torch.zeros(item.shape, device=device))
         self.forwards = {
             name: cast_to(source.autocast, device, forward)
             for name, forward in intercept_blocks(self.model, blocks).items()
         }
 
-    def stream(self, batch: Mapping[str, Tensor], **options: bool) -> Stream:
+    def stream(self, batch: Batch, **options: bool) -> Stream:
         """Make a forward pass; options as for `Stream`."""
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if ids is not None and mask is not None and mask.shape == ids.shape:
@@ -78,8 +82,13 @@ class PartialModel:
         moved = {key: value.to(self.device) for key, value in batch.items()}
         return Stream(self.model, moved, **options)
 
+    def streams(self, batches: Sequence[Batch], **options: bool) -> dict[int, Stream]:
+        """Make a pass of every batch that this process looks at, by its index."""
+        own = processes.own_batches(len(batches))
+        return {index: self.stream(batches[index], **options) for index in own}
+
     @contextmanager
-    def paused(self, streams: Sequence[Stream]) -> Iterator[None]:
+    def paused(self, streams: Collection[Stream]) -> Iterator[None]:
         """Start forward passes, which pause at their first block, and end them afterwards."""
         try:
             for stream in streams:
@@ -100,16 +109,9 @@ class PartialModel:
             _put(module, name, parameter.to("meta"))
         _give_back()
 
-    def answer_of(self, stream: Stream, forward: Callable[..., Any] | None = None) -> Any:
-        """Run the block at which a pass waits, or another in its place; return what it computes."""
-        call = stream.waiting
-        with torch.no_grad(), timed(FORWARD):
-            return (forward or self.forwards[call.block])(*call.args, **call.kwargs)
-
-    def _empty(self, in_blocks: tuple[str, ...]) -> list[str]:
-        """Parameters outside the blocks that are not loaded."""
-        named = self.model.named_parameters(remove_duplicate=False)
-        return [name for name, item in named if item.is_meta and not name.startswith(in_blocks)]
+    def answer_of(self, stream: Stream) -> Any:
+        """Run the block at which a pass waits, and return what it computes."""
+        return stream.waiting.run(self.forwards[stream.waiting.block])
 
     def _load(self, names: Iterable[str]) -> None:
         """Read parameters and persistent buffers; what the checkpoint lacks stays empty."""
@@ -122,15 +124,11 @@ class PartialModel:
             key = (*sources.keys, *sources.patterns, name if sources.converter else "")
             if key not in shared:
                 value = read_finite(self.source.store, self.source.keymap, name, self.device)
-                if value.is_floating_point():
-                    value = value.float()
-                shared[key] = value
+                shared[key] = value.float() if value.is_floating_point() else value
             _put(self.model, name, shared[key])
 
 
-def cast_to(
-    dtype: torch.dtype | None, device: torch.device, forward: Callable[..., Any]
-) -> Callable[..., Any]:
+def cast_to(dtype: torch.dtype | None, device: torch.device, forward: Forward) -> Forward:
     """Make a block compute its products in a dtype; None leaves it as it is.
 
     What it puts out is float32: what follows may be no part of a block.
@@ -139,11 +137,9 @@ def cast_to(
         return forward
     cast = torch.autocast(device.type, dtype)(forward)
 
-    def widened(value: Tensor) -> Tensor:
-        return value.float() if value.dtype == dtype else value
-
     def run(*args: Any, **kwargs: Any) -> Any:
-        return pytree.tree_map_only(Tensor, widened, cast(*args, **kwargs))
+        answer = cast(*args, **kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype == dtype else x, answer)
 
     return run
 
@@ -173,7 +169,7 @@ def _put(root: nn.Module, name: str, value: torch.Tensor) -> None:
 
 
 class _Stop(BaseException):
-    """Unwinds a paused forward pass whose rest is not needed."""
+    """Unwinds a forward pass, or the run of a block, whose rest is not needed."""
 
 
 @dataclass
@@ -184,31 +180,38 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    @property
+    def state(self) -> Tensor:
+        """The state that the block is given.  # (..., d)."""
+        return first_tensor(*self.args, **self.kwargs)
 
+    def run(self, forward: Forward) -> Any:
+        """Return what a block would answer, without a graph."""
+        with torch.no_grad(), timed(FORWARD):
+            return forward(*self.args, **self.kwargs)
+
+
+_CURRENT = threading.local()
+
+
+@dataclass(eq=False)
 class Stream:
-    """One forward pass of one batch, paused whenever it calls a block.
+    """One forward pass of one batch, paused whenever it calls a block."""
 
-    It may be the pass of what was rewritten already, keep what it puts out as `output`, and have a
-    graph of what it computes outside the blocks (`gradients`).
-    """
+    forward: Forward
+    batch: Batch
+    _: KW_ONLY
+    rewritten: bool = False  # it is the pass of what was rewritten already
+    keep: bool = False  # it keeps what it puts out as `output`
+    gradients: bool = False  # it has a graph of what it computes outside the blocks
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        batch: Mapping[str, Tensor],
-        *,
-        rewritten: bool = False,
-        keep: bool = False,
-        gradients: bool = False,
-    ) -> None:
-        self.batch, self.rewritten = batch, rewritten
+    def __post_init__(self) -> None:
         self.output: Any = None
         self.call: Call | None = None
-        self._forward, self._keep, self._gradients = forward, keep, gradients
         self._answers: SimpleQueue[Any] = SimpleQueue()
         self._events: SimpleQueue[Call | BaseException | None] = SimpleQueue()
         """Calls of blocks, and the end of the pass: an error, or nothing."""
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     @property
     def waiting(self) -> Call:
@@ -216,7 +219,6 @@ class Stream:
         return self.call
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._wait()
 
@@ -229,13 +231,15 @@ class Stream:
     def close(self) -> None:
         if self.call is not None:
             self.answer(_Stop())
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join()
 
-    def visit(self, call: Call) -> Any:
-        """Called by a block, in the stream's own thread: pauses until there is an answer."""
-        self._events.put(call)
-        answer = self._answers.get()
+    @staticmethod
+    def pause(block: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for a block, in the thread of a stream: pause until there is an answer."""
+        stream: Stream = _CURRENT.stream
+        stream._events.put(Call(block, args, kwargs))
+        answer = stream._answers.get()
         if isinstance(answer, _Stop):
             raise answer
         return answer
@@ -251,9 +255,9 @@ class Stream:
         _CURRENT.stream = self
         end: BaseException | None = None
         try:
-            with torch.set_grad_enabled(self._gradients):
-                output = self._forward(**self.batch)
-            self.output = output if self._keep else None
+            with torch.set_grad_enabled(self.gradients):
+                output = self.forward(**self.batch)
+            self.output = output if self.keep else None
         except _Stop:
             pass
         except BaseException as error:  # handed to the main thread
@@ -275,48 +279,32 @@ class Branch(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the one that the current stream is for."""
-        stream: Stream = _CURRENT.stream
-        return (self.rewritten if stream.rewritten else self.dense)(*args, **kwargs)
+        return (self.rewritten if _CURRENT.stream.rewritten else self.dense)(*args, **kwargs)
 
 
-def common_block(streams: Sequence[Stream]) -> str:
+def common_block(streams: Collection[Stream]) -> str:
     """Return the block at which all passes of all processes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     names = set[str]().union(*processes.gathered(names))
     if len(names) > 1:
-        hint = "convert this model without data: `--calib none`"
-        raise DataError(f"forward passes differ in their blocks: {', '.join(sorted(names))}", hint)
+        text = f"forward passes differ in their blocks: {', '.join(sorted(names))}"
+        raise DataError(text, WITHOUT_DATA)
     return next(iter(names), "")
 
 
 def runs_twice(block: str) -> DataError:
     """Refuse a block that a pass comes to again: it cannot be rewritten for two inputs."""
-    return DataError(
-        f"block `{block}` runs more than once in a forward pass",
-        "convert this model without data: `--calib none`",
-    )
+    return DataError(f"block `{block}` runs more than once in a forward pass", WITHOUT_DATA)
 
 
-_CURRENT = threading.local()
-
-
-def intercept_blocks(model: nn.Module, blocks: list[str]) -> dict[str, Callable[..., Any]]:
+def intercept_blocks(model: nn.Module, blocks: Iterable[str]) -> dict[str, Forward]:
     """Make every call of these blocks pause its stream; return their own forward functions."""
-
-    def pausing(name: str, *args: Any, **kwargs: Any) -> Any:
-        stream: Stream = _CURRENT.stream
-        return stream.visit(Call(name, args, kwargs))
-
-    forwards: dict[str, Callable[..., Any]] = {}
+    forwards: dict[str, Forward] = {}
     for name in blocks:
         block = model.get_submodule(name)
         forwards[name] = block.forward
-        block.forward = partial(pausing, name)
+        block.forward = partial(Stream.pause, name)
     return forwards
-
-
-class _Captured(BaseException):
-    """Raised to end the run of a block as soon as an input is read."""
 
 
 def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]) -> Any:
@@ -328,15 +316,10 @@ def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(arguments(*args, **kwargs))
-        raise _Captured
+        raise _Stop
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
+    with suppress(_Stop), module.register_forward_pre_hook(hook, with_kwargs=True):
         run()
-    except _Captured:
-        pass
-    finally:
-        handle.remove()
     return inputs[0] if inputs else None
 
 
@@ -347,7 +330,6 @@ def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
 
 FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
-
 LEAST_ROOM = 2**28  # bytes of readings that are kept, at least
 ROOM_SHARE = 12  # else so much of what is free: what is not kept is computed again for every layer
 
@@ -357,74 +339,56 @@ def room_on(device: torch.device) -> float:
     return max(LEAST_ROOM, (free_memory(device) or 0) / ROOM_SHARE)
 
 
+@dataclass
 class Readings:
     """Inputs of modules of a block in passes that wait at it, and answers of the block.
 
     As much of it is kept as there is room for, so that a block runs once for all its modules.
     """
 
-    def __init__(
-        self,
-        block: nn.Module,
-        forward: Callable[..., Any],
-        paths: Collection[str] = (),
-        room: float = LEAST_ROOM,
-    ) -> None:
-        self._block = block
-        self._forward = forward
-        self._paths = paths  # of modules whose first tensor argument is asked for
-        self._room = room  # bytes
-        self._cache: dict[int, tuple[dict[str, Tensor], Any]] = {}  # by stream
+    block: nn.Module
+    forward: Forward
+    paths: Collection[str] = ()  # of modules whose first tensor argument is asked for
+    room: float = LEAST_ROOM  # bytes
+
+    def __post_init__(self) -> None:
+        self._kept: dict[int, tuple[dict[str, Tensor], Any]] = {}  # inputs and answer, by stream
 
     def of(self, stream: Stream, path: str, arguments: Callable[..., Any] = first_tensor) -> Any:
         """Input of a module; None if it is not called."""
-        if arguments is first_tensor and path in self._paths:
-            cached = self._cached(stream)
-            if cached is not None and path in cached[0]:
-                return cached[0][path]
-        call, module = stream.waiting, self._block.get_submodule(path)
-        with torch.no_grad(), timed(FORWARD):
-            return run_to_input(lambda: self._forward(*call.args, **call.kwargs), module, arguments)
+        if arguments is first_tensor and path in self.paths:
+            inputs, _ = self._kept.get(id(stream)) or self._keep(stream)
+            if path in inputs:
+                return inputs[path]
+        run = partial(stream.waiting.run, self.forward)
+        return run_to_input(run, self.block.get_submodule(path), arguments)
 
     def answer(self, stream: Stream) -> Any:
         """Answer of the block."""
-        cached = self._cache.get(id(stream))
-        return self._run(stream) if cached is None else cached[1]
+        kept = self._kept.get(id(stream))
+        return kept[1] if kept else stream.waiting.run(self.forward)
 
-    def _run(self, stream: Stream) -> Any:
+    def _keep(self, stream: Stream) -> tuple[dict[str, Tensor], Any]:
+        """Run the block and keep what its modules read; nothing where there is no room."""
         call = stream.waiting
-        with torch.no_grad(), timed(FORWARD):
-            return self._forward(*call.args, **call.kwargs)
-
-    def _cached(self, stream: Stream) -> tuple[dict[str, Tensor], Any] | None:
-        if id(stream) in self._cache:
-            return self._cache[id(stream)]
-        call = stream.waiting
-        state = first_tensor(*call.args, **call.kwargs)
-        if (len(self._paths) + FEED_FORWARD) * state.nbytes > self._room:
-            return None
+        if (len(self.paths) + FEED_FORWARD) * call.state.nbytes > self.room:
+            return {}, None
         inputs: dict[str, tuple[Tensor, int]] = {}
 
         def hook(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             x = first_tensor(*args, **kwargs)
             inputs.setdefault(path, (x, x._version))
 
-        handles = [
-            self._block.get_submodule(path).register_forward_pre_hook(
-                partial(hook, path), with_kwargs=True
-            )
-            for path in self._paths
-        ]
-        try:
-            answer = self._run(stream)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks:
+            for path in self.paths:
+                module = self.block.get_submodule(path)
+                handle = module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
+                hooks.enter_context(handle)
+            answer = call.run(self.forward)
         same = {path: x for path, (x, version) in inputs.items() if x._version == version}
-        self._cache[id(stream)] = same, answer
-        held = {x.data_ptr(): x.nbytes for x in (*same.values(), state)}
-        self._room -= sum(held.values())
-        return self._cache[id(stream)]
+        self.room -= sum({x.data_ptr(): x.nbytes for x in (*same.values(), call.state)}.values())
+        self._kept[id(stream)] = same, answer
+        return same, answer
 
 
 def queries_and_keys(
@@ -439,36 +403,27 @@ def handed_on(call: Call, answer: Any) -> Any:
 
     All else of its own answer is kept, such as position biases.
     """
-    state = first_tensor(*call.args, **call.kwargs)
-    named = dict(answer) if isinstance(answer, Mapping) else {}
-    several = isinstance(answer, tuple | list)
-    output = next(iter(named.values())) if named else answer[0] if several else answer
-    if state.shape != output.shape:
+    (output, *others), form = pytree.tree_flatten(answer)
+    if call.state.shape != output.shape:
         raise DataError(
-            f"block `{call.block}` turns {list(state.shape)} into {list(output.shape)}, so that it "
-            "cannot be left out",
+            f"block `{call.block}` turns {list(call.state.shape)} into {list(output.shape)}, so "
+            "that it cannot be left out",
             "name the blocks to keep: `--keep-layers`",
         )
-    if named:
-        return named | {next(iter(named)): state}
-    return (state, *answer[1:]) if several else state
+    return pytree.tree_unflatten([call.state, *others], form)
 
 
-def token_rows(
-    x: Tensor, batch: Mapping[str, Tensor], block: str, role: str
-) -> tuple[Tensor, Tensor | None]:
+def token_rows(x: Tensor, batch: Batch, block: str, role: str) -> tuple[Tensor, Tensor | None]:
     """Flatten a layer input to rows (rows, d), with a mask of those that are not padding.
 
     The mask (rows,) is the one whose shape fits; where an encoder's and a decoder's both fit, the
     block's name and the layer's role tell which one it reads. None where all rows count.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if "vision" in block:
-        return rows, None
     reads_encoder = role in ("cross_k", "cross_v") or "decoder" not in block
     decodes = not reads_encoder and any(name.startswith("decoder_") for name in batch)
     mask = batch.get("decoder_attention_mask" if decodes else "attention_mask")
-    if mask is None or mask.dim() != 2 or len(rows) != mask.numel():
+    if mask is None or mask.dim() != 2 or len(rows) != mask.numel() or "vision" in block:
         return rows, None
     if x.dim() > 2 and mask.shape != x.shape[:2]:
         return rows, None
@@ -498,27 +453,21 @@ class TokenRows:
     """
 
     def __init__(self, module: nn.Module, block: Block) -> None:
-        self.batch: Mapping[str, Tensor] = {}  # what the model reads
+        self.batch: Batch = {}  # what the model reads
         self._block = block.name
         self._masks: dict[str, Tensor] = {}  # by path of an item
-        self._items: dict[str, str] = {}  # by name of a layer
-        for layer in block.layers:
-            item = listed_item(module, layer.name.removeprefix(f"{block.name}."))
-            if item is not None:
-                self._items[layer.name] = item
+        names = [layer.name for layer in block.layers]
+        items = {name: listed_item(module, name.removeprefix(f"{block.name}.")) for name in names}
+        self.items = {name: item for name, item in items.items() if item}  # of lists, by layer
         self._handles = []
-        for path in {item.rpartition(".")[0] for item in self._items.values()}:
+        for path in {item.rpartition(".")[0] for item in self.items.values()}:
             hook, listed = partial(self._ask, path), module.get_submodule(path)
             self._handles.append(listed.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def is_listed(self, layer: str) -> bool:
-        """True where a layer belongs to an item of a list of experts."""
-        return layer in self._items
 
     def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
         """Flatten what a layer reads, as `token_rows` does.  # (..., d)."""
         rows, mask = token_rows(x, self.batch, self._block, role)
-        listed = self._masks.get(self._items.get(layer, ""))
+        listed = self._masks.get(self.items.get(layer, ""))
         return rows, listed if listed is not None and len(listed) == len(rows) else mask
 
     def close(self) -> None:

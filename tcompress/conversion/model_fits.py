@@ -464,7 +464,8 @@ class BlockFitter:
             if routing is not None:
                 routing.current = index
             dense_stream.answer(readings.answer(dense_stream))
-            call, answer = new_stream.waiting, self._model.answer_of(new_stream, new)
+            call = new_stream.waiting
+            answer = call.run(new)
             new_stream.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
                 origin = self.data.origins.get(index, self.data.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
@@ -30,6 +30,7 @@ from tcompress.data.examples import Needs, load_examples
 from tcompress.data.grids import as_input
 from tcompress.data.inputs import (
     SERIES,
+    Batch,
     Inputs,
     collate,
     frames_of,
@@ -118,7 +119,7 @@ _WIDEST_BYTES, _SCORES_BYTES = 2**27, 2**29
 """Of the input of the widest layer, and of the scores, for the tokens that are run together."""
 
 
-def samples_in(batch: Mapping[str, Tensor]) -> int:
+def samples_in(batch: Batch) -> int:
     """Count the samples of a batch."""
     return len(next(iter(batch.values())))
 

@@ -38,6 +38,10 @@ VOLUMES, SERIES = "grid_values", "past_values"
 _NO_DATA = "a conversion can do without data: `--calib none`"
 
 
+Batch = Mapping[str, Tensor]
+"""Inputs of a model for some examples, by the names of its arguments."""
+
+
 @dataclass(frozen=True)
 class Inputs:
     """Inputs of a model."""

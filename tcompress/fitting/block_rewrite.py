@@ -26,7 +26,7 @@ from tcompress.blockwise.streams import (
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
-from tcompress.errors import DataError, FitError
+from tcompress.errors import WITHOUT_DATA, DataError, FitError
 from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
 from tcompress.fitting.embeddings import read_table
 from tcompress.fitting.first_values import adapt, start_layer
@@ -413,7 +413,7 @@ class BlockRewriter:
         if not rewritten.result.layers and all(map(self.inputs.is_unfitted, group)):
             return SplitSums()
         name, path = group[0].name, self._path(group[0].name)
-        listed = rewritten.rows.is_listed(path)
+        listed = path in rewritten.rows.items
         weights = self._token_weights(rewritten.block.name, group)
         total = processes.Total(SplitSums.merge, self.inputs.device)
         for run in total.runs():
@@ -437,7 +437,7 @@ class BlockRewriter:
                 if y.shape[:-1].numel() != x.shape[:-1].numel():
                     raise DataError(
                         f"layer `{name}` reads other tokens once others are rewritten",
-                        "convert this model without data: `--calib none`",
+                        WITHOUT_DATA,
                     )
                 new_rows = rows if y is x else y.flatten(0, -2)
                 if y is not x and group[0].reads:
@@ -532,5 +532,4 @@ class BlockRewriter:
 
 def _tokens(stream: Stream) -> int:
     """Number of tokens that a block is given."""
-    call = stream.waiting
-    return first_tensor(*call.args, **call.kwargs).shape[:-1].numel()
+    return stream.waiting.state.shape[:-1].numel()

@@ -361,6 +361,12 @@ class MomentSums:
         self._squares += other._squares
         return self
 
+    @property
+    def means(self) -> list[Tensor]:
+        """Means of the rows of both models.  # (d,)."""
+        pairs = zip(self._means, self._centres, strict=True)
+        return [total / self._weight + centre.double() for total, centre in pairs]
+
     def moments(self, *, centred: bool, last: bool = False) -> Moments:
         """Returns the moments so far; `centred` where a bias takes the shift of the means.
 
@@ -377,8 +383,7 @@ class MomentSums:
                 totals = [total + self._same.total.to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
             raise _not_finite()
-        shifts = [total / self._weight for total in self._means]
-        means = [s + c.double() for s, c in zip(shifts, self._centres, strict=True)]
+        shifts, means = [total / self._weight for total in self._means], self.means
         parts = []
         for total, (one, two) in zip(totals, pairs, strict=True):
             parts.append(total.div_(self._weight) if last else total / self._weight)
@@ -387,7 +392,8 @@ class MomentSums:
                 parts[-1] += torch.outer(means[one], means[two])
         mean, dense_mean = means if centred else map(torch.zeros_like, means)
         gram, cross, dense = parts if len(parts) > 1 else 3 * parts
-        rows = round(self._weight**2 / self._squares)
+        # Squares of weights that are hardly above zero may all be none.
+        rows = round(self._weight**2 / self._squares) if self._squares else 1
         return Moments(gram, cross, dense, mean, dense_mean, max(1, rows))
 
 

@@ -151,7 +151,7 @@ class SubstitutionWalk:
             routing.current = index
             if routing.paths:  # experts follow the dense routing
                 self._model.answer_of(waiting)
-            answers.append(self._model.answer_of(waiting, rewritten.forward))
+            answers.append(waiting.waiting.run(rewritten.forward))
         return answers
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.models.bert import modeling_bert
 
 from tcompress.blockwise.streams import (
+    Call,
     Readings,
     Stream,
     first_tensor,
@@ -300,7 +301,7 @@ class _Half(nn.Module):
 @pytest.mark.parametrize(("room", "calls"), [(2**20, 2), (0, 3)])
 def test_a_block_runs_once_for_all_that_is_read(room: int, calls: int) -> None:
     block, x = _Half(), torch.ones(2, 3, 4)
-    stream: Any = SimpleNamespace(waiting=SimpleNamespace(args=(x,), kwargs={}))
+    stream: Any = SimpleNamespace(waiting=Call("half", (x,), {}))
     readings = Readings(block, block.forward, ("up", "down"), room)
     assert torch.equal(readings.of(stream, "up"), x)
     found = readings.of(stream, "down")  # asked for again: what was kept has changed

@@ -30,7 +30,6 @@ from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.roles import Roles
 from tcompress.search.substitution import tokens_of
 
 SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
@@ -59,15 +58,13 @@ def dropping(
     source: SourceModel, drops: Mapping[str, int], data: CalibrationData, device: torch.device
 ) -> Iterator[BlockLoss]:
     """Choose blocks to drop, so many by the path of their stack, each only when it is asked for."""
-    roles = roles_of(source)
-    walk = DepthWalk(source, roles, data, device)
-    counts = dict(drops)
+    walk, counts = DepthWalk(source, data, device), dict(drops)
     fixed = {f"{path}.{i}" for path, n in counts.items() if n for i in fixed_blocks(source, path)}
     gone: Gone = frozenset()
     while any(counts.values()):
         names = [
             block.name
-            for block in roles.blocks
+            for block in roles_of(source).blocks
             if block.name not in gone | fixed and counts[block.name.rpartition(".")[0]]
         ]
         cheapest = min(walk.losses(names, gone), key=lambda item: item.loss)
@@ -98,20 +95,14 @@ class _Pass:
 class DepthWalk:
     """Measures ways to leave blocks out, block by block; what is held out is not looked at."""
 
-    def __init__(
-        self, source: SourceModel, roles: Roles, data: CalibrationData, device: torch.device
-    ) -> None:
-        blocks = [block.name for block in roles.blocks]
+    def __init__(self, source: SourceModel, data: CalibrationData, device: torch.device) -> None:
+        blocks = [block.name for block in roles_of(source).blocks]
         self._model = PartialModel(source, blocks, device, head=True)
         self._sampler = sampler_of(source)
-        self._sizes = {
-            name: sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
-            for name in blocks
-        }
         chosen, self._scale = _some_of(data)
         self._batches = [*map(self._sampler.with_variants, chosen)]
 
-    def losses(self, blocks: Sequence[str], gone: Gone = frozenset()) -> tuple[BlockLoss, ...]:
+    def losses(self, blocks: Sequence[str], gone: Gone) -> list[BlockLoss]:
         """Measures the loss of each of these blocks together with those that are gone."""
         width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
         tokens = sum(max(map(tokens_of, batch.values())) for batch in self._batches)
@@ -119,10 +110,12 @@ class DepthWalk:
         ways = [gone | {name} for name in blocks]
         parts = (ways[start : start + count] for start in range(0, len(ways), count))
         changes = chain.from_iterable(map(self._changes, parts))
-        return tuple(
-            BlockLoss(path=name, loss=change * self._scale, parameters=self._sizes[name])
-            for name, change in zip(blocks, changes, strict=True)
-        )
+        losses = []
+        for name, change in zip(blocks, changes, strict=True):
+            weights = self._model.model.get_submodule(name).parameters()
+            size = sum(item.numel() for item in weights)
+            losses.append(BlockLoss(path=name, loss=change * self._scale, parameters=size))
+        return losses
 
     def _changes(self, ways: Sequence[Gone]) -> list[float]:
         """Runs the dense model beside all these ways, and compares what they put out."""

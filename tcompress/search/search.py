@@ -9,7 +9,7 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,12 +44,9 @@ class Measurements:
     """What is measured of a model, for every budget; each part when it is first asked for."""
 
     inputs: SearchInputs
-    changes: dict[int, float] = field(default_factory=dict)
-    """What the output changes by with the substitutes that were tried, by their place."""
-    resources: dict[str, tuple[Resource, Predictions]] = field(default_factory=dict)
-    """Those that were measured, and candidates with what they take of them, by unit."""
-    tables: dict[float, TableSite] = field(default_factory=dict)
-    """Word embeddings, by what the output changes by for a predicted loss of one."""
+    changes: dict[int, float] = field(default_factory=dict)  # of the output, by substitute
+    resources: dict[str, tuple[Resource, Predictions]] = field(default_factory=dict)  # by unit
+    tables: dict[float, TableSite] = field(default_factory=dict)  # by change for a loss of one
 
     @cached_property
     def predictions(self) -> Predictions:
@@ -82,11 +79,7 @@ class Measurements:
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
-        """Measure what the word embedding may become, once.
-
-        Args:
-            usual: What the output changes by for a predicted loss of one, where that is known.
-        """
+        """Measure what the word embedding may become, once for a usual change at a loss of one."""
         data = self.inputs.data
         assert data is not None
         unit = usual or 1 / sum(map(samples_in, data.fitted_batches))
@@ -108,8 +101,6 @@ class Statistics:
 
     def answers(self, inputs: SearchInputs) -> dict[str, Plan]:
         """Return plans; what a conversion like it has measured is not measured again."""
-        if not inputs.plan.layers:  # fewer blocks alone: nothing is measured
-            return answers(inputs)
         recipe = inputs.recipe.model_copy(update=dict.fromkeys(TIMES, None))
         data = inputs.data and inputs.data.fingerprint
         facts = (inputs.source.store.fingerprint(), data, len(inputs.plan.layers))
@@ -189,24 +180,25 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
     for name in predictions.singles:
         if name in problem.methods:
             problems.setdefault(name, problem.alone(name, predictions.singly))
-    plans: dict[str, Plan] = {}
     refused: list[PlanError] = []
-    for name, spent in problems.items():
-        try:
-            plan = spent.best()
-        except PlanError as error:
-            refused.append(error)
-            continue
-        if all(plan.layers != earlier.layers for earlier in plans.values()):
-            plans[name] = plan
-    plans = dict(_in_question(plans))
-    if resource is not None:  # whole models are measured for those in question alone
-        unmeasured, plans = plans or {label: problem.plan}, {}
-        for name in unmeasured:
+
+    def solved(
+        names: Iterable[str], solve: Callable[[BudgetProblem], Plan]
+    ) -> Iterator[tuple[str, Plan]]:
+        for name in names:
             try:
-                plans[name] = resource.reach(problems[name])
+                yield name, solve(problems[name])
             except PlanError as error:
                 refused.append(error)
+
+    different: dict[str, Plan] = {}
+    for name, plan in solved(problems, BudgetProblem.best):
+        if all(plan.layers != earlier.layers for earlier in different.values()):
+            different[name] = plan
+    first = next(iter(different.values()), problem.plan)
+    plans = {name: plan for name, plan in different.items() if _in_question(plan, first)}
+    if resource is not None:  # whole models are measured for those in question alone
+        plans = dict(solved(plans or [label], resource.reach))
     if not plans:
         raise refused[-1]
     return plans
@@ -248,24 +240,18 @@ def within_error(inputs: SearchInputs, measured: Measurements, error: float) -> 
         if not measured.predictions.layers:
             raise
         return None
-    if not inputs.recipe.counts_time or not measured.resources or plan.budget is None:
+    if Time.unit not in measured.resources:
         return plan
-    time, _ = measured.priced(Time.unit)
+    time, _ = measured.resources[Time.unit]
     return plan.with_facts(time.facts(time.ratio(plan)))
 
 
-def _in_question(plans: Mapping[str, Plan]) -> Iterator[tuple[str, Plan]]:
-    """Leave out answers predicted to lose far more than the first, or of the same structure."""
-    first = next(iter(plans.values()), None)
-    if first is None:
-        return
+def _in_question(plan: Plan, first: Plan) -> bool:
+    """Tell if a plan is the first, or of other structures and predicted to lose not far more."""
+    errors = [item.budget.error or 0.0 for item in (first, plan) if item.budget]
     kinds = _structures(first)
-    for name, plan in plans.items():
-        budgets = [budget for budget in (first.budget, plan.budget) if budget is not None]
-        errors = [budget.error for budget in budgets if budget.error is not None]
-        hopeless = len(errors) == 2 and errors[1] > FAR * errors[0]
-        if plan is first or not (hopeless or (len(kinds) == 1 and _structures(plan) == kinds)):
-            yield name, plan
+    alike = len(kinds) == 1 and _structures(plan) == kinds
+    return plan is first or not (alike or errors[-1] > FAR * errors[0])
 
 
 def _structures(plan: Plan) -> set[str]:

@@ -170,7 +170,7 @@ class BudgetProblem:
         """
         limit, spent = self.limits()
         barred = set[tuple[str, str]]()
-        answers: dict[float, Answer] = {}
+        answers: list[Answer] = []
         sizes: dict[float, float] = {}
         least = min(spent, self.least(self.resource))
 
@@ -190,11 +190,11 @@ class BudgetProblem:
                 barred |= refused
             sizes[room] = size = self._measured(plan)
             if size <= limit:
-                answers[room] = Answer(plan, allocation.loss, allocation.loss)
+                answers.append(Answer(plan, allocation.loss, allocation.loss))
                 if room == spent or limit - size <= UNSPENT * spent:
                     break
         if answers:
-            return min(answers.values(), key=lambda answer: answer.loss)
+            return min(answers, key=lambda answer: answer.loss)
         raise PlanError(
             f"`{self.budget}` could not be met: layers that would not shrink stay dense",
             "allow more, or name one method that may be used everywhere, such as `svd`",
@@ -246,9 +246,8 @@ class BudgetProblem:
     def _plan(self, allocation: Allocation) -> Plan:
         plan = self.plan
         unsized = {entry.key for entry in plan.layers} - self.predictions.fixed
-        forms: dict[str, LayerForm | None] = {}
-        if self.budget.is_error:  # of experts no error is known
-            forms |= dict.fromkeys(unsized)
+        # Of experts no error is known.
+        forms: dict[str, LayerForm | None] = dict.fromkeys(unsized if self.budget.is_error else ())
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
@@ -281,13 +280,10 @@ class BudgetProblem:
 
     def limits(self) -> tuple[int, int]:
         """Give what a plan may measure, and what of it is for the sites."""
-        limit = self.budget.limit
-        if self.budget.is_fraction:
-            total = int(limit * sum(site.dense[PARAMETERS] for site in self.predictions.layers))
-            return total, total
+        dense = sum(site.dense[PARAMETERS] for site in self.predictions.layers)
+        limit = int(self.budget.limit * (dense if self.budget.is_fraction else 1))
         table = 0 if self.table is None else self.table.cost_in(self.plan)
-        planned = self._of_layers(self.plan) + table
-        return int(limit), planned + int(limit) - self._measured(self.plan)
+        return limit, self._of_layers(self.plan) + table + limit - self._measured(self.plan)
 
     def _measured(self, plan: Plan) -> int:
         if self.budget.is_fraction:

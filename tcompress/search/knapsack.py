@@ -239,16 +239,16 @@ def _steps(ladders: Sequence[_Ladder]) -> Iterator[tuple[int, int, int, float]]:
     """Yields site, rung, price and saved loss of steps up the hulls, the best per cost first."""
     if not ladders:
         return
-    hulls = [ladder.hull() for ladder in ladders]
-    prices = [np.diff(a.costs[hull]) for a, hull in zip(ladders, hulls, strict=True)]
-    saved = [-np.diff(a.losses[hull]) for a, hull in zip(ladders, hulls, strict=True)]
-    # Rounding must not change the order of a site's own steps.
-    slopes = [np.minimum.accumulate(s / p) for s, p in zip(saved, prices, strict=True)]
-    sites = np.repeat(np.arange(len(hulls)), [len(hull) - 1 for hull in hulls])
-    order = np.argsort(-np.concatenate(slopes), kind="stable")  # ties: the first site, from below
-    rungs = np.concatenate([hull[1:] for hull in hulls])
-    columns = (sites, rungs, np.concatenate(prices), np.concatenate(saved))
-    yield from zip(*(column[order].tolist() for column in columns), strict=True)
+    columns = []
+    for index, ladder in enumerate(ladders):
+        hull = ladder.hull()
+        prices, saved = np.diff(ladder.costs[hull]), -np.diff(ladder.losses[hull])
+        # Rounding must not change the order of a site's own steps.
+        slopes = np.minimum.accumulate(saved / prices)
+        columns.append((slopes, np.full(len(prices), index), hull[1:], prices, saved))
+    slopes, *steps = map(np.concatenate, zip(*columns, strict=True))
+    order = np.argsort(-slopes, kind="stable")  # ties: the first site, from below
+    yield from zip(*(column[order].tolist() for column in steps), strict=True)
 
 
 def _improved(

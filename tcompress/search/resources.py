@@ -27,7 +27,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.planning.costs import path_of
-from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling
@@ -43,6 +43,7 @@ from tcompress.search.candidates import (
 )
 from tcompress.search.joint_width import forms_of
 from tcompress.search.predictions import Predictions
+from tcompress.structures.modules.linear import PartLayout
 from tcompress.timing_model.clocks import (
     USUAL_PASS,
     LayerTimes,
@@ -153,8 +154,6 @@ class Resource(ABC):
 POINTS = 6  # sizes of a method that are timed, for each shape of layers
 _NANO = 1e9
 
-Changed = tuple[LayerPlan, LayerForm]  # a layer, and its form in place of the dense one
-
 
 @dataclass(frozen=True)
 class Time(Resource):
@@ -248,17 +247,20 @@ class Time(Resource):
         heads = {c: 0 for c in couplings if c.kind == "heads" and 0 in c.sizes}
         inner = {c: c.near(0.25) for c in couplings if c.kind in ("values", "scores")}
         entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
-        changed: list[list[Changed]] = []
+        plans = []
         for sizes in (neurons, heads, inner):
             forms = forms_of(sizes, entries)
-            changed.append([(self.entries[key], form) for key, form in forms])
-        saved = self._saved(changed)
-        of_both, products = sum(saved[:2]), sum(map(self._products_saved, changed[:2]))
+            layers = (self.entries[key].model_copy(update=form._asdict()) for key, form in forms)
+            plans.append(Plan(layers=tuple(layers)))
+        speeds = iter(self.clock.speedups(*(plan for plan in plans if plan.layers)))
+        saved = [
+            self.clock.seconds * (1 - 1 / next(speeds)) if plan.layers else 0.0 for plan in plans
+        ]
+        of_both, products = sum(saved[:2]), sum(map(self._products_saved, plans[:2]))
         if of_both < products:
             self.times.share *= max(0.0, of_both) / products
         of_neurons, of_attentions, of_inner = (
-            seconds - self._products_saved(layers)
-            for seconds, layers in zip(saved, changed, strict=True)
+            seconds - self._products_saved(plan) for seconds, plan in zip(saved, plans, strict=True)
         )
         dimension = max(0.0, of_inner) / max(1, sum(c.size - size for c, size in inner.items()))
         whole = {layer for coupling in heads for layer in coupling.layers}
@@ -270,17 +272,10 @@ class Time(Resource):
             "attention": max(0.0, of_attentions) / max(1, len(heads)),
         }
 
-    def _saved(self, changed: Sequence[Sequence[Changed]]) -> list[float]:
-        """Seconds that models save of which some layers have other forms."""
-        plans = [
-            Plan(layers=tuple(e.model_copy(update=form._asdict()) for e, form in layers))
-            for layers in filter(None, changed)
-        ]
-        speeds = iter(self.clock.speedups(*plans))
-        return [self.clock.seconds * (1 - 1 / next(speeds)) if c else 0.0 for c in changed]
-
-    def _products_saved(self, changed: Sequence[Changed]) -> float:
-        return sum(self._unchanged(entry) - self._matrix(entry, form) for entry, form in changed)
+    def _products_saved(self, plan: Plan) -> float:
+        return sum(
+            self._unchanged(entry) - self._matrix(entry, entry.parts) for entry in plan.layers
+        )
 
     def _layer_candidates(
         self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
@@ -299,14 +294,15 @@ class Time(Resource):
         ]
 
     def _products(self, forms: Forms) -> float:
-        return _NANO * sum(self._matrix(self.entries[key], form) for key, form in forms if form)
+        formed = ((self.entries[key], form.parts) for key, form in forms if form)
+        return _NANO * sum(self._matrix(*layer) for layer in formed)
 
     def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
 
-    def _matrix(self, entry: LayerPlan, form: LayerForm) -> float:
-        outputs = sum(part.out_features for part in form.parts)
-        return self.times.matrix(form.parts[0].terms[0].in_features, outputs, entry)
+    def _matrix(self, entry: LayerPlan, parts: Sequence[PartLayout]) -> float:
+        outputs = sum(part.out_features for part in parts)
+        return self.times.matrix(parts[0].terms[0].in_features, outputs, entry)
 
 
 def plan_in_time(inputs: SearchInputs) -> Plan:

@@ -55,7 +55,7 @@ from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of, mean_of
 from tcompress.reporting.tree import ModelReport, main_metrics
 from tcompress.search.search import Statistics
-from tcompress.timing_model.clocks import REPEATS, USUAL_PASS, Workload
+from tcompress.timing_model.clocks import REPEATS, Workload
 from tcompress.training.setup import check_run
 from tcompress.vocabulary.choice import with_vocabulary
 
@@ -144,7 +144,7 @@ def _conversions(recipe: Recipe, source: SourceModel) -> Iterator[Convert]:
 
 def bench_of(convert: Convert) -> Bench | None:
     """Timing of models of a conversion to some speed; decoding is timed by `bench` alone."""
-    work = Workload.read(convert.at or USUAL_PASS)
+    work = Workload.read(convert.at)
     if work.decodes:
         return None
     options = {"batch": (work.batch,), "repeats": REPEATS, "threads": convert.threads}

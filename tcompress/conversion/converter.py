@@ -42,7 +42,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Progress, Silent, StageTimes
 from tcompress.search.search import Statistics
-from tcompress.timing_model.clocks import REPEATS, STEPS, USUAL_PASS, Workload
+from tcompress.timing_model.clocks import REPEATS, STEPS, Workload
 from tcompress.vocabulary.choice import with_vocabulary
 
 
@@ -303,7 +303,7 @@ def _timed(source: SourceModel, output: Path, manifest: Manifest, recipe: Conver
         return manifest
     plan = manifest.plan
     is_long = plan.budget is not None and (plan.budget.seconds or 0.0) > LONG
-    work, inputs = Workload.read(recipe.at or USUAL_PASS), RandomInputs.of(source, source)
+    work, inputs = Workload.read(recipe.at), RandomInputs.of(source, source)
     new = STEPS if work.decodes else None
     length = inputs.fitting([work.length], new or 0) if inputs.has_length else ()
     options = {"batch": (work.batch,), "length": length, "generate": new}

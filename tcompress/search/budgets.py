@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,16 +16,11 @@ from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import out_of_reach, size_of
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import covered, resized
+from tcompress.search import knapsack
 from tcompress.search.bits import TableCandidate, TableSite
-from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, Site
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Site
 from tcompress.search.joint_width import joined
-from tcompress.search.knapsack import (
-    Allocation,
-    allocate,
-    allocate_for_loss,
-    allocate_within,
-    uniform,
-)
+from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
@@ -152,9 +146,9 @@ class BudgetProblem:
             allocation = self._allocated(sites, self.room)
         elif self.budget.limits_each:
             limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
-            allocation = within_tolerance(sites, limits, resource)
+            allocation = knapsack.allocate_within_each(sites, limits, resource)
         else:
-            spend = _alike_for_loss if self.alike else allocate_for_loss
+            spend = knapsack.uniform_for_loss if self.alike else knapsack.allocate_for_loss
             allocation = spend(sites, limit * fsum(left_out.values()), resource)
         plan, loss, cost = self._plan(allocation), allocation.loss, allocation.cost
         if resource == PARAMETERS:  # with what layers share
@@ -228,12 +222,14 @@ class BudgetProblem:
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
         resource = self.resource
         if self.alike:
-            return uniform(sites, room / sum(site.dense[resource] for site in sites), resource)
+            return knapsack.uniform(
+                sites, room / sum(site.dense[resource] for site in sites), resource
+            )
         budget, limit = self.budget, self.recipe.resource_budget
         try:
             if limit is not None and self.room is not None and not budget.is_resource:
-                return allocate_within(sites, {resource: room, limit.unit: self.room})
-            return allocate(sites, room, resource)
+                return knapsack.allocate_within(sites, {resource: room, limit.unit: self.room})
+            return knapsack.allocate(sites, room, resource)
         except PlanError as error:
             if budget.is_fraction or budget.is_resource:
                 raise
@@ -310,7 +306,7 @@ def _with_facts(problem: BudgetProblem, answer: Answer, alone: dict[str, Answer]
         sites = replace(problem, methods=[name]).sites(may_stay=False)
         share = problem.limits()[1] / sum(site.dense[problem.resource] for site in sites)
         with suppress(PlanError):
-            alike.append(uniform(sites, share, problem.resource).loss)
+            alike.append(knapsack.uniform(sites, share, problem.resource).loss)
     facts = {
         "chosen": "uniform" if problem.alike else "loss",
         "error": answer.loss / everything,
@@ -319,29 +315,3 @@ def _with_facts(problem: BudgetProblem, answer: Answer, alone: dict[str, Answer]
     }
     budget = problem.plan.with_facts(facts).budget
     return covered(answer.plan.model_copy(update={"budget": budget}), problem.source)
-
-
-def within_tolerance(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
-    """Choose for every site the cheapest candidate that loses no more than its own limit."""
-    chosen: list[Candidate] = []
-    for site, limit in zip(sites, most, strict=True):
-        fine = [item for item in site.candidates if item.loss <= limit]
-        chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
-    return Allocation.of(chosen, resource)
-
-
-def _alike_for_loss(sites: Sequence[Site], most: float, resource: str) -> Allocation:
-    """Find the smallest fraction, the same for all sites, that loses no more than allowed."""
-    pairs = (
-        (item.costs[resource], site.dense[resource]) for site in sites for item in site.candidates
-    )
-    shares = sorted({cost / dense for cost, dense in pairs} | {1.0})
-
-    def fits(share: float) -> bool:
-        try:
-            return uniform(sites, share, resource).loss <= most
-        except PlanError:
-            return False
-
-    index = bisect_left(shares, True, hi=len(shares) - 1, key=fits)
-    return uniform(sites, shares[index], resource)

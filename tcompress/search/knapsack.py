@@ -13,6 +13,7 @@ a thousandth of the optimum).
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,15 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
     return _improved([ladder.flipped() for ladder in ladders], rungs, slack - loss, resource)
 
 
+def allocate_within_each(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
+    """Choose for every site the cheapest candidate that loses no more than its own limit."""
+    chosen: list[Candidate] = []
+    for site, limit in zip(sites, most, strict=True):
+        fine = [item for item in site.candidates if item.loss <= limit]
+        chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
+    return Allocation.of(chosen, resource)
+
+
 def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
     """Give every site the best candidate within the same fraction of its dense cost."""
     ladders = [_Ladder.of(site, resource) for site in sites]
@@ -107,6 +117,23 @@ def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation
             )
         choices.append(ladder.candidates[rung])
     return Allocation.of(choices, resource)
+
+
+def uniform_for_loss(sites: Sequence[Site], most: float, resource: str) -> Allocation:
+    """Find the smallest fraction, the same for all sites, that loses no more than allowed."""
+    shares = sorted(
+        {item.costs[resource] / site.dense[resource] for site in sites for item in site.candidates}
+        | {1.0}
+    )
+
+    def fits(share: float) -> bool:
+        try:
+            return uniform(sites, share, resource).loss <= most
+        except PlanError:
+            return False
+
+    index = bisect_left(shares, True, hi=len(shares) - 1, key=fits)
+    return uniform(sites, shares[index], resource)
 
 
 def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
@@ -167,16 +194,15 @@ def allocate_within(sites: Sequence[Site], limits: Costs) -> Allocation:
 
 def _undominated(candidates: Sequence[Candidate], resources: Sequence[str]) -> list[Candidate]:
     """Drop candidates that another one beats in loss and in all costs."""
-
-    def costs(item: Candidate) -> tuple[int, ...]:
-        return tuple(item.costs[resource] for resource in resources)
-
-    best: list[Candidate] = []
-    for item in sorted(candidates, key=lambda item: (item.loss, *costs(item))):
-        mine = costs(item)
-        if not any(all(map(le, costs(better), mine)) for better in best):
-            best.append(item)
-    return best
+    ranked = sorted(
+        ((item.loss, *(item.costs[resource] for resource in resources)), index)
+        for index, item in enumerate(candidates)
+    )
+    best: dict[int, tuple[float, ...]] = {}
+    for numbers, index in ranked:
+        if not any(all(map(le, better, numbers)) for better in best.values()):
+            best[index] = numbers
+    return [candidates[index] for index in best]
 
 
 @dataclass(frozen=True)

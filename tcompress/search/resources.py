@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -32,25 +32,11 @@ from tcompress.planning.plain_widths import possible_widths, width_of, with_widt
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling
 from tcompress.search.budgets import TRIES, BudgetProblem, approach
-from tcompress.search.candidates import (
-    NANOSECONDS,
-    PARAMETERS,
-    Candidate,
-    Forms,
-    SearchInputs,
-    Site,
-    WidthSite,
-)
+from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, SearchInputs, Site
 from tcompress.search.joint_width import forms_of
 from tcompress.search.predictions import Predictions
 from tcompress.structures.modules.linear import PartLayout
-from tcompress.timing_model.clocks import (
-    USUAL_PASS,
-    LayerTimes,
-    ModelClock,
-    Workload,
-    interpolated,
-)
+from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
 FAR = 0.1  # of the ratio asked for, below it: perhaps it cannot be reached
@@ -169,10 +155,10 @@ class Time(Resource):
     @classmethod
     def of(cls, source: SourceModel, recipe: Convert, plan: Plan, device: torch.device) -> Time:
         entries = {entry.key: entry for entry in plan.layers if entry.kind != "experts"}
-        work, dtype = Workload.read(recipe.at or USUAL_PASS), recipe.dtype or "float32"
-        parts = (source, work, device, getattr(torch, dtype), recipe.at is not None)
+        work, dtype = Workload.read(recipe.at), getattr(torch, recipe.dtype or "float32")
         with threads(recipe.threads):
-            return cls(ModelClock(*parts), entries, recipe.threads)
+            clock = ModelClock(source, work, device, dtype, named=recipe.at is not None)
+        return cls(clock, entries, recipe.threads)
 
     @cached_property
     def times(self) -> LayerTimes:
@@ -207,7 +193,7 @@ class Time(Resource):
         )
 
     def priced(self, predictions: Predictions) -> Predictions:
-        widths, timed = predictions.widths, dict[int, WidthSite]()
+        widths, timed = predictions.widths, [*predictions.widths]
         with threads(self.threads):
             seconds_of = self._beside([order.coupling for site in widths for order in site.orders])
             attentions = {site.key: seconds_of["attention"] for site in widths if site.is_attention}
@@ -223,19 +209,18 @@ class Time(Resource):
                     beside = [fixed + sum(map(mul, each, sizes)) for sizes in site.sizes]
                     extra[site.key] += beside[-1] - fixed
                 candidates = (
-                    item.costing(self.unit, round(self._products(item.forms) + _NANO * seconds))
+                    item.costing(self.unit, round(self._products(item) + _NANO * seconds))
                     for item, seconds in zip(site.candidates, beside, strict=True)
                 )
                 timed[index] = replace(site, candidates=tuple(candidates))
 
             def of_layer(site: Site) -> Site:
                 entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
-                of = (self._layer_candidates(entry, site.of(name), nanos) for name in site.methods)
+                of = (self._timed(entry, site.of(name), nanos) for name in site.methods)
                 dense = {**site.dense, self.unit: round(_NANO * self._unchanged(entry)) + nanos}
                 return replace(site, candidates=tuple(chain.from_iterable(of)), dense=dense)
 
-            sized = tuple(timed[index] for index in range(len(widths)))
-            return replace(predictions.mapped(of_layer), widths=sized)
+            return replace(predictions.mapped(of_layer), widths=tuple(timed))
 
     def _beside(self, couplings: Sequence[Coupling]) -> dict[str, float]:
         """Seconds beside products: of a neuron, a dimension of heads, an attention as such.
@@ -277,25 +262,20 @@ class Time(Resource):
             self._unchanged(entry) - self._matrix(entry, entry.parts) for entry in plan.layers
         )
 
-    def _layer_candidates(
+    def _timed(
         self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
-    ) -> list[Candidate]:
+    ) -> Iterator[Candidate]:
+        """Add what forms of a layer take, and so many nanoseconds."""
         sizes = [item.costs[PARAMETERS] for item in candidates]
-        order = sorted(range(len(candidates)), key=lambda index: sizes[index])
-        measured = interpolated(
-            [sizes[index] for index in order],
-            lambda place: self.times.of(candidates[order[place]].form, entry.bias),
-            POINTS,
+        timed = interpolated(
+            sizes, lambda index: self.times.of(candidates[index].form, entry.bias), POINTS
         )
-        seconds = dict(zip(order, measured, strict=True))
-        return [
-            item.costing(self.unit, round(_NANO * seconds[index]) + nanos)
-            for index, item in enumerate(candidates)
-        ]
+        for item, seconds in zip(candidates, timed, strict=True):
+            yield item.costing(self.unit, round(_NANO * seconds) + nanos)
 
-    def _products(self, forms: Forms) -> float:
-        formed = ((self.entries[key], form.parts) for key, form in forms if form)
-        return _NANO * sum(self._matrix(*layer) for layer in formed)
+    def _products(self, item: Candidate) -> float:
+        layers = ((self.entries[key], form.parts) for key, form in item.forms if form)
+        return _NANO * sum(self._matrix(*layer) for layer in layers)
 
     def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
@@ -328,10 +308,8 @@ def plan_in_time(inputs: SearchInputs) -> Plan:
             f"{widths[0]} neurons {speed:.3g} x was reached",
             "allow more time, drop blocks too, or leave `--plain` out",
         )
-    kept = {"chosen": "uniform", "fraction": chosen.kept}
-    return chosen.model_copy(update={"budget": plan.budget}).with_facts(
-        {**time.facts(speed), **kept}
-    )
+    facts = {**time.facts(speed), "chosen": "uniform", "fraction": chosen.kept}
+    return chosen.model_copy(update={"budget": plan.budget}).with_facts(facts)
 
 
 def _fast_enough(

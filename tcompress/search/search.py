@@ -27,13 +27,7 @@ from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
 from tcompress.search.predictions import Predictions, predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
-from tcompress.search.substitution import (
-    Factors,
-    SubstitutionWalk,
-    factors_of,
-    in_question,
-    to_try,
-)
+from tcompress.search.substitution import Factors, SubstitutionWalk, factors_of, in_question, to_try
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions

@@ -57,8 +57,10 @@ class Workload:
     decodes: bool = False  # one token for each sequence, after so many others
 
     @classmethod
-    def read(cls, text: str) -> Workload:
-        """Read `32x128`, or `decode`; raises `ValueError`."""
+    def read(cls, text: str | None) -> Workload:
+        """Read `32x128`, or `decode`; without either the usual pass; raises `ValueError`."""
+        if text is None:
+            text = USUAL_PASS
         if text == DECODE:
             return cls(1, PAST, decodes=True)
         match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
@@ -306,12 +308,14 @@ def _around(size: int, largest: int) -> list[tuple[int, float]]:
 def interpolated(
     sizes: Sequence[float], measure: Callable[[int], float], points: int
 ) -> list[float]:
-    """Measure some of ascending sizes, first and last too, and give those between by them."""
+    """Measure some sizes, the smallest and the largest too, and give those between by them."""
     import numpy as np
 
     if len(sizes) <= points:
         return [measure(index) for index in range(len(sizes))]
-    even = np.linspace(sizes[0], sizes[-1], points)
-    chosen = sorted({int(np.abs(np.asarray(sizes) - size).argmin()) for size in even})
-    times = [measure(index) for index in chosen]
-    return [float(t) for t in np.interp(sizes, [sizes[index] for index in chosen], times)]
+    order = np.argsort(sizes, kind="stable")
+    ascending = np.asarray(sizes)[order]
+    even = np.linspace(ascending[0], ascending[-1], points)
+    chosen = sorted({int(np.abs(ascending - size).argmin()) for size in even})
+    times = [measure(int(order[index])) for index in chosen]
+    return [float(t) for t in np.interp(sizes, ascending[chosen], times)]

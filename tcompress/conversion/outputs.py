@@ -40,8 +40,8 @@ from tcompress.models.names import (
 from tcompress.models.narrower import with_keys
 from tcompress.planning.costs import (
     copied_keys,
+    parameter_names,
     path_of,
-    rewritten_names,
     roundings,
     stored_key,
     weight_keys,
@@ -112,7 +112,8 @@ class Outputs:
                 if not any(group is earlier for earlier in self.groups):
                     self._add_group(group)
         # Dense parameters that the checkpoint has fused with what is rewritten.
-        fused = {} if self.plain else keymap.apart(rewritten_names(source, entries))
+        names = (name for entry in entries for name in parameter_names(source, entry))
+        fused = {} if self.plain else keymap.apart(names)
         for name, path in fused.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))

@@ -122,11 +122,11 @@ def weight_keys(source: SourceModel, entry: LayerPlan) -> tuple[str, ...]:
     return source.keymap.sources(path_of(source, entry)).keys
 
 
-def rewritten_names(source: SourceModel, layers: Sequence[LayerPlan]) -> list[str]:
-    """List the model's parameters in whose place structures are stored."""
-    weights = {path_of(source, entry): entry for entry in layers}
-    biased = (name for name, entry in weights.items() if entry.bias and entry.kind != "experts")
-    return [*weights, *(f"{name.rpartition('.')[0]}.bias" for name in biased)]
+def parameter_names(source: SourceModel, entry: LayerPlan) -> list[str]:
+    """Names in the model of a rewritten weight and, where it has one, of its bias."""
+    path = path_of(source, entry)
+    has_bias = entry.bias and entry.kind != "experts"
+    return [path, f"{path.rpartition('.')[0]}.bias"] if has_bias else [path]
 
 
 def copied_keys(source: SourceModel, plan: Plan) -> list[str]:
@@ -154,7 +154,8 @@ def disk_bytes(source: SourceModel, plan: Plan, dtype: str | None) -> int:
         return prod(shape) * stored.itemsize if rounding is None else rounding.nbytes(shape)
 
     total = sum(size(key, store.shape(key), key) for key in copied_keys(source, plan))
-    for name, path in keymap.apart(rewritten_names(source, plan.entries)).items():
+    names = (name for entry in plan.entries for name in parameter_names(source, entry))
+    for name, path in keymap.apart(names).items():
         shape = keymap.model.get_parameter_or_buffer(path).shape
         total += size(name, shape, keymap.sources(path).keys[0])
     rewritten = [(item.stored_shapes, weight_keys(source, item)[0]) for item in plan.entries]
@@ -198,8 +199,7 @@ wider factors lose as much as fewer bits do."""
 def planned_storage(recipe: Convert, source: SourceModel) -> Storage | None:
     """Plan the widths that a recipe asks for; None where nothing is rounded.
 
-    Raises:
-        PlanError: Bits are asked for a word embedding, and the model has none.
+    A `PlanError` says that bits are asked for a word embedding, and the model has none.
     """
     if not (recipe.rounds or recipe.chooses_table):
         return None
@@ -307,10 +307,7 @@ def _smallest(fraction: float, plan_of: PlanOf) -> str | None:
     reachable = rewritten(shares[-1]) if shares else 0
     if not reachable:
         return None
-    first, last = (
-        shares[bisect_left(shares, True, key=lambda share: rewritten(share) >= count)]
-        for count in (1, reachable)
-    )
+    first, last = (shares[bisect_left(shares, n, key=rewritten)] for n in (1, reachable))
     rest = f" that rewrites a layer, and {last:g} rewrites {reachable}" if last > first else ""
     return f"{first:g} is the smallest target{rest}"
 
@@ -344,8 +341,7 @@ def _largest(
             break
         fraction = (structured - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
     if fits:
-        best = max(fits)
-        return best, fits[best]
+        return max(fits.items(), key=lambda fit: fit[0])
     fraction, sizes = STAND_IN, dict[int, Plan]()  # layers refuse to become as small as the others
     for _ in range(_STEPS):
         with suppress(PlanError):

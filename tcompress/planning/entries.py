@@ -204,16 +204,6 @@ class LayerPlan(Frozen):
         return own_shapes(self.parts, self.experts) | self.transform_shapes | factors
 
     @property
-    def stored_shapes(self) -> Shapes:
-        """The same by their names in the checkpoint."""
-        return {self.stored_name(name): shape for name, shape in self.tensor_shapes.items()}
-
-    def stored_name(self, tensor: str) -> str:
-        """Return the name in the checkpoint of a tensor, from that relative to the layer."""
-        child = f"{child_of(self.parameter)}." if self.kind == "experts" else ""
-        return f"{self.name}.{child}{tensor}"
-
-    @property
     def transform_shapes(self) -> Shapes:
         """The same of the tensors that transforms are built from."""
         return {
@@ -221,6 +211,16 @@ class LayerPlan(Frozen):
             for module, transform, *_ in own_transforms(self.parts, bool(self.input_of))
             for name, shape in transform.shapes.items()
         }
+
+    @property
+    def stored_shapes(self) -> Shapes:
+        """Names in the checkpoint, and shapes, of all tensors that are stored for it."""
+        return {self.stored_name(name): shape for name, shape in self.tensor_shapes.items()}
+
+    def stored_name(self, tensor: str) -> str:
+        """Return the name in the checkpoint of a tensor, from that relative to the layer."""
+        child = f"{child_of(self.parameter)}." if self.kind == "experts" else ""
+        return f"{self.name}.{child}{tensor}"
 
     @property
     def own_factors(self) -> dict[str, Layout]:
@@ -240,12 +240,9 @@ class LayerPlan(Frozen):
 
     def macs(self, tokens: int) -> int:
         """Multiply-adds of a pass over so many tokens (for experts, in one of them)."""
-        total = 0
-        for index, part in enumerate(self.parts):
-            reads = not index and not self.input_of
-            for macs in (macs_of(layout, tokens) for layout in part.terms):
-                total += macs.apply + macs.decode + (macs.encode if reads else 0)
-        return total
+        macs = [[macs_of(layout, tokens) for layout in part.terms] for part in self.parts]
+        read = 0 if self.input_of else sum(item.encode for item in macs[0])
+        return read + sum(item.apply + item.decode for terms in macs for item in terms)
 
 
 class DenseLayer(Frozen):

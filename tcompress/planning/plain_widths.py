@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -13,7 +13,7 @@ from tcompress.models import SourceModel
 from tcompress.models.names import stands_alone
 from tcompress.models.narrower import Shape, find_keys
 from tcompress.options import Convert
-from tcompress.planning.costs import STAND_IN, path_of, size_of
+from tcompress.planning.costs import STAND_IN, parameter_names, size_of
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan
 from tcompress.planning.sites import couplings, roles_of
 from tcompress.structures.modules.linear import Channels
@@ -37,14 +37,14 @@ def plan_plain(recipe: Convert, source: SourceModel, plan_of: PlanOf) -> Plan:
 
 def possible_widths(source: SourceModel) -> range:
     """List numbers of neurons that the widest feed-forward may keep; it stops at all of them."""
-    steps = {
-        coupling.size: coupling.step
+    sizes = (
+        (coupling.size, coupling.step)
         for block in roles_of(source).blocks
         for coupling in couplings(block)
         if coupling.kind == "neurons"
-    }
-    widest = max(steps, default=1)
-    return range(steps.get(widest, 1), widest, steps.get(widest, 1))
+    )
+    widest, step = max(sizes, default=(1, 1))
+    return range(step, widest, step)
 
 
 def width_of(plan: Plan) -> int:
@@ -63,24 +63,18 @@ def _largest(recipe: Convert, source: SourceModel, plan_of: PlanOf, widths: rang
     assert budget is not None
 
     @cache
-    def planned(width: int) -> Plan:
-        return plan_of(with_width(recipe, width / widths.stop))
+    def size(width: int) -> float:
+        plan = plan_of(with_width(recipe, width / widths.stop))
+        return plan.kept if budget.is_fraction else size_of(plan, source, recipe)
 
-    def exceeds(width: int) -> bool:
-        plan = planned(width)
-        if budget.is_fraction:
-            return plan.kept > budget.limit
-        return size_of(plan, source, recipe) > budget.limit
-
-    index = bisect_left(widths, True, key=exceeds)
+    index = bisect_right(widths, budget.limit, key=size)
     if index:
         return widths[index - 1] / widths.stop
-    smallest = planned(widths[0])
-    size = f"{size_of(smallest, source, recipe):,} {budget.unit}"
+    smallest = f"{size(widths[0]):,} {budget.unit}"
     if budget.is_fraction:
-        size = f"{smallest.kept:.3g} of the rewritten layers"
+        smallest = f"{size(widths[0]):.3g} of the rewritten layers"
     raise PlanError(
-        f"`{budget}` is out of reach of a plain model: the smallest possible is {size}",
+        f"`{budget}` is out of reach of a plain model: the smallest possible is {smallest}",
         "what its config has no width for stays as large as it is; allow more, drop blocks too, or "
         "leave `--plain` out",
     )
@@ -135,13 +129,10 @@ def _channels(entry: LayerPlan) -> Iterator[Channels]:
 
 def shapes_of(entry: LayerPlan, source: SourceModel) -> dict[str, Shape]:
     """Shapes of a layer's weight and bias in a plain model, by name in the model."""
-    path = path_of(source, entry)
     lead = (entry.experts,) if entry.experts else ()
     matrix = torch.empty(*lead, entry.outputs_left, entry.inputs_left, device="meta")
-    shapes = {path: tuple(entry.as_stored(matrix).shape)}
-    if entry.bias and entry.kind != "experts":
-        shapes[f"{path.rpartition('.')[0]}.bias"] = (entry.outputs_left,)
-    return shapes
+    shapes: tuple[Shape, ...] = (tuple(entry.as_stored(matrix).shape), (entry.outputs_left,))
+    return dict(zip(parameter_names(source, entry), shapes, strict=False))
 
 
 def _refusal(source: SourceModel, problems: list[str]) -> PlanError:

@@ -38,7 +38,6 @@ from tcompress.planning.sites import (
     Coupling,
     check_patterns,
     couplings,
-    left_out,
     matched_names,
     module_path,
     named_outside,
@@ -190,7 +189,9 @@ class _Planner:
         except SourceError as error:
             raise Refusal(error.message) from error
         names = matched_names(source, layer)
-        if left_out(names, recipe.keep, recipe.only):
+        kept = any(matches(pattern, names) for pattern in recipe.keep)
+        passed_over = recipe.only and not any(matches(pattern, names) for pattern in recipe.only)
+        if kept or passed_over:
             raise Refusal(KEPT)
         usual = _usual(recipe)
         choice: Choice | None = usual
@@ -271,8 +272,7 @@ def _usual(recipe: Convert) -> Choice:
 def _share_inputs(planned: Sequence[LayerPlan]) -> tuple[list[LayerPlan], dict[str, int]]:
     """Share the first layer's transform among those that read one input through equal ones.
 
-    Returns:
-        The layers, and how many share the transform of each, by weight name.
+    With the layers comes how many share the transform of each, by weight name.
     """
     sharing: dict[object, list[LayerPlan]] = {}
     for index, entry in enumerate(planned):
@@ -291,11 +291,11 @@ def _share_inputs(planned: Sequence[LayerPlan]) -> tuple[list[LayerPlan], dict[s
 
 def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = None) -> Plan:
     """Plan a conversion; fails where no layer can be rewritten, or a pattern selects nothing."""
+    label = method_label or recipe.label
     depth = plan_depth(recipe, source) if recipe.changes_depth else None
     deeper = depth is not None and depth.deeper
     if not (source.renumbered or deeper):  # a pattern may be about blocks that are dropped
         check_patterns(recipe, source)
-    label = method_label or recipe.label
     if depth is not None:
         cut = cut_to(source, depth)
         if deeper:
@@ -372,37 +372,37 @@ def _plan(recipe: Convert, source: SourceModel, label: str, storage: Storage | N
     named = (Block(layer.name, (layer,)) for layer in named_outside(recipe, source, roles))
     roles = replace(roles, blocks=(*roles.blocks, *named))
     embeddings = plan_embeddings(recipe.embeddings, source)
-    attention = plan_attention(recipe, source, roles)
-    unused = unused_modules(source, attention.entries)
+    attention, skipped, attention_notes = plan_attention(recipe, source, roles)
+    unused = unused_modules(source, attention)
     used = (
         replace(block, layers=tuple(item for item in block.layers if item.name not in unused))
         for block in roles.blocks
     )
     planner = _Planner(recipe, source, replace(roles, blocks=tuple(used)))
-    refused: list[SkippedLayer] = []
     if recipe.method is not None:  # else no layer is rewritten
         planner.run()
         if not planner.layers:
             raise _nothing_to_do(planner)
+        skipped += planner.skipped
         for item in roles.refused:
             facts = {"name": item.name, "block": "", "role": "", "reason": item.reason}
-            refused.append(SkippedLayer(**facts, parameters=_matrices(model, item.name)))
+            skipped.append(SkippedLayer(**facts, parameters=_matrices(model, item.name)))
     blocks = {block.name for block in roles.blocks}
     in_blocks = (item for name in blocks for item in model.get_submodule(name).parameters())
     return Plan(
         layers=tuple(planner.layers),
-        attention=with_guard(attention.entries, rewritten=bool(planner.layers or embeddings)),
+        attention=with_guard(attention, rewritten=bool(planner.layers or embeddings)),
         embeddings=embeddings,
         forms=plan_forms(recipe, source, roles),
         storage=storage,
-        left=(*attention.left, *planner.skipped, *refused),
+        left=tuple(skipped),
         source=source.id,
         family=roles.family,
         method=label,
         vocabulary=source.vocabulary,
         parameters=sum(p.numel() for p in model.parameters()) + source.rows_gone,
         block_parameters=sum(parameter.numel() for parameter in in_blocks),
-        warnings=(*source.notes, *roles.warnings, *attention.notes, *_notes(planner)),
+        warnings=(*source.notes, *roles.warnings, *attention_notes, *_notes(planner)),
     )
 
 
@@ -505,15 +505,13 @@ def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
     layers = min(coverage.rewritten, plan.dense_rewritten)
     tables = coverage.embeddings + coverage.vocabulary + coverage.rewritten - layers
     rest = coverage.total - coverage.dropped - tables
-    forced = [item for item in coverage.left if item.reason not in chosen]
+    largest = next((item for item in coverage.left if item.reason not in chosen), None)
     left_by_choice = sum(item.parameters for item in coverage.left if item.reason in chosen)
     reached = layers + coverage.replaced + left_by_choice
-    if 2 * reached < rest and forced:
-        largest = forced[0]
-        size = f"{largest.parameters:,} parameters"
+    if 2 * reached < rest and largest is not None:
         yield (
-            f"only {reached / rest:.0%} of the parameters outside embeddings can be rewritten; "
-            f"the largest part that stays dense is `{largest.name}` ({size})"
+            f"only {reached / rest:.0%} of the parameters outside embeddings can be rewritten; the "
+            f"largest part that stays dense is `{largest.name}` ({largest.parameters:,} parameters)"
             + (f": {largest.reason}" if largest.reason else ", outside the blocks")
         )
 

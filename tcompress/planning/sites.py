@@ -77,13 +77,6 @@ def matched_names(source: SourceModel, layer: Layer) -> tuple[str, ...]:
     return (*map(source.original_name, names), layer.role)
 
 
-def left_out(names: Sequence[str], keep: Sequence[str], only: Sequence[str]) -> bool:
-    """True where a layer stays as it is: it is kept, or others alone are asked for."""
-    if any(matches(pattern, names) for pattern in keep):
-        return True
-    return bool(only) and not any(matches(pattern, names) for pattern in only)
-
-
 def check_patterns(recipe: Convert, source: SourceModel) -> None:
     """Make sure that every pattern of a recipe selects a layer that can be rewritten."""
     roles = roles_of(source)
@@ -139,19 +132,12 @@ _FUSED = (
 )
 
 
-@dataclass(frozen=True)
-class AttentionPlans:
-    """Plans of the attentions of a model."""
-
-    entries: tuple[AttentionPlan, ...] = ()  # those that are replaced, in the order of the blocks
-    left: tuple[SkippedLayer, ...] = ()  # those that stay, with the reason
-    notes: tuple[str, ...] = ()  # what a user should know
-
-
-def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> AttentionPlans:
-    """Plan which attentions are replaced."""
+def plan_attention(
+    recipe: Convert, source: SourceModel, roles: Roles
+) -> tuple[list[AttentionPlan], list[SkippedLayer], list[str]]:
+    """Plan which attentions are replaced; the others with the reason, and notes for the user."""
     if recipe.attention is None:
-        return AttentionPlans()
+        return [], [], []
     kind, attentions = replacement_of(recipe.attention), attentions_of(source.keymap.model, roles)
     # Blocks are numbered as in the whole model.
     numbers = [int(source.original_name(item.block).rpartition(".")[2]) for item in attentions]
@@ -168,7 +154,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         if number not in chosen:
             continue
         try:
-            entries.append(_attention(recipe, source, item))
+            entries.append(_attention(recipe.attention, source, item))
         except Refusal as refusal:
             facts = {"name": item.name, "block": item.block, "reason": str(refusal)}
             skipped.append(SkippedLayer(role="attention", parameters=0, **facts))
@@ -197,7 +183,7 @@ def plan_attention(recipe: Convert, source: SourceModel, roles: Roles) -> Attent
         notes.append(_NO_TYPES)
     if kind.unused and not any(entry.unused for entry in entries):
         notes.append(_FUSED)
-    return AttentionPlans(tuple(entries), tuple(skipped), tuple(filter(None, notes)))
+    return entries, skipped, [note for note in notes if note]
 
 
 def unused_modules(source: SourceModel, entries: Iterable[AttentionPlan]) -> set[str]:
@@ -214,13 +200,11 @@ def with_guard(entries: Sequence[AttentionPlan], rewritten: bool) -> tuple[Atten
     )
 
 
-def _attention(recipe: Convert, source: SourceModel, item: Attention) -> AttentionPlan:
+def _attention(options: Any, source: SourceModel, item: Attention) -> AttentionPlan:
     if item.reason is not None:
         raise Refusal(item.reason)
-    assert recipe.attention is not None
-    kind = replacement_of(recipe.attention)
-    layout = kind.layout(recipe.attention, item)
-    prefix = source.keymap.checkpoint_prefix
+    kind = replacement_of(options)
+    layout, prefix = kind.layout(options, item), source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
         return DenseLayer(

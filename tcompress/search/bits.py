@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -41,8 +41,8 @@ BITS = (8, 4)
 
 
 @dataclass(frozen=True)
-class TableForm:
-    """One way to store the word embeddings of a model."""
+class TableCandidate(Candidate):
+    """A form of the word embeddings; it costs bytes beyond those of the smallest."""
 
     rounding: Rounding | None = None
     embeddings: tuple[LayerPlan, ...] = ()  # where they are of low rank
@@ -66,70 +66,62 @@ class TableForm:
 
 
 @dataclass(frozen=True)
-class TableCandidate(Candidate):
-    """A form of the word embeddings; it costs bytes beyond those of the smallest."""
-
-    table: TableForm = TableForm()
-
-
-@dataclass(frozen=True)
 class TableSite(Site):
     """The candidates of the word embeddings."""
 
+    candidates: tuple[TableCandidate, ...]
+
     def cost_in(self, plan: Plan) -> int:
         """Bytes of the candidate that a plan has, beyond those of the smallest."""
-        rounding = None if plan.storage is None else plan.storage.embeddings
-        form = TableForm(rounding, plan.embeddings)
-        candidates = (c for c in self.candidates if isinstance(c, TableCandidate))
-        return next(item.costs[BYTES] for item in candidates if item.table == form)
+        form = (None if plan.storage is None else plan.storage.embeddings, plan.embeddings)
+        candidates = (c for c in self.candidates if (c.rounding, c.embeddings) == form)
+        return next(candidates).costs[BYTES]
 
 
-def table_forms(source: SourceModel, recipe: Convert) -> list[TableForm]:
-    """List what the tables may become, the dense ones first."""
-    group = recipe.group_size
+def _forms(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
+    """List what the tables may become, the dense ones first; nothing is measured yet."""
+    dense, group = TableCandidate("", (), 0.0, {}), recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
-    roundings = [Rounding.usual(bits, group) for bits in widths]
-    forms = [TableForm(rounding) for rounding in (None, *roundings)]
+    forms = [dense, *(replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)]
     for fraction in TABLE_RANKS:
         if tables := low_rank_tables(source, fraction):
-            forms.append(TableForm(Rounding.usual(4, group), tables))
+            rounding = Rounding.usual(4, group)
+            forms.append(replace(dense, rounding=rounding, embeddings=tables))
     return forms
 
 
 def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
-    source, plan = inputs.source, inputs.plan
-    forms = table_forms(source, inputs.recipe)
+    source, recipe = inputs.source, inputs.recipe
+    forms = _forms(source, recipe)
     inputs.progress.stage("trying word embeddings", len(forms), "tables")
-    sizes = [disk_bytes(source, form.within(plan), inputs.recipe.dtype) for form in forms]
+    sizes = [disk_bytes(source, form.within(inputs.plan), recipe.dtype) for form in forms]
     change = _change_with(inputs)
-    candidates = []
+    candidates: list[TableCandidate] = []
     for form, size in zip(forms, sizes, strict=True):
-        plain = form == TableForm()
-        loss = 0.0 if plain else max(0.0, change(dict(_tables(inputs, form)))) / unit
+        loss = max(0.0, change(_tables(inputs, form))) / unit if candidates else 0.0
         costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
-        candidates.append(TableCandidate("", (), loss, costs, form))
-        inputs.progress.advance(1, "as it is" if plain else f"{form.rounding}")
+        candidates.append(replace(form, loss=loss, costs=costs))
+        inputs.progress.advance(1, f"{form.rounding or 'as it is'}")
     return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
 
 
-def _tables(inputs: SearchInputs, item: TableForm) -> Iterator[tuple[str, Tensor]]:
+def _tables(inputs: SearchInputs, form: TableCandidate) -> Iterator[tuple[str, Tensor]]:
     """Compute the tables of a candidate as they are read again, by module path."""
     source, device = inputs.source, inputs.device
     assert inputs.data is not None
-    entries = {module_path(source, entry.name): entry for entry in item.embeddings}
+    entries = {module_path(source, entry.name): entry for entry in form.embeddings}
     for path in untied_tables(source):
         if path not in entries:
-            name = f"{path}.weight"
-            table = read_finite(source.store, source.keymap, name, device).float()
-            yield path, _rounded(table, item.rounding)
+            table = read_finite(source.store, source.keymap, f"{path}.weight", device)
+            yield path, _rounded(table.float(), form.rounding)
             continue
         entry, layout = entries[path], entries[path].parts[0].terms[0]
         weight = read_table(source, entry, device)
         counts = count_words(inputs.data, len(weight), held_out=False).to(device)
         fitted = fit_table(entry, weight, counts, counts.new_zeros(len(counts)), torch.float32)
         tensors = {
-            name.removeprefix("tc_"): _rounded(tensor, item.rounding)
+            name.removeprefix("tc_"): _rounded(tensor, form.rounding)
             for name, tensor in fitted.tensors.items()
         }
         yield path, structure(layout.structure).dense(tensors, layout)
@@ -139,7 +131,7 @@ def _rounded(tensor: Tensor, rounding: Rounding | None) -> Tensor:
     return tensor if rounding is None else unpack(pack(tensor, rounding))
 
 
-def _change_with(inputs: SearchInputs) -> Callable[[Mapping[str, Tensor]], float]:
+def _change_with(inputs: SearchInputs) -> Callable[[Iterable[tuple[str, Tensor]]], float]:
     """Return what measures the change of the output per sample, with tables by module path.
 
     The dense model runs beside one with these tables.
@@ -157,23 +149,22 @@ def _change_with(inputs: SearchInputs) -> Callable[[Mapping[str, Tensor]], float
             copies.setdefault(path, []).append(copy.deepcopy(module))
             set_module(partial.model, name, Branch(module, copies[path][-1]))
 
-    def change(tables: Mapping[str, Tensor]) -> float:
-        for path, table in tables.items():
+    def change(tables: Iterable[tuple[str, Tensor]]) -> float:
+        for path, table in tables:
             for module in copies[path]:
                 module.weight = nn.Parameter(table, requires_grad=False)
         dense = [partial.stream(batch, keep=True) for batch in batches]
         changed = [partial.stream(batch, rewritten=True, keep=True) for batch in batches]
-        total = 0.0
-        with partial.paused([*dense, *changed]):
-            while name := common_block([*dense, *changed]):
+        streams, total = [*dense, *changed], 0.0
+        with partial.paused(streams):
+            while name := common_block(streams):
                 with partial.loaded(name):
-                    for reference, changing in zip(dense, changed, strict=True):
-                        reference.answer(partial.answer_of(reference))
-                        changing.answer(partial.answer_of(changing))
-                        if reference.output is not None:
-                            outputs = (reference.output, changing.output)
-                            total += sampler.change(*outputs, reference.batch)
-                            reference.output = changing.output = None  # at once: logits are large
+                    for exact, new in zip(dense, changed, strict=True):
+                        exact.answer(partial.answer_of(exact))
+                        new.answer(partial.answer_of(new))
+                        if exact.output is not None:
+                            total += sampler.change(exact.output, new.output, exact.batch)
+                            exact.output = new.output = None  # at once: logits are large
         return total / sum(map(samples_in, batches))
 
     return change

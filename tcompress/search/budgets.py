@@ -247,7 +247,7 @@ class BudgetProblem:
         for choice in allocation.choices:
             forms |= choice.forms
             if isinstance(choice, TableCandidate):
-                plan = choice.table.within(plan)
+                plan = choice.within(plan)
         if self.table is None and not any(forms.values()):
             raise PlanError(
                 f"`{self.budget}` leaves every layer dense: no smaller size loses so little",

@@ -8,9 +8,10 @@ spend parameters).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from math import log
 
 import torch
@@ -75,10 +76,6 @@ class Candidate:
         """Return the same that takes so much of one more resource."""
         return replace(self, costs={**self.costs, unit: cost})
 
-    def scaled(self, factor: float) -> Candidate:
-        """Return the same with another loss, in proportion."""
-        return replace(self, loss=self.loss * factor)
-
 
 @dataclass(frozen=True)
 class Site:
@@ -96,6 +93,11 @@ class Site:
     def key(self) -> str:
         """Name of its first weight, for messages too."""
         return self.keys[0]
+
+    def costs_of(self, parameters: int) -> Costs:
+        """Return what so many parameters take of each resource that is counted here."""
+        units = {BYTES: self.unit}
+        return {name: round(parameters * units.get(name, 1)) for name in self.dense}
 
     @property
     def stays(self) -> Candidate:
@@ -156,70 +158,66 @@ def of_one_layer(methods: Collection[str]) -> list[str]:
 
 Parts = tuple[PartLayout, ...]
 
-SMALLEST, STEP = 0.01, 1.06
-FRACTIONS = tuple(SMALLEST * STEP**n for n in range(78))
+FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))
 """Kept fractions that a layer is offered, up to nine tenths."""
-
 
 FitTarget = tuple[Target, float]
 """What the fit of one output split of a layer aims at, and what it costs to leave it out."""
 
 
 def layer_candidates(
+    site: Site,
+    splits: Sequence[tuple[StructureSite, FitTarget]],
     method: str,
     specs: Sequence[Spec],
-    entry: LayerPlan,
-    sites: Sequence[StructureSite],
-    aims: Sequence[FitTarget],
     fractions: Sequence[float],
     *,
-    costs: Callable[[int], Costs],
     residual_rank: int,
     rows: int,
-    sharing: int,
+    readers: int,
     calibrated: bool,
 ) -> tuple[Candidate, ...]:
-    """List what a layer may become with one method.
+    """List what a layer may become with one method; fractions ascend.
 
-    Sites and fit targets are those of its output splits. Of the options the first that the layer's
-    dimensions allow counts; fractions ascend. Targets are means over so many rows of data.
+    Of the options the first that the layer's dimensions allow counts. Targets of its output splits
+    are means over so many rows of data.
     """
-    readers = sharing * len(sites)
-    for spec in specs:
-        offered: list[tuple[Parts, int]] = []  # layouts that differ, and their parameters
-        before: Parts = ()
-        for fraction in fractions:
-            choice = Choice(spec, residual_rank, fraction)
+
+    def planned(spec: Spec, fraction: float) -> Parts | None:
+        choice, parts = Choice(spec, residual_rank, fraction), []
+        for split, _ in splits:
             try:
-                terms = [plan_terms(choice, s, readers, calibrated=calibrated) for s in sites]
+                terms = plan_terms(choice, split, readers, calibrated=calibrated)
             except Refusal:
-                continue
-            cost = sum(term_cost(layout, readers, 1) for split in terms for layout in split)
-            parts = tuple(
-                PartLayout(name=site.role, terms=split)
-                for site, split in zip(sites, terms, strict=True)
-            )
-            if parts != before and cost < entry.dense_parameters:
-                offered.append((parts, round(cost)))
-            before = parts
+                return None
+            parts.append(PartLayout(name=split.role, terms=terms))
+        return tuple(parts)
+
+    for spec in specs:
+        layouts = filter(None, (planned(spec, fraction) for fraction in fractions))
+        sized = [(parts, _parameters(parts, readers)) for parts, _ in groupby(layouts)]
+        offered = [(parts, size) for parts, size in sized if size < site.dense[PARAMETERS]]
         if offered:
             losses = [
                 _split_losses(aim, [parts[index].terms for parts, _ in offered])
-                for index, aim in enumerate(aims)
+                for index, (_, aim) in enumerate(splits)
             ]
             totals = [max(0.0, sum(of_splits)) * rows for of_splits in zip(*losses, strict=True)]
             return tuple(
-                Candidate(method, ((entry.key, LayerForm(parts)),), loss, costs(parameters))
-                for (parts, parameters), loss in zip(offered, totals, strict=True)
+                Candidate(method, ((site.key, LayerForm(parts)),), loss, site.costs_of(round(size)))
+                for (parts, size), loss in zip(offered, totals, strict=True)
             )
     return ()
 
 
+def _parameters(parts: Parts, readers: int) -> float:
+    return sum(term_cost(layout, readers, 1) for part in parts for layout in part.terms)
+
+
 def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
     """Kept fractions close enough that no rank is passed over."""
-    widest = max(part.dense_features for part in entry.parts)
-    narrowest = min(part.dense_features for part in entry.parts)
-    step = (entry.in_features + narrowest) / (2.0 * entry.in_features * widest)
+    widths = [part.dense_features for part in entry.parts]
+    step = (entry.in_features + min(widths)) / (2.0 * entry.in_features * max(widths))
     return tuple(step * n for n in range(1, int(1 / step) + 1))
 
 
@@ -229,28 +227,24 @@ def _split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list
     A low-rank summand beside another one is judged by what the other leaves over, once for all
     ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
     """
-    single = [index for index, terms in enumerate(offered) if len(terms) == 1]
-    pairs = [index for index, terms in enumerate(offered) if len(terms) > 1]
-    mains = {offered[index][0] for index in pairs}
-    predicted = _losses(aim, [offered[index][0] for index in single])
-    if len(mains) > 1:
-        main_losses = _losses(aim, [offered[index][0] for index in pairs])
-        middle = len(pairs) // 2
-        main, residual = offered[pairs[middle]]
-        both = _losses(_remainder(aim, main), [residual])[0]
-        ratio = both / main_losses[middle] if main_losses[middle] > 0 else 0.0
-        predicted += [ratio * loss for loss in main_losses]
-    elif mains:
-        rest = _remainder(aim, mains.pop())
-        predicted += _losses(rest, [offered[index][1] for index in pairs])
-    losses = dict(zip([*single, *pairs], predicted, strict=True))
-    return [losses[index] for index in range(len(offered))]
+    pairs = [terms for terms in offered if len(terms) > 1]
+    mains = [main for main, _ in pairs]
+    middle = len(pairs) // 2
+    of_pairs: list[float] = []
+    if len({*mains}) > 1:
+        of_mains = _losses(aim, mains)
+        [both] = _losses(_remainder(aim, mains[middle]), [pairs[middle][1]])
+        ratio = both / of_mains[middle] if of_mains[middle] > 0 else 0.0
+        of_pairs = [ratio * loss for loss in of_mains]
+    elif pairs:
+        of_pairs = _losses(_remainder(aim, mains[0]), [residual for _, residual in pairs])
+    singles = iter(_losses(aim, [terms[0] for terms in offered if len(terms) == 1]))
+    doubles = iter(of_pairs)
+    return [next(doubles if len(terms) > 1 else singles) for terms in offered]
 
 
 def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
-    if not layouts:
-        return []
-    return [*structure(layouts[0].structure).losses(*aim, layouts)]
+    return structure(layouts[0].structure).losses(*aim, layouts) if layouts else []
 
 
 def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
@@ -268,12 +262,10 @@ def fit_targets_of(
 
     The moments of inputs are damped, those of gradients are not.
     """
-    aims, start = [], 0
-    for part in entry.parts:
-        stop = start + part.dense_features
+    aims = []
+    for start, stop in pairwise(accumulate((p.dense_features for p in entry.parts), initial=0)):
         rows = weight[start:stop].double()
         curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
         target = Target(rows @ gram, gram, curvature=curve)
         aims.append((target, float(curved_constant(rows, gram, curve))))
-        start = stop
     return aims

@@ -5,57 +5,68 @@ The only file of a search that knows how layers around channels are chosen toget
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, product
-
-import torch
 
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerForm, LayerPlan
-from tcompress.planning.sites import Coupling
+from tcompress.planning.sites import Coupling, couplings, whole_heads
+from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import Channels, PartLayout
 from tcompress.structures.width import WidthLayout
 
+LossKey = tuple[str | Coupling, str | bool]
+"""A method and the weight name of a layer, or a coupling and whether some of its channels stay."""
 
-def width_site(
-    orders: Sequence[ChannelOrder], entries: Mapping[str, LayerPlan], sites: Mapping[str, Site]
-) -> WidthSite | None:
-    """List what the layers of some couplings may become together.
 
-    Args:
-        orders: The couplings, with their channels in order.
-        entries: Plans of layers by weight name in the model.
-        sites: Those of the layers by themselves, by weight name in the checkpoint.
+def all_couplings(block: Block, attentions: Iterable[Attention]) -> list[Coupling]:
+    """List what layers of a block have in common, whole heads after what they are made of."""
+    heads = (whole_heads(item) for item in attentions if item.block == block.name)
+    return [*couplings(block), *filter(None, heads)]
 
-    Returns:
-        The site, or nothing where a layer of it is not sized.
+
+def united(sets: Iterable[set[Layer]]) -> list[set[Layer]]:
+    """Unite sets of layers that overlap."""
+    unions: list[set[Layer]] = []
+    for layers in sets:
+        overlapping = [union for union in unions if union & layers]
+        unions = [union for union in unions if union not in overlapping]
+        unions.append(layers.union(*overlapping))
+    return unions
+
+
+def width_sites(
+    groups: Iterable[Sequence[ChannelOrder]],
+    entries: Mapping[str, LayerPlan],
+    sites: Mapping[str, Site],
+) -> Iterator[WidthSite]:
+    """List what layers of couplings that are chosen together may become, if all are sized.
+
+    Plans (`entries`) are by name in the model, sites of single layers by weight name in the
+    checkpoint.
     """
-    layers = {layer for order in orders for layer in order.coupling.layers}
-    if not {entries[layer.weight_name].key for layer in layers} <= sites.keys():
-        return None
-    couplings = [order.coupling for order in orders]
-    sizes = tuple(product(*(coupling.sizes for coupling in couplings)))
-    candidates = []
-    for chosen in sizes:
-        forms = tuple(forms_of(dict(zip(couplings, chosen, strict=True)), entries))
-        counted = [(_parameters(form), sites[key]) for key, form in forms]
-        costs = {
-            name: round(sum(count * (site.unit if name == BYTES else 1) for count, site in counted))
-            for name in counted[0][1].dense
-        }
-        candidates.append(Candidate(NARROWING, forms, _loss(orders, chosen), costs))
-    return WidthSite(
-        keys=tuple(key for key, _ in candidates[-1].forms),
-        role="",
-        dense={},
-        candidates=tuple(candidates),
-        orders=tuple(orders),
-        sizes=sizes,
-    )
+    for orders in groups:
+        coupled = [order.coupling for order in orders]
+        layers = {layer for coupling in coupled for layer in coupling.layers}
+        if not {entries[layer.name].key for layer in layers} <= sites.keys():
+            continue
+        sizes = tuple(product(*(coupling.sizes for coupling in coupled)))
+        candidates = []
+        for chosen in sizes:
+            narrow = forms_of(dict(zip(coupled, chosen, strict=True)), entries)
+            forms = tuple((entry.key, form) for entry, form in narrow)
+            counted = [(sites[key], _parameters(form)) for key, form in forms]
+            costs = {
+                name: round(sum(n * (site.unit if name == BYTES else 1) for site, n in counted))
+                for name in counted[0][0].dense
+            }
+            candidates.append(Candidate(NARROWING, forms, _loss(orders, chosen), costs))
+        keys = tuple(key for key, _ in candidates[-1].forms)
+        yield WidthSite(keys, "", {}, tuple(candidates), orders=tuple(orders), sizes=sizes)
 
 
 def _loss(orders: Sequence[ChannelOrder], sizes: Sequence[int]) -> float:
@@ -68,10 +79,9 @@ def _parameters(form: LayerForm) -> int:
 
 def forms_of(
     chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
-) -> Iterator[tuple[str, LayerForm]]:
-    """Give plain matrices of these sizes to all layers of some couplings, by weight name."""
-    layers = dict.fromkeys(layer for coupling in chosen for layer in coupling.layers)
-    for layer in layers:
+) -> Iterator[tuple[LayerPlan, LayerForm]]:
+    """Give plain matrices of these sizes to all layers of some couplings; plans are by name."""
+    for layer in dict.fromkeys(layer for coupling in chosen for layer in coupling.layers):
         reads: Channels | None = None
         written: dict[str, Channels] = {}
         for coupling, count in chosen.items():
@@ -84,15 +94,13 @@ def forms_of(
                 for writer, part in coupling.writers
                 if writer == layer
             }
-        parts = []
+        inputs, parts = reads.left if reads else layer.in_features, []
         for part in layer.parts:
             channels = written.get(part.name)
-            term = WidthLayout(
-                in_features=reads.left if reads else layer.in_features,
-                out_features=channels.left if channels else part.size,
-            )
-            parts.append(PartLayout(name=part.name, terms=(term,), channels=channels))
-        yield entries[layer.weight_name].key, LayerForm(tuple(parts), reads)
+            outputs = channels.left if channels else part.size
+            terms = (WidthLayout(in_features=inputs, out_features=outputs),)
+            parts.append(PartLayout(name=part.name, terms=terms, channels=channels))
+        yield entries[layer.name], LayerForm(tuple(parts), reads)
 
 
 def joined(
@@ -118,14 +126,9 @@ def joined(
     return [*by_keys.values()]
 
 
-def with_losses(site: WidthSite, factors: Mapping[Coupling, Mapping[int, float]]) -> WidthSite:
-    """Scale what fewer channels lose, and none; nothing loses more than none of them.
-
-    Args:
-        site: The layers.
-        factors: By coupling and by the size that was tried: none of the channels, or some.
-    """
-    orders = tuple(_scaled(order, factors.get(order.coupling, {})) for order in site.orders)
+def with_losses(site: WidthSite, factors: Mapping[LossKey, float]) -> WidthSite:
+    """Scale what fewer channels lose, and none; nothing loses more than none of them."""
+    orders = tuple(_scaled(order, factors) for order in site.orders)
     candidates = tuple(
         replace(item, loss=_loss(orders, sizes))
         for item, sizes in zip(site.candidates, site.sizes, strict=True)
@@ -133,14 +136,12 @@ def with_losses(site: WidthSite, factors: Mapping[Coupling, Mapping[int, float]]
     return replace(site, orders=orders, candidates=candidates)
 
 
-def _scaled(order: ChannelOrder, factors: Mapping[int, float]) -> ChannelOrder:
-    losses = order.losses
-    for size in sorted(factors):
-        scale = torch.ones_like(losses)
-        scale[slice(1, None) if size else slice(1)] = factors[size]
-        losses = losses * scale
-        if size and 0 in order.coupling.sizes:
-            losses = losses.clamp(max=float(losses[0]))
+def _scaled(order: ChannelOrder, factors: Mapping[LossKey, float]) -> ChannelOrder:
+    coupling, losses = order.coupling, order.losses.clone()
+    losses[:1] *= factors.get((coupling, False), 1.0)
+    losses[1:] *= factors.get((coupling, True), 1.0)
+    if (coupling, True) in factors and 0 in coupling.sizes:
+        losses = losses.clamp(max=float(losses[0]))
     return replace(order, losses=losses)
 
 

@@ -7,43 +7,43 @@ layer counts alike, and so does every direction of its inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from math import exp, fsum, inf, log
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.block_rewrite import dense_matrix
-from tcompress.fitting.channel_orders import ChannelOrder, LayerFacts, stored_reductions
-from tcompress.fitting.channel_orders import order_channels as channel_order
-from tcompress.fitting.layer_fits import MORE_DATA, LayerStatistics
+from tcompress.fitting.channel_orders import (
+    ChannelOrder,
+    LayerFacts,
+    order_channels,
+    stored_reductions,
+)
+from tcompress.fitting.layer_fits import MORE_DATA, LayerMoments, LayerStatistics, fit_layers
 from tcompress.fitting.workdir import narrowed
+from tcompress.linalg.moments import Moments, with_ridge
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import Choice, path_of, plan_terms, unit_of
 from tcompress.planning.entries import LayerPlan, Plan
-from tcompress.planning.planner import follows_rules, regrouped, site_of
-from tcompress.planning.sites import (
-    couplings,
-    module_path,
-    offered_by,
-    roles_of,
-    structure_of,
-    whole_heads,
-)
+from tcompress.planning.planner import follows_rules, site_of
+from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
     BYTES,
     FRACTIONS,
     PARAMETERS,
+    Candidate,
     Costs,
     SearchInputs,
     Site,
@@ -53,9 +53,13 @@ from tcompress.search.candidates import (
     layer_candidates,
     of_one_layer,
 )
-from tcompress.search.joint_width import width_site
-from tcompress.search.substitution import Substitute, channel_substitutes, layer_substitutes
-from tcompress.search.weight_fits import WeightFits, blocks_to_fit
+from tcompress.search.joint_width import all_couplings, united, width_sites
+from tcompress.search.substitution import (
+    Substitute,
+    channel_substitutes,
+    close_to,
+    layer_substitutes,
+)
 from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
@@ -63,8 +67,8 @@ USUAL = 0.25  # kept fraction for which structures are offered where a budget li
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""
 
-BlockStatistics = Mapping[str, LayerStatistics]
-"""What is measured of the layers of a block, by their name in the checkpoint."""
+BlockStatistics = Mapping[Layer, LayerStatistics]
+"""What is measured of the planned layers of a block."""
 
 
 AnySite = TypeVar("AnySite", bound=Site)
@@ -106,72 +110,122 @@ class Predictions:
         return self.mapped(priced, priced)
 
 
-@dataclass(frozen=True, eq=False)
-class _Measuring:
-    """Runs a model over calibration data once, or looks at its weights."""
+class Predictor:
+    """Measures a model block by block, and predicts what candidates lose."""
 
-    inputs: SearchInputs
-    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
-    narrows: bool  # whether channels are put in order
+    def __init__(self, inputs: SearchInputs) -> None:
+        self.inputs = inputs
+        recipe, plan, source = inputs.recipe, inputs.plan, inputs.source
+        by_size = recipe.budget is not None and recipe.budget.is_size
+        self.fraction = plan.budget.fraction if by_size and plan.budget else USUAL
+        method = recipe.with_target(None).method  # a tolerance is no option of any layer
+        self.offers: Offers = {}
+        if isinstance(method, AutoSpec):
+            self.offers = offered_by(method, self.fraction, timed=recipe.counts_time)
+        elif method is not None:
+            self.offers = {structure_of(method).name: (method,)}
+        sized = (entry for entry in plan.layers if entry.kind != "experts")
+        self.entries = {module_path(source, entry.name): entry for entry in sized}
+        self.narrows = NARROWING in self.offers or any(entry.is_narrow for entry in plan.layers)
+        self.singles = alone_on(recipe, plan, source) if inputs.several else {}
+        self.fits = WeightFits(self.fraction)  # made where there is no data
 
-    def blocks(self) -> Iterator[tuple[Block, BlockStatistics]]:
-        """Measure all blocks, the last one first."""
-        return self._weights() if self.inputs.data is None else self._walk()
+    def run(self) -> Predictions:
+        """Predict all losses; the model runs once over the calibration data, if there is any."""
+        inputs, recipe, source = self.inputs, self.inputs.recipe, self.inputs.source
+        layers, singly, widths = list[Site](), list[Site](), list[WidthSite]()
+        substitutes, fixed = list[Substitute](), set[str]()
+        for block, statistics in self._weights() if inputs.data is None else self._walk():
+            orders = self._order_channels(block, statistics) if self.narrows else []
+            if not recipe.by_loss:
+                continue
+            sites: dict[str, Site] = {}
+            for layer in statistics:
+                entry = self.entries[layer.name]
+                if follows_rules(recipe, source, layer):
+                    fixed.add(entry.key)
+                    continue
+                try:
+                    sites[entry.key], alone = self._sites(block, layer, entry, statistics[layer])
+                except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+                    raise FitError(
+                        f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
+                        MORE_DATA,
+                    ) from error
+                singly.append(alone)
+            offers_width = NARROWING in self.offers  # wherever all layers around are sized
+            narrower = [*width_sites(orders if offers_width else (), self.entries, sites)]
+            if inputs.data is None:
+                self._fit(block, sites, statistics)
+            elif sites and recipe.attention is None:
+                substitutes += layer_substitutes(block, sites, self.entries, self.fraction)
+                substitutes += channel_substitutes(block, narrower, self.entries, self.fraction)
+            layers += sites.values()
+            widths += narrower
+        roles, keeps = {site.role for site in layers}, self.fits.keeps
+        corrects = inputs.data is None
+        return Predictions(
+            layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
+            singly=tuple(singly),
+            uncorrected=tuple(layers if corrects else ()),
+            widths=tuple(widths),
+            offers=self.offers,
+            singles=tuple(self.singles),
+            complete=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            fixed=frozenset(fixed),
+            substitutes=tuple(substitutes),
+        )
 
     def _walk(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Measure moments of all layers by a backward pass, the last block first."""
-        source, recipe, progress = self.inputs.source, self.inputs.recipe, self.inputs.progress
-        assert self.inputs.data is not None
-        roles, batches = roles_of(source), self.inputs.data.fitted_batches
-        sampler = sampler_of(source, recipe.calibration.seed)
-        scratch = self.inputs.workdir.scratch()
-        walk = BackwardWalk(source, roles, batches, sampler, scratch, self.inputs.device)
+        inputs, source, recipe = self.inputs, self.inputs.source, self.inputs.recipe
+        assert inputs.data is not None
+        roles, batches, progress = roles_of(source), inputs.data.fitted_batches, inputs.progress
+        sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
+        walk = BackwardWalk(source, roles, batches, sampler, scratch, inputs.device)
         progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
         by_name = {block.name: block for block in roles.blocks}
         for name, sums in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
-            reached = [path for path in sums if sums[path].rows and path in self.entries]
-            self._keep_moments(name, {path: sums[path] for path in reached})
+            planned = [layer for layer in by_name[name].layers if layer.name in self.entries]
+            reached = [layer for layer in planned if sums[layer.name].rows]
+            self._keep_moments(name, {layer.name: sums[layer.name] for layer in reached})
             statistics = {}
-            for path in reached if recipe.by_loss or self.narrows else ():
-                entry, layer_sums = self.entries[path], sums.pop(path)  # one copy at a time
-                weight = dense_matrix(self.inputs.source, entry, self.inputs.device)
-                statistics[entry.name] = LayerStatistics.of(weight, layer_sums, centred=entry.bias)
+            for layer in reached if recipe.by_loss or self.narrows else ():
+                entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
+                weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
+                statistics[layer] = LayerStatistics.of(weight, of_layer, centred=entry.bias)
             sums.clear()
             yield by_name[name], statistics
 
     def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Look at all layers in the norm of their weights."""
-        blocks = roles_of(self.inputs.source).blocks
-        self.inputs.progress.stage("looking at weights", len(blocks), "blocks")
+        source, progress, device = self.inputs.source, self.inputs.progress, self.inputs.device
+        blocks = roles_of(source).blocks
+        progress.stage("looking at weights", len(blocks), "blocks")
         for block in reversed(blocks):
-            statistics, grams = {}, dict[int, Tensor]()
-            for layer in block.layers:
-                if (entry := self.entries.get(layer.name)) is None:
-                    continue
-                weight = dense_matrix(self.inputs.source, entry, self.inputs.device)
-                size = entry.in_features
-                if size not in grams:
-                    grams[size] = torch.eye(size, dtype=torch.float64, device=self.inputs.device)
-                gram = grams[size]
-                mean = gram.new_zeros(len(gram))
-                statistics[entry.name] = LayerStatistics(weight, gram, mean)
+            planned = [layer for layer in block.layers if layer.name in self.entries]
+            sizes = {layer.in_features for layer in planned}
+            grams = {n: torch.eye(n, dtype=torch.float64, device=device) for n in sizes}
+            statistics = {}
+            for layer in planned:
+                weight = dense_matrix(source, self.entries[layer.name], device)
+                gram = grams[layer.in_features]
+                statistics[layer] = LayerStatistics(weight, gram, gram.new_zeros(len(gram)))
             yield block, statistics
-            self.inputs.progress.advance(1, block.name)
+            progress.advance(1, block.name)
 
     def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
-        """Keep what fits will need of a block's moments."""
+        """Keep what fits will need of a block's moments, by name in the model."""
         data, entries, workdir = self.inputs.data, self.entries, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
         assert data is not None
         if calibration.output_moments is not False:
-            curvatures = {
-                entries[path].name: narrowed(item.curvature / item.rows)
-                for path, item in sums.items()
-            }
+            named = {entries[path].name: item for path, item in sums.items()}
+            curvatures = {n: narrowed(item.curvature / item.rows) for n, item in named.items()}
             workdir.keep_moments("curvature", block, curvatures)
             weights = {
-                f"{entries[path].name}/{data.fitted[batch]}": weight
-                for path, item in sums.items()
+                f"{name}/{data.fitted[batch]}": weight
+                for name, item in named.items()
                 for batch, weight in item.weights.items()
             }
             workdir.keep_moments("tokens", block, weights)
@@ -179,145 +233,31 @@ class _Measuring:
         if shared:
             workdir.keep_moments("inputs", block, shared)
 
-    def order_channels(self, block: Block, statistics: BlockStatistics) -> list[list[ChannelOrder]]:
+    def _order_channels(
+        self, block: Block, statistics: BlockStatistics
+    ) -> list[list[ChannelOrder]]:
         """Order channels that layers of a block have in common; those of one layer together."""
-        if not self.narrows:
-            return []
         source, recipe, device = self.inputs.source, self.inputs.recipe, self.inputs.device
         facts: dict[str, LayerFacts] = {}
-        for layer in block.layers:
-            entry = self.entries.get(layer.name)
-            if entry is not None and entry.name in statistics:
-                stored = source.store, source.keymap, f"{layer.name}.bias", device
-                bias = read_finite(*stored) if entry.bias else None
-                facts[layer.weight_name] = LayerFacts(entry, statistics[entry.name], bias)
-        damping = recipe.calibration.damping
-        groups: list[list[ChannelOrder]] = []
-        for coupling in couplings(block):
-            if any(layer.weight_name not in facts for layer in coupling.layers):
-                continue
-            layers = {*coupling.layers}
-            shared = [
-                group for group in groups if any(layers & {*o.coupling.layers} for o in group)
-            ]
-            groups = [group for group in groups if group not in shared]
-            order = channel_order(coupling, facts, damping)
-            groups.append([*chain.from_iterable(shared), order])
-        attentions = (
-            () if recipe.attention else attentions_of(source.keymap.model, roles_of(source))
-        )
-        heads_of = [whole_heads(item) for item in attentions if item.block == block.name]
-        for heads in filter(None, heads_of):  # after what they are made of
-            if all(layer.weight_name in facts for layer in heads.layers):
-                groups.append([channel_order(heads, facts, damping)])
-        reductions = {k: r for group in groups for o in group for k, r in o.reductions.items()}
+        for layer, measured in statistics.items():
+            entry, stored = self.entries[layer.name], (source.store, source.keymap)
+            bias = read_finite(*stored, f"{layer.name}.bias", device) if entry.bias else None
+            facts[layer.weight_name] = LayerFacts(entry, measured, bias)
+        roles = roles_of(source)
+        attentions = () if recipe.attention else attentions_of(source.keymap.model, roles)
+        orders = [
+            order_channels(coupling, facts, recipe.calibration.damping)
+            for coupling in all_couplings(block, attentions)
+            if all(layer.weight_name in facts for layer in coupling.layers)
+        ]
+        reductions = {key: item for order in orders for key, item in order.reductions.items()}
         self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
-        return groups
-
-
-def predictor(inputs: SearchInputs) -> Predictor:
-    """Look up what is offered to which layers."""
-    recipe, plan, source = inputs.recipe, inputs.plan, inputs.source
-    by_size = plan.budget is not None and recipe.budget is not None and recipe.budget.is_size
-    fraction = plan.budget.fraction if by_size and plan.budget else USUAL
-    method = recipe.with_target(None).method  # a tolerance is no option of any layer
-    offers: Offers = {}
-    if isinstance(method, AutoSpec):
-        offers = offered_by(method, fraction, timed=recipe.counts_time)
-    elif method is not None:
-        offers = {structure_of(method).name: (method,)}
-    sized = (entry for entry in plan.layers if entry.kind != "experts")
-    entries = {module_path(source, entry.name): entry for entry in sized}
-    singles = alone_on(recipe, plan, source) if inputs.several else {}
-    fits = WeightFits(fraction) if inputs.data is None else None
-    return Predictor(inputs, entries, fraction, offers, singles, fits)
-
-
-@dataclass(frozen=True, eq=False)
-class Predictor:
-    """Predicts what candidates lose. Use `predictor`."""
-
-    inputs: SearchInputs
-    entries: Mapping[str, LayerPlan]  # by name in the model; experts have no moments
-    fraction: float  # kept fraction that the budget comes to
-    offers: Offers
-    singles: Mapping[str, Spec]
-    fits: WeightFits | None  # where there is no data
-
-    def _keeps(self, method: str, role: str) -> bool:
-        return self.fits is None or self.fits.keeps(method, role)
-
-    def run(self) -> Predictions:
-        """Predict all losses; the model runs once over the calibration data, if there is any."""
-        recipe, source = self.inputs.recipe, self.inputs.source
-        layers: dict[str, Site] = {}
-        singly: dict[str, Site] = {}
-        fixed: set[str] = set()
-        widths: list[WidthSite] = []
-        substitutes: list[Substitute] = []
-        weights = {f"{path}.{entry.parameter}": entry for path, entry in self.entries.items()}
-        offers_width = NARROWING in self.offers  # wherever all layers around channels are sized
-        narrows = offers_width or any(entry.is_narrow for entry in self.inputs.plan.layers)
-        measuring = _Measuring(self.inputs, self.entries, narrows)
-        for block, statistics in measuring.blocks():
-            orders = measuring.order_channels(block, statistics)
-            if not recipe.by_loss:
-                continue
-            planned = [layer for group in block.groups for layer in group]
-            entries = {
-                layer: self.entries[layer.name] for layer in planned if layer.name in self.entries
-            }
-            measured = {layer: e for layer, e in entries.items() if e.name in statistics}
-            ruled = [layer for layer in measured if follows_rules(recipe, source, layer)]
-            fixed |= {measured.pop(layer).key for layer in ruled}
-            sites, single = self._sites(block, measured, statistics)
-            narrow = [width_site(group, weights, sites) for group in orders if offers_width]
-            new = [site for site in narrow if site is not None]
-            if sites and self.fits is None and recipe.attention is None:
-                substitutes += layer_substitutes(block, sites, self.entries, self.fraction)
-                for site in new:
-                    substitutes += channel_substitutes(block, site.orders, weights, self.fraction)
-            layers |= sites
-            singly |= single
-            widths += new
-        sized, roles = tuple(layers.values()), {site.role for site in layers.values()}
-        return Predictions(
-            layers=tuple(map(self.fits.corrected, sized)) if self.fits else sized,
-            singly=tuple(singly.values()),
-            uncorrected=sized if self.fits else (),
-            widths=tuple(widths),
-            offers=self.offers,
-            singles=tuple(self.singles),
-            complete=tuple(n for n in self.offers if all(self._keeps(n, role) for role in roles)),
-            fixed=frozenset(fixed),
-            substitutes=tuple(substitutes),
-        )
+        parts = [order for order in orders if order.coupling.kind != "heads"]
+        together = united({*order.coupling.layers} for order in parts)
+        groups = [[o for o in parts if layers.issuperset(o.coupling.layers)] for layers in together]
+        return [*groups, *([order] for order in orders if order not in parts)]
 
     def _sites(
-        self, block: Block, entries: Mapping[Layer, LayerPlan], statistics: BlockStatistics
-    ) -> tuple[dict[str, Site], dict[str, Site]]:
-        """List what layers of a block may become, by weight name in the checkpoint.
-
-        That is beside others, and where all take one method. Without data predictions are corrected
-        by real fits of some layers.
-        """
-        layers: dict[str, Site] = {}
-        singly: dict[str, Site] = {}
-        for layer, entry in entries.items():
-            try:
-                pair = self._candidates(block, layer, entry, statistics[entry.name])
-            except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-                raise FitError(
-                    f"what layer `{entry.name}` loses cannot be predicted: {message_of(error)}",
-                    MORE_DATA,
-                ) from error
-            layers[entry.key], singly[entry.key] = pair
-        fits, blocks = self.fits, roles_of(self.inputs.source).blocks
-        if fits and len(self.offers) > 1 and block.name in blocks_to_fit(blocks):
-            self._fit(fits, block, layers, statistics)
-        return layers, singly
-
-    def _candidates(
         self, block: Block, layer: Layer, entry: LayerPlan, statistics: LayerStatistics
     ) -> tuple[Site, Site]:
         """List what a layer may become: beside others, and where all take one method."""
@@ -328,64 +268,48 @@ class Predictor:
             curvature = torch.eye(entry.out_features).to(gram) / energy
         else:
             damping = recipe.calibration.damping * entry.in_features / rows
-            gram = gram + damping * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+            gram = with_ridge(gram, damping * gram.diagonal().mean())
         aims = fit_targets_of(entry, statistics.weight, gram, curvature)
-        counts_bytes = budget is not None and budget.unit == BYTES
         unit = unit_of(recipe, inputs.source, entry, inputs.plan)
-        fine = budget is not None and budget.limits_each
-
-        def costs(parameters: int) -> Costs:
-            bytes_ = {BYTES: round(parameters * unit)} if counts_bytes else {}
-            return {PARAMETERS: parameters, **bytes_}
-
+        dense = {PARAMETERS: entry.dense_parameters}
+        if budget is not None and budget.unit == BYTES:
+            dense[BYTES] = round(entry.dense_parameters * unit)
+        left_out = sum(constant for _, constant in aims) * rows
+        site = Site((entry.key,), entry.role, dense, (), left_out, unit)
+        sharing = next(len(group) for group in block.groups if layer in group)
+        splits = zip((site_of(block, layer, part) for part in layer.parts), aims, strict=True)
         candidates = partial(
             layer_candidates,
-            entry=entry,
-            sites=[site_of(block, layer, part) for part in layer.parts],
-            aims=aims,
-            fractions=fine_fractions(entry) if fine else FRACTIONS,
-            costs=costs,
+            site,
+            [*splits],
+            fractions=fine_fractions(entry) if budget and budget.limits_each else FRACTIONS,
             residual_rank=recipe.residual_rank,
             rows=rows,
-            sharing=next(len(group) for group in block.groups if layer in group),
-            calibrated=self.fits is None,
+            readers=sharing * len(layer.parts),
+            calibrated=inputs.data is not None,
         )
-        together = {
-            name: candidates(name, self.offers[name])
-            for name in of_one_layer(self.offers)
-            if self._keeps(name, entry.role)
-        }
-        singly = {
-            name: together[name]
-            if self.offers.get(name) == (self.singles[name],) and name in together
-            else candidates(name, [self.singles[name]])
+        kept = [name for name in of_one_layer(self.offers) if self.fits.keeps(name, entry.role)]
+        beside = {name: candidates(name, self.offers[name]) for name in kept}
+        alone = {
+            name: beside[name]
+            if name in kept and self.offers[name] == (self.singles[name],)
+            else candidates(name, (self.singles[name],))
             for name in of_one_layer(self.singles)
         }
-        left_out = sum(constant for _, constant in aims) * rows
-        dense = costs(entry.dense_parameters)
-        first, second = (
-            Site((entry.key,), entry.role, dense, (*chain(*offered.values()),), left_out, unit)
-            for offered in (together, singly)
-        )
-        return first, second
+        first, second = (tuple(chain(*offered.values())) for offered in (beside, alone))
+        return replace(site, candidates=first), replace(site, candidates=second)
 
-    def _fit(
-        self, fits: WeightFits, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics
-    ) -> None:
-        """Fit the layers of a block with each method, of sizes close to the budget."""
+    def _fit(self, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics) -> None:
+        """Fit layers of some blocks with each method, of sizes close to the budget."""
+        blocks = roles_of(self.inputs.source).blocks
+        if len(self.offers) < 2 or block.name not in blocks_to_fit(blocks):
+            return
+        named = {self.entries[layer.name].name: item for layer, item in statistics.items()}
         exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
         for name in {*of_one_layer(self.offers)} - {*exact}:
-            closest = {key: site.closest(name, self.fraction) for key, site in sites.items()}
-            chosen = {key: item.form for key, item in closest.items() if item is not None}
-            for group in block.groups:
-                entries = [
-                    self.entries[layer.name] for layer in group if layer.name in self.entries
-                ]
-                entries = [entry for entry in entries if entry.key in chosen]
-                members, _ = regrouped(entries, chosen)
-                if members:
-                    fits.fit(name, members, sites, statistics)
-        fits.drop(sites.values(), exact)
+            for group in close_to(self.fraction, name, block, sites, self.entries):
+                self.fits.fit(group, sites, named)
+        self.fits.drop(sites.values(), exact)
 
 
 def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec]:
@@ -399,7 +323,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     fraction = plan.budget.fraction
     planned = {path_of(source, entry) for entry in plan.layers}
     uses = {
-        (site_of(block, layer, part), len(group), len(layer.parts), layer.experts or 1)
+        (site_of(block, layer, part), len(group) * len(layer.parts), layer.experts or 1)
         for block in roles_of(source).blocks
         for group in block.groups
         for layer in group
@@ -411,9 +335,8 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     def suits(spec: Spec) -> bool:
         choice = Choice(spec, recipe.residual_rank, fraction)
         try:
-            for site, sharing, parts, copies in uses:
-                readers = sharing * parts * copies
-                plan_terms(choice, site, readers, copies, calibrated=calibrated)
+            for site, readers, copies in uses:
+                plan_terms(choice, site, readers * copies, copies, calibrated=calibrated)
         except Refusal:
             return False
         return True
@@ -421,3 +344,99 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
     suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
     return {name: spec for name, spec in suitable.items() if spec is not None}
+
+
+# Real fits of layers of one or two blocks, which correct what sizes are predicted to lose.
+#
+# Without data no model can be run with a candidate in it (see `substitution.py`). Quick predictions
+# leave out what takes long: fitted transforms, terms of a sum that make room for each other. This
+# depends on the method and on the role of a layer far more than on its depth; so the layers of one
+# or two blocks are fitted as the conversion will. The ratio of both losses corrects the predictions
+# for all layers of a role.
+
+MARGIN = 1.15
+"""A method stays in question for a role while it is at most so much worse than the best one."""
+
+AROUND = 4.0
+"""Kept fractions that count for that: up to so many times less or more than the budget's."""
+
+LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
+
+
+def blocks_to_fit(blocks: Sequence[Block]) -> set[str]:
+    """Names the blocks to fit: of those alike the last and, of four or more, one in the middle."""
+    kinds: dict[frozenset[str], list[str]] = defaultdict(list)
+    for block in blocks:
+        kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
+    middles = {names[len(names) // 2] for names in kinds.values() if len(names) > 3}
+    return middles | {names[-1] for names in kinds.values()}
+
+
+@dataclass
+class WeightFits:
+    """What real fits gain over predictions, by method and role."""
+
+    fraction: float  # kept fraction that the budget comes to
+    _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+    _dropped: set[tuple[str, str]] = field(default_factory=set)
+
+    def fit(
+        self,
+        group: Sequence[tuple[LayerPlan, Candidate]],
+        sites: Mapping[str, Site],
+        statistics: Mapping[str, LayerStatistics],
+    ) -> None:
+        """Fit layers that read one input in the form of a candidate each, and compare losses."""
+        measured = [statistics[entry.name] for entry, _ in group]
+        moments = [Moments(m.gram, m.gram, m.gram, m.mean, m.mean, 1) for m in measured]
+        fitted = fit_layers(
+            [entry for entry, _ in group],
+            [item.weight for item in measured],
+            [[LayerMoments(item)] for item in moments],
+            dtype=torch.float32,
+            damping=0.0,
+            evaluation=statistics,
+        )
+        for (entry, candidate), layer in zip(group, fitted, strict=True):
+            site = sites[entry.key]
+            if candidate.loss > 0 and layer.loss is not None:
+                ratio = layer.loss * site.left_out / candidate.loss
+                self._ratios[candidate.method, site.role].append(min(MOST, max(LEAST, ratio)))
+
+    def drop(self, sites: Iterable[Site], spared: Collection[str] = ()) -> None:
+        """Drop methods that lose clearly more than others for a role, at all sizes that count."""
+        for site in map(self.corrected, sites):
+            for name in {*site.methods} - {*spared}:
+                rivals = [item for item in site.candidates if item.method != name]
+                if rivals and not self._competes(site, name, rivals):
+                    self._dropped.add((name, site.role))
+
+    def keeps(self, method: str, role: str) -> bool:
+        """Tell whether a method is still offered to layers of a role."""
+        return (method, role) not in self._dropped
+
+    def corrected(self, site: Site) -> Site:
+        """Return a layer with losses as real fits would have them."""
+        ratios = {name: self.ratio(name, site.role) for name in site.methods}
+
+        def loss(item: Candidate) -> float:
+            return min(item.loss * ratios[item.method], max(item.loss, site.left_out))
+
+        candidates = (replace(item, loss=loss(item)) for item in site.candidates)
+        return replace(site, candidates=tuple(candidates))
+
+    def ratio(self, method: str, role: str) -> float:
+        """Return the factor for predicted losses: of the role, of all roles, or one."""
+        everywhere = (ratios for (name, _), ratios in self._ratios.items() if name == method)
+        ratios = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
+        return exp(fsum(map(log, ratios)) / len(ratios)) if ratios else 1.0
+
+    def _competes(self, site: Site, method: str, rivals: Sequence[Candidate]) -> bool:
+        usual = self.fraction * site.dense[PARAMETERS]
+        for item in site.of(method):
+            size = item.costs[PARAMETERS]
+            losses = (rival.loss for rival in rivals if rival.costs[PARAMETERS] <= size)
+            near = 1 / AROUND * usual <= size <= AROUND * usual
+            if near and item.loss <= MARGIN * min(losses, default=inf):
+                return True
+        return False

@@ -26,11 +26,10 @@ from tcompress.latency.paired_timing import threads
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
-from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.plain_widths import possible_widths, width_of, with_width
 from tcompress.planning.planner import make_plan
-from tcompress.planning.sites import Coupling
+from tcompress.planning.sites import Coupling, module_path
 from tcompress.search.budgets import TRIES, BudgetProblem, approach
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, SearchInputs, Site
 from tcompress.search.joint_width import forms_of
@@ -231,11 +230,12 @@ class Time(Resource):
         neurons = {c: 0 for c in couplings if c.kind == "neurons" and 0 in c.sizes}
         heads = {c: 0 for c in couplings if c.kind == "heads" and 0 in c.sizes}
         inner = {c: c.near(0.25) for c in couplings if c.kind in ("values", "scores")}
-        entries = {path_of(self.clock.source, entry): entry for entry in self.entries.values()}
+        source, planned = self.clock.source, self.entries.values()
+        entries = {module_path(source, entry.name): entry for entry in planned}
         plans = []
         for sizes in (neurons, heads, inner):
             forms = forms_of(sizes, entries)
-            layers = (self.entries[key].model_copy(update=form._asdict()) for key, form in forms)
+            layers = (entry.model_copy(update=form._asdict()) for entry, form in forms)
             plans.append(Plan(layers=tuple(layers)))
         speeds = iter(self.clock.speedups(*(plan for plan in plans if plan.layers)))
         saved = [

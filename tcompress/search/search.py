@@ -25,9 +25,15 @@ from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
-from tcompress.search.predictions import Predictions, predictor
+from tcompress.search.predictions import Predictions, Predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
-from tcompress.search.substitution import Factors, SubstitutionWalk, factors_of, in_question, to_try
+from tcompress.search.substitution import (
+    Factors,
+    Substitute,
+    SubstitutionWalk,
+    factors_of,
+    to_try,
+)
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
@@ -38,14 +44,14 @@ class Measurements:
     """What is measured of a model, for every budget; each part when it is first asked for."""
 
     inputs: SearchInputs
-    changes: dict[int, float] = field(default_factory=dict)  # of the output, by substitute
+    changes: dict[Substitute, float] = field(default_factory=dict)  # of the output, where tried
     resources: dict[str, tuple[Resource, Predictions]] = field(default_factory=dict)  # by unit
     tables: dict[float, TableSite] = field(default_factory=dict)  # by change for a loss of one
 
     @cached_property
     def predictions(self) -> Predictions:
         """Candidates and what they are predicted to lose."""
-        return predictor(self.inputs).run()
+        return Predictor(self.inputs).run()
 
     def priced(self, unit: str) -> tuple[Resource, Predictions]:
         """Measure what candidates take of a resource, once."""
@@ -59,17 +65,18 @@ class Measurements:
 
     def factors(self, methods: Collection[str], inputs: SearchInputs) -> Factors:
         """Compare losses of candidates by these methods with those of some in the dense model."""
-        substitutes = in_question(self.predictions.substitutes, methods)
+        substitutes = [item for item in self.predictions.substitutes if item.method in methods]
         chosen = to_try(substitutes)
-        untried = {n: item for n, item in chosen.items() if n not in self.changes}
+        untried = [item for item in chosen if item not in self.changes]
         if untried:
-            blocks = len({item.block for item in chosen.values()})
+            blocks = len({item.block for item in chosen})
             inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            walk = SubstitutionWalk(inputs, untried, lambda name: inputs.progress.advance(1, name))
+            walk = SubstitutionWalk(inputs, len(untried) + 1)
             count = processes.count()
-            shares = [[*untried][start::count] for start in range(min(count, len(untried)))]
-            for changes in processes.shared_out(walk.changes, shares, inputs.device):
-                self.changes.update(changes)
+            shares = [untried[start::count] for start in range(min(count, len(untried)))]
+            results = processes.shared_out(walk.changes, shares, inputs.device)
+            for share, changes in zip(shares, results, strict=True):
+                self.changes.update(zip(share, changes, strict=True))
         return factors_of(substitutes, self.changes)
 
     def table(self, usual: float | None) -> TableSite:
@@ -152,7 +159,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
         corrected = predictions.mapped(
-            factors.scaled, lambda site: with_losses(site, factors.channels)
+            factors.scaled, lambda site: with_losses(site, factors.by_key)
         )
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:

@@ -9,7 +9,7 @@ all sizes are then scaled to what was found.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -28,28 +28,22 @@ from tcompress.fitting.block_rewrite import (
     StreamPairs,
     dense_readings,
 )
-from tcompress.fitting.channel_orders import ChannelOrder, read_reductions
+from tcompress.fitting.channel_orders import read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
-from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
+from tcompress.planning.sites import couplings, roles_of
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.candidates import SearchInputs, Site, of_one_layer
-from tcompress.search.joint_width import forms_of, kept_sizes
+from tcompress.search.candidates import Candidate, SearchInputs, Site, WidthSite, of_one_layer
+from tcompress.search.joint_width import LossKey, all_couplings, forms_of, kept_sizes, united
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
 FITTED = 256  # samples that candidates are fitted to, about
-
-JUDGED = 120
-"""Samples held out that candidates are judged by, at most; variants of texts are some too."""
-
+JUDGED = 120  # samples held out that judge candidates, at most; variants of texts are some too
 JUDGED_TOKENS = 2**12  # their tokens, at most
-
-BLOCKS = 8
-"""Blocks whose candidates are tried, at most; between them, what is found is interpolated."""
-
+BLOCKS = 8  # whose candidates are tried, at most; between them, what is found is interpolated
 MOST_BYTES = 2**29  # of the states of all passes
 LEAST, MOST = 1 / 30, 30.0  # bounds of a factor that is believed, in units of the usual one
 
@@ -63,8 +57,7 @@ class Substitute:
     block: str
     entries: tuple[LayerPlan, ...]  # plans of the layers that change
     predicted: float  # predicted loss, above zero
-    keys: tuple[str, ...] = ()  # weights whose losses it tells of; none where channels are fewer
-    coupling: tuple[Coupling, int] | None = None  # the channels that are fewer, and how many stay
+    keys: tuple[LossKey, ...]  # of the losses that it tells of
 
 
 @dataclass
@@ -76,8 +69,7 @@ class SubstitutionWalk:
     """
 
     inputs: SearchInputs  # what substitutes are fitted to and judged by
-    substitutes: Mapping[int, Substitute]  # what is put into the dense model, by number
-    advance: Callable[[str], None] = lambda _: None  # hears of the blocks that all passes have run
+    passes: int  # most that all processes make, which are to judge by the same samples
 
     def __post_init__(self) -> None:
         source, device = self.inputs.source, self.inputs.device
@@ -95,54 +87,51 @@ class SubstitutionWalk:
             is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
         )
 
-    def changes(self, numbers: Sequence[int]) -> dict[int, float]:
-        """Return the change of the output per sample, for substitutes by number."""
-        stream, run, passes = self._model.stream, self._model.answer_of, len(self.substitutes) + 1
+    def changes(self, substitutes: Sequence[Substitute]) -> list[float]:
+        """Return the change of the output per sample with each substitute."""
+        stream, run = self._model.stream, self._model.answer_of
         data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
-        batches = judged_batches(data, self._sampler, self.inputs.source, passes)
+        batches = judged_batches(data, self._sampler, self.inputs.source, self.passes)
         data = _to_fit(data)
         fitted = [stream(batch) for batch in data.batches]
         by_index = dict(enumerate(fitted))
         pairs = StreamPairs(data, by_index, by_index)  # up to its own block nothing changes
         unchanged = [stream(batch, keep=True) for batch in batches]
-        changed = {n: [stream(batch, keep=True) for batch in batches] for n in numbers}
-        reached: set[int] = set()  # substitutes whose passes differ by now
-        changes = dict.fromkeys(numbers, 0.0)
+        changed = {item: [stream(batch, keep=True) for batch in batches] for item in substitutes}
+        reached: set[Substitute] = set()  # those whose passes differ by now
+        changes = dict.fromkeys(substitutes, 0.0)
         with self._model.paused([*fitted, *unchanged, *chain(*changed.values())]):
             while name := common_block([*fitted, *unchanged]):
                 with self._model.loaded(name) as dense:
                     forward = self._model.forwards[name]
                     readings = dense_readings(self._blocks.get(name), dense, forward)
-                    answers: dict[int, list[Any]] = {}
-                    for number in numbers:
-                        item = self.substitutes[number]
+                    answers: dict[Substitute, list[Any]] = {}
+                    for item in substitutes:
                         if item.block == name:
                             rewriter = BlockRewriter(self._fits, pairs, item.entries, attention)
                             rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
-                            answers[number] = self._answers(rewritten, changed[number])
+                            answers[item] = self._answers(rewritten, changed[item])
                     for waiting in fitted:
                         waiting.answer(readings.answer(waiting))
                     for index, exact in enumerate(unchanged):
                         answer = run(exact)
                         exact.answer(answer)
-                        for number, followers in changed.items():
+                        for item, followers in changed.items():
                             follower = followers[index]
-                            if number in reached:
+                            if item in reached:
                                 follower.answer(run(follower))
                             else:
-                                ahead = answers.get(number)
-                                follower.answer(answer if ahead is None else ahead[index])
+                                follower.answer(answers[item][index] if item in answers else answer)
                             if exact.output is not None:
-                                changes[number] += self._sampler.change(
-                                    exact.output, follower.output, exact.batch
-                                )
+                                outputs = (exact.output, follower.output)
+                                changes[item] += self._sampler.change(*outputs, exact.batch)
                                 follower.output = None  # at once: logits are large
                         exact.output = None
                     reached |= answers.keys()
-                self.advance(name)
+                self.inputs.progress.advance(1, name)
         samples = sum(map(samples_in, batches))
-        return {number: change / samples for number, change in changes.items()}
+        return [change / samples for change in changes.values()]
 
     def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> list[Any]:
         """Run the block of a substitute."""
@@ -166,8 +155,7 @@ def judged_batches(
     data: CalibrationData, sampler: OutputSampler, source: SourceModel, passes: int
 ) -> list[Mapping[str, Tensor]]:
     """Batches held out, cut to what is enough and to what so many passes have memory for."""
-    indices = [*data.holdout] or [*range(len(data.batches))]
-    batches = [data.batches[index] for index in indices]
+    batches = [data.batches[index] for index in data.holdout] or data.batches
     uncut = [*map(sampler.with_variants, batches)]
     samples = sum(map(samples_in, uncut))
     tokens = sum(tokens_of(next(iter(batch.values()))) for batch in uncut)
@@ -187,118 +175,103 @@ def tokens_of(value: Tensor) -> int:
     return value.numel() if value.dim() == 2 else 256 * len(value)
 
 
+def close_to(
+    fraction: float,
+    method: str,
+    block: Block,
+    sites: Mapping[str, Site],
+    entries: Mapping[str, LayerPlan],
+) -> Iterator[list[tuple[LayerPlan, Candidate]]]:
+    """Plan layers with one method, of sizes close to a kept fraction, those together of one input.
+
+    Sites are by weight name in the checkpoint, plans (`entries`) by name in the model.
+    """
+    closest = {key: site.closest(method, fraction) for key, site in sites.items()}
+    chosen = {key: item for key, item in closest.items() if item is not None}
+    forms = {key: item.form for key, item in chosen.items()}
+    for group in block.groups:
+        planned = [entries[layer.name] for layer in group if layer.name in entries]
+        members, _ = regrouped([entry for entry in planned if entry.key in chosen], forms)
+        if members:
+            yield [(entry, chosen[entry.key]) for entry in members]
+
+
 def layer_substitutes(
     block: Block, sites: Mapping[str, Site], entries: Mapping[str, LayerPlan], fraction: float
 ) -> Iterator[Substitute]:
-    """Take the layers of each half of a block, by each of the structures they are offered.
-
-    Args:
-        block: The block.
-        sites: Its layers by weight name in the checkpoint.
-        entries: Their plans by name in the model.
-        fraction: Kept fraction that sizes are taken close to.
-    """
+    """Take the layers of each half of a block by each structure they are offered, as `close_to`."""
     for half in _halves(block):
-        sized = [entries[layer.name] for layer in half if layer.name in entries]
-        sized = [entry for entry in sized if entry.key in sites]
-        for name in dict.fromkeys(n for e in sized for n in sites[e.key].methods):
-            closest = {entry.key: sites[entry.key].closest(name, fraction) for entry in sized}
-            chosen = {key: item for key, item in closest.items() if item is not None}
-            forms = {key: item.form for key, item in chosen.items()}
-            inputs = [[entries.get(layer.name) for layer in group] for group in block.groups]
-            groups = [[e for e in group if e in sized and e.key in chosen] for group in inputs]
-            members = [e for g in groups if g for e in regrouped(g, forms)[0]]
-            if members and not any(map(_shares_factors, members)):
-                keys = tuple(entry.key for entry in members)
-                predicted = sum(chosen[key].loss for key in keys)
-                if predicted > 0:
-                    kind = (name, *(entry.role for entry in members))
-                    yield Substitute(name, kind, block.name, tuple(members), predicted, keys)
+        planned = [entries[layer.name] for layer in half if layer.name in entries]
+        sized = {entry.key: sites[entry.key] for entry in planned if entry.key in sites}
+        for method in dict.fromkeys(chain.from_iterable(site.methods for site in sized.values())):
+            pairs = [*chain.from_iterable(close_to(fraction, method, block, sized, entries))]
+            members = tuple(entry for entry, _ in pairs)
+            predicted = sum(candidate.loss for _, candidate in pairs)
+            if predicted > 0 and not any(map(_shares_factors, members)):
+                kind = (method, *(entry.role for entry in members))
+                keys = tuple((method, entry.key) for entry in members)
+                yield Substitute(method, kind, block.name, members, predicted, keys)
 
 
 def channel_substitutes(
-    block: Block,
-    orders: Iterable[ChannelOrder],
-    entries: Mapping[str, LayerPlan],
-    fraction: float,
+    block: Block, sites: Iterable[WidthSite], entries: Mapping[str, LayerPlan], fraction: float
 ) -> Iterator[Substitute]:
-    """Take some channels and, where that is offered, none; entries are by weight in the model."""
-    by_key = {entry.key: entry for entry in entries.values()}
-    for order in orders:
+    """Take some of the channels of a block and, where that is offered, none."""
+    for order in chain.from_iterable(site.orders for site in sites):
         for size in kept_sizes(order.coupling, fraction):
             forms = forms_of({order.coupling: size}, entries)
-            narrow = tuple(by_key[k].model_copy(update=form._asdict()) for k, form in forms)
+            narrow = tuple(entry.model_copy(update=form._asdict()) for entry, form in forms)
             predicted = float(order.losses[size])
             if predicted > 0:
                 roles = (entry.role for entry in narrow)
-                method, channels = NARROWING, (order.coupling, size)
-                kind = (method, *roles, "some" if size else "none")
-                yield Substitute(method, kind, block.name, narrow, predicted, coupling=channels)
+                kind = (NARROWING, *roles, "some" if size else "none")
+                keys = ((order.coupling, size > 0),)
+                yield Substitute(NARROWING, kind, block.name, narrow, predicted, keys)
 
 
-def in_question(
-    substitutes: Sequence[Substitute], methods: Collection[str]
-) -> dict[int, Substitute]:
-    """Pick those by these methods, by number."""
-    return {n: item for n, item in enumerate(substitutes) if item.method in methods}
-
-
-def to_try(substitutes: Mapping[int, Substitute]) -> dict[int, Substitute]:
+def to_try(substitutes: Sequence[Substitute]) -> list[Substitute]:
     """Pick those in the blocks that are tried."""
-    blocks = some_of([*dict.fromkeys(item.block for item in substitutes.values())])
-    return {n: item for n, item in substitutes.items() if item.block in blocks}
+    blocks = some_of([*dict.fromkeys(item.block for item in substitutes)])
+    return [item for item in substitutes if item.block in blocks]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Factors for predicted losses: of layers by method and weight name, and of channels."""
+    """Factors for predicted losses."""
 
-    layers: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    channels: Mapping[Coupling, Mapping[int, float]] = field(default_factory=dict)
+    by_key: Mapping[LossKey, float] = field(default_factory=dict)
     usual: float | None = None
     """What the output changes by for a predicted loss of one; None where nothing was tried."""
 
     def scaled(self, site: Site) -> Site:
         """Return a layer with its losses in proportion."""
         candidates = (
-            item.scaled(self.layers[item.method, site.key])
-            if (item.method, site.key) in self.layers
-            else item
+            replace(item, loss=item.loss * self.by_key.get((item.method, site.key), 1.0))
             for item in site.candidates
         )
         return replace(site, candidates=tuple(candidates))
 
 
-def factors_of(substitutes: Mapping[int, Substitute], changes: Mapping[int, float]) -> Factors:
+def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, float]) -> Factors:
     """Compare what the output changes by with what was predicted.
 
-    Args:
-        substitutes: All by the methods in question, by number.
-        changes: Changes of the output with those that were tried, by number.
+    Substitutes are all by the methods in question; changes are known of those that were tried.
     """
-    order = [*dict.fromkeys(item.block for item in substitutes.values())]
-    tried = to_try(substitutes)
-    ratios = [max(0.0, changes[n]) / item.predicted for n, item in tried.items()]
-    if not ratios:
-        return Factors()
-    usual = float(np.median(ratios))
-    if not usual > 0:
+    order = [*dict.fromkeys(item.block for item in substitutes)]
+    ratios = {item: max(0.0, changes[item]) / item.predicted for item in to_try(substitutes)}
+    usual = float(np.median([*ratios.values()])) if ratios else None
+    if usual is None or not usual > 0:
         return Factors(usual=usual)
     curves: dict[tuple[str, ...], dict[int, float]] = {}
-    for item, ratio in zip(tried.values(), ratios, strict=True):
+    for item, ratio in ratios.items():
         factor = min(MOST, max(LEAST, ratio / usual))
         curves.setdefault(item.kind, {})[order.index(item.block)] = factor
-    layers: dict[tuple[str, str], float] = {}
-    channels: dict[Coupling, dict[int, float]] = {}
-    for item in substitutes.values():
-        if item.kind not in curves:
-            continue
-        factor = _between(curves[item.kind], order.index(item.block))
-        layers |= {(item.method, key): factor for key in item.keys}
-        if item.coupling is not None:
-            coupling, size = item.coupling
-            channels.setdefault(coupling, {})[size] = factor
-    return Factors(layers, channels, usual)
+    factors: dict[LossKey, float] = {}
+    for item in substitutes:
+        if item.kind in curves:
+            factor = _between(curves[item.kind], order.index(item.block))
+            factors |= dict.fromkeys(item.keys, factor)
+    return Factors(factors, usual)
 
 
 def some_of(blocks: Sequence[str]) -> list[str]:
@@ -320,8 +293,7 @@ def count_of(
     """Count the substitutes of a block, by what it is made of alone."""
     count = len(_halves(block)) * len(of_one_layer(methods))
     if NARROWING in methods:
-        heads = [whole_heads(item) for item in attentions if item.block == block.name]
-        coupled = [*couplings(block), *filter(None, heads)]
+        coupled = all_couplings(block, attentions)
         count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)
     return count
 
@@ -334,14 +306,8 @@ def _halves(block: Block) -> list[list[Layer]]:
     """
     linked = [{*coupling.layers} for coupling in couplings(block)]
     coupled = set[Layer]().union(*linked)
-    linked += [{*group} - coupled for group in block.groups]
-    halves: list[set[Layer]] = []
-    for half in filter(None, linked):
-        for overlapping in [earlier for earlier in halves if earlier & half]:
-            halves.remove(overlapping)
-            half |= overlapping
-        halves.append(half)
-    return [[layer for layer in block.layers if layer in half] for half in halves]
+    halves = united([*linked, *({*group} - coupled for group in block.groups)])
+    return [[layer for layer in block.layers if layer in half] for half in halves if half]
 
 
 def _shares_factors(entry: LayerPlan) -> bool:

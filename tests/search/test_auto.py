@@ -25,8 +25,7 @@ from tcompress.search import budgets
 from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import Allocation
-from tcompress.search.predictions import Predictions
-from tcompress.search.weight_fits import WeightFits, blocks_to_fit
+from tcompress.search.predictions import Predictions, WeightFits, blocks_to_fit
 from tests.support.cli import run
 from tests.support.conversions import calibration, distance, make, outputs
 from tests.support.numerics import quick

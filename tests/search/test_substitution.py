@@ -16,7 +16,7 @@ from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import substitution
-from tcompress.search.substitution import SubstitutionWalk
+from tcompress.search.substitution import Substitute, SubstitutionWalk
 from tests.support.conversions import calibration
 from tests.support.depth import deep, drawn, idle_llama
 
@@ -70,9 +70,9 @@ def test_substitutes_in_idle_blocks_change_nothing(
     found: list[tuple[str, float]] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
-        made = own(walk, numbers)
-        found.extend((walk.substitutes[number].block, one) for number, one in made.items())
+    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+        made = own(walk, items)
+        found.extend((item.block, one) for item, one in zip(items, made, strict=True))
         return made
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
@@ -93,9 +93,9 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     seen: list[float] = []
     own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
-        seen.extend(own(walk, numbers).values())
-        return dict.fromkeys(numbers, 0.0)
+    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+        seen.extend(own(walk, items))
+        return [0.0] * len(items)
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
     recipe = Convert.model_validate({"method": {"name": method}, "target": 0.5})
@@ -112,9 +112,9 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     source = SourceModel.open(str(tiny(family)))  # type: ignore[operator]
     tried: list[int] = []
 
-    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
-        tried.append(len(walk.substitutes))
-        return dict.fromkeys(numbers, 0.0)
+    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+        tried.append(len(items))
+        return [0.0] * len(items)
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
     method = {"name": "auto", "offer": ["svd", "width"], "trials": False}
@@ -134,12 +134,11 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
     tried: list[str] = []
 
-    def changes(walk: SubstitutionWalk, numbers: Sequence[int]) -> dict[int, float]:
-        items = {number: walk.substitutes[number] for number in numbers}
-        tried.extend(item.block for item in items.values())
-        blocks = {n: int(item.block.rpartition(".")[2]) for n, item in items.items()}
+    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+        tried.extend(item.block for item in items)
+        blocks = [int(item.block.rpartition(".")[2]) for item in items]
         # Scores, values and neurons alike.
-        return {n: item.predicted * 4.0 ** (blocks[n] / 6) for n, item in items.items()}
+        return [i.predicted * 4.0 ** (block / 6) for i, block in zip(items, blocks, strict=True)]
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
 

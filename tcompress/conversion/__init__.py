@@ -2,5 +2,5 @@
 
 `converter` calls everything in order: `choosing` what becomes of the model, `model_fits` the fits
 and what all of these pass on, `outputs` what is written and its proof. `estimate` says before what
-all takes. Open `converter.py` first.
+all takes, and whether there is room. Open `converter.py` first.
 """

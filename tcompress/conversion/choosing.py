@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate
 from math import exp, inf, log
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.conversion.model_fits import Conversion, fit_on_data
 from tcompress.conversion.outputs import Outputs
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, PlanError
-from tcompress.fitting.workdir import Distance, FitWorkplace
+from tcompress.fitting.workdir import Distance
+from tcompress.hf.opening import pick_dtype
 from tcompress.models.fewer_layers import fixed_blocks
+from tcompress.planning.depth import with_depth
 from tcompress.planning.entries import BlockLoss, DepthPlan, Plan
 from tcompress.search.budgets import approach
 from tcompress.search.depth_search import choose_blocks, depth_without, dropping
@@ -30,31 +33,28 @@ from tcompress.search.search import Measurements, answers, within_error
 Chosen = tuple[Conversion, Outputs]  # a conversion of the blocks that stay, and what it writes
 
 
-def choose(conversion: Conversion, workdir: FitWorkplace) -> Chosen:
+def choose(conversion: Conversion) -> Chosen:
     """Choose blocks, structures and sizes."""
-    depth = _depth(conversion, workdir)
+    depth = _depth(conversion)
     if depth is not None:
         conversion = conversion.cut(depth)
-    recipe = conversion.recipe
-    if recipe.max_loss is not None:
-        return _taken(conversion, _within_loss(conversion, workdir, recipe.max_loss), workdir)
-    several = recipe.tries_methods and not recipe.chooses_depth
-    plans = _plans(conversion, workdir, several=several)
+    several = conversion.whole.tries_methods and not conversion.whole.chooses_depth
+    plans = _plans(replace(conversion, several=several))
     if several and len(plans) > 1:
-        plans = _best(conversion, plans, workdir)
-    return _taken(conversion, plans, workdir)
+        plans = _best(conversion, plans)
+    return _taken(conversion, plans)
 
 
-def _depth(conversion: Conversion, workdir: FitWorkplace) -> DepthPlan | None:
+def _depth(conversion: Conversion) -> DepthPlan | None:
     """Choose the blocks that stay; None where all do."""
-    planned, data = conversion.plan.depth, conversion.data
+    planned, data, workdir = conversion.plan.depth, conversion.data, conversion.workdir
     if planned is None or planned.chosen != "later":
         return planned
     depth = workdir.depth()
     if depth is None:
         assert data is not None
-        if conversion.recipe.chooses_depth:
-            depth = _try_depths(conversion, planned, workdir)
+        if conversion.whole.chooses_depth:
+            depth = _try_depths(conversion, planned, data)
         else:
             rest = (conversion.device, conversion.progress)
             depth = choose_blocks(conversion.dense, planned, data, *rest)
@@ -63,28 +63,27 @@ def _depth(conversion: Conversion, workdir: FitWorkplace) -> DepthPlan | None:
     return depth
 
 
-def _plans(conversion: Conversion, workdir: FitWorkplace, *, several: bool) -> Mapping[str, Plan]:
-    """Spend the budget over the blocks that stay."""
-    plans = workdir.answers()
+def _plans(conversion: Conversion) -> Mapping[str, Plan]:
+    """Spend the budget over the blocks that stay, unless an interrupted run has done it."""
+    plans = conversion.workdir.answers()
     if plans is None:
         ask = answers if conversion.statistics is None else conversion.statistics.answers
-        plans = ask(conversion.inputs(workdir, several=several))
-        workdir.keep_answers(plans)
+        allowed = conversion.whole.max_loss
+        plans = ask(conversion) if allowed is None else _within_loss(conversion, allowed)
+        conversion.workdir.keep_answers(plans)
     return plans
 
 
-def _try_depths(conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace) -> DepthPlan:
+def _try_depths(conversion: Conversion, depth: DepthPlan, data: CalibrationData) -> DepthPlan:
     """Try numbers of blocks, each with the budget spent on the blocks that stay."""
-    stack, data = depth.stacks[0], conversion.data
-    assert data is not None
+    stack = depth.stacks[0]
     largest = stack.blocks - max(1, len(fixed_blocks(conversion.dense, stack.path)))
     blocks = dropping(conversion.dense, {stack.path: largest}, data, conversion.device)
     depths: dict[str, DepthPlan] = {}
 
     def names() -> Iterator[str]:
-        dropped: list[BlockLoss] = []
-        for item in chain([None], blocks):
-            dropped += [] if item is None else [item]
+        none: tuple[BlockLoss, ...] = ()
+        for dropped in accumulate(blocks, lambda gone, loss: (*gone, loss), initial=none):
             shallower = depth_without(depth.stacks, dropped)
             name = f"{shallower.kept}-blocks"
             depths[name] = shallower
@@ -93,50 +92,42 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, workdir: FitWorkplace)
     def change(name: str) -> float:
         label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
 
-        def shallower(trial: FitWorkplace) -> Chosen:
-            cut = conversion.cut(depths[name])
-            return _taken(cut, _plans(cut, trial, several=False), trial)
+        def shallower(trial: Conversion) -> Chosen:
+            cut = trial.cut(depths[name])
+            return _taken(cut, _plans(cut))
 
-        return _distance(conversion, name, label, workdir, shallower).change
+        return _distance(conversion, name, label, shallower).change
 
-    best, changes = try_out(names(), change, stop=STOP, prefer_last=True)
+    best, changes = try_out(names(), change, shrinking=True)
     return depths[best].model_copy(update={"weighed": tuple(changes.values())})
 
 
-def _best(
-    conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkplace
-) -> dict[str, Plan]:
+def _best(conversion: Conversion, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Try all answers, and take the best."""
 
     def change(name: str) -> float:
-        return _try_answer(conversion, name, plans[name], workdir).change
+        return _try_answer(conversion, name, plans[name]).change
 
     best, changes = try_out(plans, change)
     tried = {name: distance for name, distance in changes.items() if distance is not None}
-    method = conversion.recipe.method
+    method = conversion.whole.method
     simple = simplest(best, method.name if method else "", tried)
     chosen = {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
-    workdir.keep_answers(chosen)
+    conversion.workdir.keep_answers(chosen)
     return chosen
 
 
-def _within_loss(
-    conversion: Conversion, workdir: FitWorkplace, allowed: float
-) -> Mapping[str, Plan]:
+def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
     """Look for the cheapest plan that loses no more agreement than is allowed."""
-    stored = workdir.answers()
-    if stored is not None:
-        return stored
-    inputs = conversion.inputs(workdir)
-    measured = Measurements(inputs)
+    measured = Measurements(conversion)
     plans: dict[float, Plan] = {}
     losses: dict[float, float] = {}
 
     def lost_at(error: float) -> float | None:
-        plan = within_error(inputs, measured, error)
+        plan = within_error(conversion, measured, error)
         if plan is None:
             return None
-        lost = _try_answer(conversion, f"error-{error:.4g}", plan, workdir).lost
+        lost = _try_answer(conversion, f"error-{error:.4g}", plan).lost
         if lost is None:
             raise PlanError(
                 "`max_loss` cannot be measured: the samples held out are too few, or what the "
@@ -154,61 +145,58 @@ def _within_loss(
             "allow more, use more calibration data, or offer other methods",
         )
     facts = {"kind": "max_loss", "limit": allowed, "lost": losses[error]}
-    chosen = {f"error-{error:.4g}": plans[error].with_facts(facts)}
-    workdir.keep_answers(chosen)
-    return chosen
+    return {f"error-{error:.4g}": plans[error].with_facts(facts)}
 
 
-def _try_answer(conversion: Conversion, name: str, plan: Plan, workdir: FitWorkplace) -> Distance:
+def _try_answer(conversion: Conversion, name: str, plan: Plan) -> Distance:
     """Fit a plan to some of the data, and compare."""
 
-    def on_part(trial: FitWorkplace) -> Chosen:
-        part = replace(conversion, data=conversion.trial_data)
-        return _taken(part, {name: plan}, trial)
+    def on_part(trial: Conversion) -> Chosen:
+        return _taken(replace(trial, data=trial.trial_data), {name: plan})
 
-    return _distance(conversion, name, f"trying {name}", workdir, on_part, measures=False)
+    return _distance(conversion, name, f"trying {name}", on_part, measures=False)
 
 
 def _distance(
     conversion: Conversion,
     name: str,
     label: str,
-    workdir: FitWorkplace,
-    prepare: Callable[[FitWorkplace], Chosen],
+    prepare: Callable[[Conversion], Chosen],
     *,
     measures: bool = True,
 ) -> Distance:
     """Fit what is prepared in the folder of a trial, and compare its output with the dense one."""
-    workdir.note("trial", name=name)
-    with closing(workdir.trial(name, measures=measures)) as trial:
+    conversion.workdir.note("trial", name=name)
+    with closing(conversion.workdir.trial(name, measures=measures)) as trial:
         distance = trial.distance()
         if distance is None:
             conversion.progress.stage(label, 1, "trial")
             conversion.progress.advance(1, "")
-            fits = fit_on_data(*prepare(trial), trial, sampler_of(conversion.dense))
-            assert fits.comparison is not None
-            distance = Distance(fits.comparison.change, fits.comparison.lost)
+            chosen = prepare(replace(conversion, workdir=trial))
+            comparison = fit_on_data(*chosen, sampler_of(conversion.dense)).comparison
+            assert comparison is not None
+            distance = Distance(comparison.change, comparison.lost)
             trial.keep_distance(distance)
     return distance
 
 
-def _taken(conversion: Conversion, plans: Mapping[str, Plan], workdir: FitWorkplace) -> Chosen:
+def _taken(conversion: Conversion, plans: Mapping[str, Plan]) -> Chosen:
     """Lay out the one plan that was chosen; what its trial fitted is taken over where it holds."""
     [(name, plan)] = plans.items()
     if conversion.trial_data is conversion.data:
-        workdir.adopt(name)
+        conversion.workdir.adopt(name)
     else:  # fits to a part are of no use any more
-        workdir.drop_trials()
-    return conversion, conversion.outputs(plan)
+        conversion.workdir.drop_trials()
+    if conversion.plan.depth is not None:
+        plan = with_depth(plan, conversion.plan.depth, conversion.dense)
+    dtype = pick_dtype(conversion.whole.dtype)
+    return conversion, Outputs(conversion.source, plan, dtype, conversion.workdir)
 
 
-TIE = 0.02  # answers so close to the best one are as good
-
-CLEAR = 0.15
-"""What a mixture has to be better by than the best structure alone, as a share of its change."""
-
-STOP = 0.1
-"""With fewer blocks, an answer worse than the best by more than this share ends the search."""
+# Shares of the change of an answer.
+TIE = 0.02  # those so close to the best one are as good
+CLEAR = 0.15  # what a mixture has to be better by than the best structure alone
+STOP = 0.1  # with fewer blocks, one that is worse than the best by more ends the search
 
 AIM, CLOSE = 0.95, 0.85
 """Of the agreement that is allowed: what is aimed at, and from where on no more is looked for."""
@@ -256,17 +244,13 @@ def ties(change: float, smallest: float, margin: float = TIE) -> bool:
 
 
 def try_out(
-    names: Iterable[str],
-    change: Callable[[str], float],
-    *,
-    stop: float = inf,
-    prefer_last: bool = False,
+    names: Iterable[str], change: Callable[[str], float], *, shrinking: bool = False
 ) -> tuple[str, dict[str, float | None]]:
-    """Tries answers one after another, and takes the best one.
+    """Try answers one after another; return the best, and the changes of all that were tried.
 
-    Each name is asked for only when those before were tried; an answer that is worse than the best
-    by more than the share `stop` ends the search. Of answers that are as good the first is taken.
-    Gives its name, and the changes of all that were tried; None where the budget is out of reach.
+    Each name is asked for only when those before were tried. Of answers that are as good the first
+    is taken. Where they are `shrinking` it is the last, and one that is much worse than the best
+    ends the search. A change is None where the budget is out of reach.
     """
     changes: dict[str, float | None] = {}
     fine: dict[str, float] = {}
@@ -278,10 +262,10 @@ def try_out(
         except (PlanError, FitError) as error:
             refused.append(error)
             continue
-        if not ties(fine[name], min(fine.values()), stop):
+        if not ties(fine[name], min(fine.values()), STOP if shrinking else inf):
             break
+    taken = -1 if shrinking else 0
     if not fine:
-        raise refused[-1 if prefer_last else 0]
+        raise refused[taken]
     smallest = min(fine.values())
-    order = [name for name in fine if ties(fine[name], smallest)]
-    return order[-1 if prefer_last else 0], changes
+    return [name for name in fine if ties(fine[name], smallest)][taken], changes

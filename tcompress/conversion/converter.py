@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,11 +27,10 @@ from tcompress.conversion.choosing import choose
 from tcompress.conversion.estimate import check_room
 from tcompress.conversion.model_fits import Conversion, Fits, fit
 from tcompress.conversion.outputs import Outputs, check_written, write_rest
-from tcompress.data.calibration import CalibrationData
+from tcompress.data.calibration import CalibrationData, load_batches, samples_in
 from tcompress.errors import InputError
-from tcompress.fitting.layer_fits import BlockResult
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.hf.opening import multiplies_bfloat16
+from tcompress.hf.opening import multiplies_bfloat16, pick_device
 from tcompress.latency.benchmark import bench
 from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
@@ -66,7 +65,6 @@ def convert(
     recipe: Convert,
     output: Path | str,
     *,
-    plan: Plan | None = None,
     data: CalibrationData | None = None,
     force: bool = False,
     progress: Progress | None = None,
@@ -81,7 +79,6 @@ def convert(
         source: The dense model, or its name; with `init: random` its weights do not count.
         recipe: How to convert it.
         output: Folder to write; it appears only when everything is finished.
-        plan: The plan, if it was already made.
         data: Calibration batches, instead of those that the recipe names.
         force: Replace a folder that is not empty.
         progress: Hears how far it is.
@@ -113,59 +110,80 @@ def convert(
     source = with_vocabulary(source, recipe, times)
     if recipe.calibration.mixed_precision == "bf16":
         source = replace(source, autocast=torch.bfloat16)
-    plan = plan or make_plan(recipe, source)
+    plan = make_plan(recipe, source)
     times.turn_to("reading data")
-    conversion = Conversion.of(source, recipe, plan, times, data, statistics)
-    slow = conversion.device.type == "cpu" and not multiplies_bfloat16()
-    if source.autocast is not None and slow:
+    data = _calibration(source, recipe, plan, data)
+    device = pick_device(recipe.device, fits=True)
+    if source.autocast is not None and device.type == "cpu" and not multiplies_bfloat16():
         times.tell(
             "warning: this processor has no products in bfloat16, and passes take longer in it; "
             "leave `--mixed-precision` out"
         )
-    identity = _identity(conversion)
+    identity = _identity(source, recipe, plan, data, device)
     # Bad input leaves nothing behind, a kill or Ctrl-C does.
-    workplace = FitWorkplace(output, identity, conversion.device, force=force)
+    workplace = FitWorkplace(output, identity, device, force=force)
     with times.running(), workplace.working() as workdir:
         if workdir.published and (done := read_manifest(output)) is not None:
             workdir.discard()
             return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
-        processes.first(lambda: check_room(conversion, workdir))
-        conversion, outputs = choose(conversion, workdir)
+        parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
+        begun = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
+        processes.first(lambda: check_room(begun))
+        conversion, outputs = choose(begun)
         # Fits are kept until what they yield is written.
-        sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors)
+        sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
         workdir.need(sum(sizes))
-        fits = fit(conversion, outputs, workdir)
-
-        def publish() -> Manifest:
-            manifest = _write_model(conversion, outputs, fits, workdir, source, paper, times)
-            workdir.publish(force=force)
-            return manifest
-
-        manifest = processes.first(publish)
+        fits = fit(conversion, outputs)
+        manifest = processes.first(lambda: _write_model(conversion, outputs, fits, paper, times))
+        workdir.publish(force=force)
     return Converted(output, _timed(source, output, manifest, recipe), workdir.resumed)
+
+
+def _calibration(
+    source: SourceModel, recipe: Convert, plan: Plan, data: CalibrationData | None
+) -> CalibrationData | None:
+    """Load the data that a plan reads, unless it is given."""
+    if not plan.reads_data:
+        return None
+    if data is None and not recipe.calibration.is_none:
+        widest = max((entry.in_features for entry in plan.layers), default=0)
+        data = load_batches(source, recipe.calibration.within(plan.longest), widest)
+    return data
+
+
+def _identity(
+    source: SourceModel,
+    recipe: Convert,
+    plan: Plan,
+    data: CalibrationData | None,
+    device: torch.device,
+) -> str:
+    """Render everything that decides what a conversion writes."""
+    return identity_of(
+        {
+            "recipe": recipe.model_dump(mode="json"),
+            "plan": plan.model_dump(mode="json"),
+            "weights": source.store.fingerprint(),
+            "tool": tcompress.__version__,
+            "config": source.settings,
+            "files": source.store.times(),
+            "data": data.fingerprint if data else None,
+            "device": str(device),
+        }
+    )
 
 
 def _write_model(
     conversion: Conversion,
     outputs: Outputs,
     fits: Fits,
-    workdir: FitWorkplace,
-    source: SourceModel,
     paper: Sequence[PaperRow],
     times: StageTimes,
 ) -> Manifest:
     """Write the model in the working folder, and prove that it holds what was fitted."""
-
-    @lru_cache(maxsize=1)  # tensors of a block follow each other
-    def fits_of(block: str) -> BlockResult:
-        result = workdir.block(block)
-        assert result is not None  # all are by now
-        return result
-
-    recipe = conversion.recipe
-    checksums = _write(conversion, outputs, fits_of, workdir)
-    cut, data = conversion.source, conversion.data
+    recipe, source, workdir = conversion.whole, conversion.source, conversion.workdir
+    checksums = _write(conversion, outputs)
     final = _with_warnings(outputs.plan, conversion, fits.unreached)
     manifest = Manifest(
         format_version=needed_version(
@@ -174,52 +192,29 @@ def _write_model(
             drawn=source.seed is not None,
             rounded=final.storage is not None,
         ),
-        source=_source_facts(cut, source.whole or source, final),
+        source=_source_facts(source, conversion.dense.whole or conversion.dense, final),
         recipe=recipe.model_dump(mode="json"),
         plan=final,
-        calibration=_calibration_facts(data, fits.comparison),
+        calibration=_calibration_facts(conversion.data, fits.comparison),
         fit=dict(sorted(fits.errors.items())),
-        checksums={**checksums},
+        checksums=checksums,
         seconds=times.total,
         environment=environment(),
         paper=list(paper),
     )
-    manifest = write_rest(workdir.model, cut, manifest, recipe.dtype)
+    manifest = write_rest(workdir.model, source, manifest, recipe.dtype)
     times.turn_to("checking")
-    check_written(workdir.model, outputs, fits_of, fits.factors)
+    check_written(workdir.model, outputs, fits.inputs.factors)
     spent = {"seconds": times.total, "stage_seconds": times.seconds}
     manifest = manifest.model_copy(update=spent)
     write_manifest(workdir.model, manifest)
     return manifest
 
 
-def _identity(conversion: Conversion) -> str:
-    """Render everything that decides what a conversion writes."""
-    source, data = conversion.source, conversion.data
-    return identity_of(
-        {
-            "recipe": conversion.recipe.model_dump(mode="json"),
-            "plan": conversion.plan.model_dump(mode="json"),
-            "weights": source.store.fingerprint(),
-            "tool": tcompress.__version__,
-            "config": source.settings,
-            "files": source.store.times(),
-            "data": data.fingerprint if data else None,
-            "device": str(conversion.device),
-        }
-    )
-
-
-def _write(
-    conversion: Conversion,
-    outputs: Outputs,
-    fits_of: Callable[[str], BlockResult],
-    workdir: FitWorkplace,
-) -> dict[str, str]:
+def _write(conversion: Conversion, outputs: Outputs) -> dict[str, str]:
     """Write all weight files that are not yet written; return their SHA-256 by name."""
-    progress = conversion.progress
-    outputs.take(workdir.block)
-    shards = plan_shards(outputs.tensors, conversion.recipe.max_shard_size)
+    workdir, progress = conversion.workdir, conversion.progress
+    shards = plan_shards([*outputs.tensors.values()], conversion.whole.max_shard_size)
     done = {note["file"]: note["sha256"] for note in workdir.notes("shard")}
     total = sum(item.nbytes for shard in shards for item in shard.tensors)
     progress.stage("writing", total, "bytes")
@@ -227,12 +222,8 @@ def _write(
         if is_whole(workdir.model / shard.file, done.get(shard.file)):
             progress.advance(sum(item.nbytes for item in shard.tensors), shard.file)
             continue
-        done[shard.file] = write_shard(
-            workdir.model,
-            shard,
-            lambda item: outputs.value(item, fits_of),
-            lambda size: progress.advance(size, ""),
-        )
+        written = partial(progress.advance, note="")
+        done[shard.file] = write_shard(workdir.model, shard, outputs.value, written)
         workdir.note("shard", file=shard.file, sha256=done[shard.file])
     write_index(workdir.model, shards)
     return done
@@ -258,11 +249,10 @@ def _calibration_facts(
     """Say what a fit looked at, and what came of outputs by source."""
     if data is None:
         return CalibrationFacts(name="none")
-    held = (len(next(iter(data.batches[index].values()))) for index in data.holdout)
     return CalibrationFacts(
         name=data.name,
         samples=data.samples,
-        held_out_samples=sum(held),
+        held_out_samples=sum(samples_in(data.batches[index]) for index in data.holdout),
         tokens=data.tokens,
         fingerprint=data.fingerprint,
         changes=comparison.changes if comparison else {},
@@ -272,7 +262,7 @@ def _calibration_facts(
 
 def _with_warnings(plan: Plan, conversion: Conversion, unreached: Sequence[str]) -> Plan:
     """Warn of layers without data, of links that lead away, and of answers that were not judged."""
-    source, data, recipe = conversion.source, conversion.data, conversion.recipe
+    source, data, recipe = conversion.source, conversion.data, conversion.whole
     if unreached:  # as in towers that read pictures
         plan = plan.warned(
             f"the calibration data does not reach {len(unreached)} of {len(plan.layers)} layers "

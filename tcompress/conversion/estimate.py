@@ -12,7 +12,7 @@ longest length allowed; pictures and sounds have as many as their model makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -29,7 +29,6 @@ from tcompress.data.calibration import MOST_PICTURES, MOST_SOUNDS, most_tokens, 
 from tcompress.errors import DiskError
 from tcompress.files import free_bytes
 from tcompress.fitting.block_rewrite import Group
-from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.opening import multiplies_bfloat16, pick_device
 from tcompress.linalg.moments import ROWS_AT_ONCE, WIDE
 from tcompress.memory import free_memory
@@ -102,8 +101,21 @@ class _Work:
     @classmethod
     def of(cls, plan: Plan, source: SourceModel, recipe: Convert) -> _Work:
         source = cut_to(source, plan.depth) if plan.depth else source
+        options, config = recipe.calibration, source.config
+        if options.is_none:
+            return cls(plan, source, recipe, 0, 0)
         widest = max((entry.in_features for entry in plan.layers), default=0)
-        return cls(plan, source, recipe, *_data(source, recipe.calibration, widest))
+        length = _tokens(options)  # of a text
+        samples = options.enough(length, widest)
+        vision = getattr(config, "vision_config", None) or config
+        patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
+        if isinstance(patch, int) and isinstance(side, int):
+            length, samples = (side // patch) ** 2 + 1, options.count
+            samples = min(samples, MOST_PICTURES) if options.source == ("builtin",) else samples
+        sounds = getattr(config, "max_source_positions", None)
+        if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
+            length, samples = length + sounds, min(samples, MOST_SOUNDS)
+        return cls(plan, source, recipe, samples, length)
 
     @property
     def tokens(self) -> int:
@@ -131,6 +143,18 @@ class _Work:
         return [block for block in roles_of(self.source).blocks if block.name in self.block_sizes]
 
     @property
+    def shapes(self) -> list[list[tuple[int, int]]]:
+        """Inputs and outputs of the layers of every block; of experts nothing is summed up."""
+        return [
+            [
+                (layer.in_features, sum(part.size for part in layer.parts))
+                for layer in block.layers
+                if layer.kind != "experts"
+            ]
+            for block in self.blocks
+        ]
+
+    @property
     def head_parameters(self) -> int:
         """Parameters of the output head, which passes run through to the end."""
         head = self.source.keymap.model.get_output_embeddings()  # type: ignore[operator]
@@ -150,41 +174,36 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     random = 0 if source.seed is None else source.store.total_bytes  # all at once
     work = _Work.of(plan, source, recipe)
     source, groups = work.source, groups_of(plan.layers)
-    fits, shared, orders = (
-        [_fit_cost(group, work) for group in groups],
-        _shared(work),
-        _orders(work),
-    )
+    fits, orders = [_fit_cost(group, work) for group in groups], [*_orders(work)]
+    shared = [*_shared(work)]
     copied = max(map(source.store.nbytes, copied_keys(source, plan)), default=0)
     memory = max([copied, *(cost.bytes for cost in (*fits, *orders))])
     flops = sum(cost.flops for cost in fits) + sum(cost.flops for cost in orders)
-    scratch = sum(entry.parameters * weight_bytes(source, entry, None) for entry in plan.layers)
     walks = 0  # through the whole model
     if work.calibrated and groups:
-        size = _walk(work, groups)
+        walk, statistics = _walk(work, groups)
         pairs = zip(fits, groups, strict=True)
-        memory = size.fitting + max(fit.bytes + _moments_memory(g, work) for fit, g in pairs)
+        memory = walk.bytes + max(fit.bytes + _moments_memory(g, work) for fit, g in pairs)
         walks = 1
         if work.weighs:
-            memory = max(memory, size.statistics)
-            scratch = max(scratch + size.kept, size.inputs)
+            memory = max(memory, statistics.bytes)
             walks = 3 + recipe.by_loss
         if recipe.tries_methods and isinstance(recipe.method, AutoSpec):  # on a part of the data
             singles = offered_by(recipe.method, STAND_IN, timed=recipe.counts_time, alone=True)
             part = min(1.0, TRIAL_SAMPLES / recipe.calibration.count)
-            flops += min(len(singles), _TRIED) * part * (flops + size.fitting_flops)
-        flops += size.fitting_flops
+            flops += min(len(singles), _TRIED) * part * (flops + walk.flops)
+        flops += walk.flops
         if work.weighs or shared:
-            flops += size.statistics_flops
+            flops += statistics.flops
             flops += sum(svd_flops(entry.out_features, entry.in_features) for entry in plan.layers)
-    dropping = _dropping(work)
-    tables = [44 * entry.dense_parameters for entry in plan.embeddings]
-    memory = max([memory, *tables, *(cost.bytes for cost in (*shared, dropping))])
-    flops += sum(cost.flops for cost in (*shared, dropping))
+    tables = (FitCost(0.0, 44 * entry.dense_parameters) for entry in plan.embeddings)
+    beside = [*shared, _dropping(work), *tables]
+    memory = max([memory, *(cost.bytes for cost in beside)])
+    flops += sum(cost.flops for cost in beside)
     if recipe.chooses_depth:  # every number of blocks is a conversion of its own
         flops *= _TRIALS
     candidates, flops_alone = _tried_alone(work)
-    disk = disk_bytes(source, plan, recipe.dtype)
+    disk, scratch = disk_bytes(source, plan, recipe.dtype), _scratch(work)
     read = source.store.total_bytes * (1 + walks)
     moved = (read + 2 * scratch + disk) / _DISK_SPEED
     return Estimate(
@@ -258,13 +277,12 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
     return FitCost(flops, size)
 
 
-def _orders(work: _Work) -> list[FitCost]:
+def _orders(work: _Work) -> Iterator[FitCost]:
     """Costs, in float64, of ordering the channels of blocks that may become narrower."""
     method = work.recipe.method
     auto = isinstance(method, AutoSpec) and NARROWING in offered_by(method, STAND_IN)
     narrow = (e for e in work.plan.layers if e.is_narrow or (auto and work.calibrated))
     paths = {module_path(work.source, entry.block) for entry in narrow}
-    costs = []
     for block in (block for block in work.blocks if block.name in paths):
         for coupling in couplings(block):
             if (reader := coupling.reader) is None:
@@ -278,18 +296,15 @@ def _orders(work: _Work) -> list[FitCost]:
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
                 flops += 4.0 * inputs * channels**2
                 size += 8 * (inputs + outputs) * channels
-            costs.append(FitCost(flops * max(1, reader.experts or 1), size))
-    return costs
+            yield FitCost(flops * max(1, reader.experts or 1), size)
 
 
-def _shared(work: _Work) -> list[FitCost]:
+def _shared(work: _Work) -> Iterator[FitCost]:
     """Costs of factors that layers share: one group is fitted at a time."""
-    costs = []
     for layout in (item for entry in work.plan.layers for item in entry.own_factors.values()):
         kind = structure(layout.structure)
         assert isinstance(kind, SharesFactors)
-        costs.append(kind.shared_cost(layout, calibrated=work.calibrated))
-    return costs
+        yield kind.shared_cost(layout, calibrated=work.calibrated)
 
 
 def _dropping(work: _Work) -> FitCost:
@@ -318,92 +333,55 @@ def _moments_memory(group: Group, work: _Work) -> int:
     return (sums + 24) * first.in_features**2 * first.copies + curvature
 
 
-@dataclass(frozen=True)
-class _WalkSize:
-    """Bytes of a walk through all blocks, and operations."""
-
-    fitting: int  # weights outside the blocks, those of a block, activations, what layers read
-    fitting_flops: float  # of both streams, and of their moments
-    statistics: int  # the same without what they read, and moments of all layers of a block
-    statistics_flops: float  # operations of passes forward, again, and backward, and of moments
-    inputs: int  # of all blocks, on disk
-    kept: int  # moments of all layers, on disk
-
-
-def _walk(work: _Work, groups: Collection[Group]) -> _WalkSize:
-    """Size up both streams of samples through all blocks."""
+def _walk(work: _Work, groups: Collection[Group]) -> tuple[FitCost, FitCost]:
+    """Costs of walks of samples through all blocks: of both streams, and for statistics."""
     plan, source, recipe, tokens = work.plan, work.source, work.recipe, work.tokens
-    parameters, blocks, share = [*work.block_sizes.values()], work.blocks, work.pass_share
-    width = plan.layers[0].in_features
+    parameters, share = [*work.block_sizes.values()], work.pass_share
     widest = max(entry.in_features for entry in plan.layers)
     batch = work.length * min(work.samples, recipe.calibration.batch_size)
     together = max(work.length, min(batch, most_tokens(source, widest)))
-    reads = max((sum(group[0].in_features for group in b.groups) for b in blocks), default=widest)
-    readings = min(4 * tokens * reads, int(room_on(pick_device(recipe.device))))
+    reads = (sum(group[0].in_features for group in block.groups) for block in work.blocks)
+    readings = 4 * tokens * max(reads, default=widest)
+    # Weights outside the blocks, those of a block, and activations.
     outside = _parameters(source.keymap.model) - sum(parameters)
-    both = 4 * (outside + max(parameters) + 2 * tokens * width) + 16 * together * widest
-    scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
-    # Inputs and outputs of the layers of every block; of experts nothing is summed up.
-    shapes = [
-        [
-            (layer.in_features, sum(part.size for part in layer.parts))
-            for layer in block.layers
-            if layer.kind != "experts"
-        ]
-        for block in blocks
-    ]
-    statistics = max((_statistics_memory(of_block, tokens) for of_block in shapes), default=0)
-    sums = sum(float(x * x + y * y) for x, y in chain(*shapes))
+    states = 2 * tokens * plan.layers[0].in_features
+    both = 4 * (outside + max(parameters) + states) + 16 * together * widest
     # The dense stream runs once, the other one once for every group, up to it, with what is fitted
     # by then in place of the rest; G and D by halves, and C.
     streams = sum(4.0 * share * size * tokens for size in parameters)
     moments = sum(4.0 * tokens * group[0].in_features ** 2 for group in groups)
-    kept = sum(4 * y * y for _, y in chain(*shapes))
+    room = int(room_on(pick_device(recipe.device)))
+    fitting = FitCost(streams + moments, both + min(readings, room))
+    # Passes forward, again, and backward, and moments of all layers of a block.
+    scores = 12 * together * scores_of(source) if recipe.measures_sensitivity else 0
+    sums = sum(float(x * x + y * y) for x, y in chain(*work.shapes))
     passed = 6.0 * share * sum(parameters) + 4.0 * work.head_parameters
-    return _WalkSize(
-        fitting=both + readings,
-        fitting_flops=streams + moments,
-        statistics=both + scores + statistics,
-        statistics_flops=tokens * (passed + sums),
-        inputs=4 * tokens * width * len(parameters),
-        kept=kept if recipe.calibration.output_moments is not False else 0,
-    )
+    of_blocks = max((_statistics_memory(shapes, tokens) for shapes in work.shapes), default=0)
+    return fitting, FitCost(tokens * (passed + sums), both + scores + of_blocks)
+
+
+def _scratch(work: _Work) -> int:
+    """Most bytes that lie beside the output: fits and moments, or the inputs of all blocks."""
+    layers, source = work.plan.layers, work.source
+    fits = sum(entry.parameters * weight_bytes(source, entry, None) for entry in layers)
+    if not (layers and work.weighs):
+        return fits
+    curved = work.recipe.calibration.output_moments is not False
+    moments = sum(4 * y * y for _, y in chain(*work.shapes)) if curved else 0
+    inputs = 4 * work.tokens * layers[0].in_features * len(work.block_sizes)
+    return max(fits + moments, inputs)
 
 
 def _statistics_memory(shapes: Collection[tuple[int, int]], tokens: int) -> int:
     """Bytes of the moments of all layers of a block, with those of a run, or what one yields."""
-    if not shapes:
-        return 0
     rows = min(tokens, 2 * ROWS_AT_ONCE)
     sums = sum(8 * (x * x + y * y) for x, y in shapes)
     summing = sums + sum(4 * rows * (x + y) for x, y in shapes)
-    return sums + max(summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes))
+    return sums + max([summing, *(24 * max(x, y) ** 2 + 32 * x * y for x, y in shapes)])
 
 
 def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _data(source: SourceModel, options: Calibration, widest: int) -> tuple[int, int]:
-    """Samples of the calibration data of a model, whose widest layer has so many inputs.
-
-    Returns:
-        Their number, and the tokens of one.
-    """
-    if options.is_none:
-        return 0, 0
-    config = source.config
-    vision = getattr(config, "vision_config", None) or config
-    patch, side = getattr(vision, "patch_size", None), getattr(vision, "image_size", None)
-    tokens = _tokens(options)
-    samples = options.enough(tokens, widest)
-    if isinstance(patch, int) and isinstance(side, int):
-        tokens, samples = (side // patch) ** 2 + 1, options.count
-        samples = min(samples, MOST_PICTURES) if options.source == ("builtin",) else samples
-    sounds = getattr(config, "max_source_positions", None)
-    if isinstance(sounds, int) and hasattr(config, "num_mel_bins"):
-        tokens, samples = tokens + sounds, min(samples, MOST_SOUNDS)
-    return samples, tokens
 
 
 def _tokens(options: Calibration) -> int:
@@ -422,13 +400,14 @@ def _speed(device: str) -> float:
 # swap, and other programs end: too little of it is said, with what takes less.
 
 
-def check_room(conversion: Conversion, workdir: FitWorkplace) -> None:
+def check_room(conversion: Conversion) -> None:
     """Refuse a disk that is too small, and warn of too little memory.
 
     Raises:
         DiskError: What is missing, and what needs less.
     """
-    costs = estimate(conversion.plan, conversion.source, conversion.recipe)
+    workdir = conversion.workdir
+    costs = estimate(conversion.plan, conversion.source, conversion.whole)
 
     def on_disk(costs: Estimate) -> int:
         return costs.disk_bytes + costs.scratch_bytes
@@ -455,7 +434,7 @@ def check_room(conversion: Conversion, workdir: FitWorkplace) -> None:
 
 def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: float) -> list[str]:
     """List what to type that fits: the most samples, and no data at all."""
-    recipe, data = conversion.recipe, conversion.recipe.calibration
+    recipe, data = conversion.whole, conversion.whole.calibration
     texts: list[str] = []
     if data.is_none:
         return texts

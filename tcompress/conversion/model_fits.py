@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from tcompress.blockwise.streams import (
     runs_twice,
 )
 from tcompress.conversion.outputs import Outputs
-from tcompress.data.calibration import CalibrationData, load_batches
+from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.block_rewrite import (
     BlockRewriter,
@@ -38,9 +38,7 @@ from tcompress.fitting.channel_orders import Reductions, completed, read_reducti
 from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
 from tcompress.fitting.first_values import start_shared_factors
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, WIDER, BlockResult, SharedFactors
-from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.build import fill, set_module
-from tcompress.hf.opening import pick_device, pick_dtype
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
 from tcompress.models import SourceModel
@@ -49,8 +47,7 @@ from tcompress.planning.costs import path_of
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan, Plan
 from tcompress.planning.planner import make_plan
-from tcompress.planning.sites import roles_of, tied_to
-from tcompress.progress import Progress
+from tcompress.planning.sites import module_path, roles_of, tied_to
 from tcompress.roles import Layer
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.search import Statistics
@@ -62,109 +59,55 @@ from tcompress.structures.modules.linear import factor_layouts
 TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
 
 
-@dataclass(frozen=True, eq=False)
-class Conversion:
-    """A model, and what is asked of it. Use `Conversion.of`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Conversion(SearchInputs):
+    """A conversion of the blocks that stay, as far as they are chosen, in a working folder."""
 
-    Attributes:
-        dense: The model that outputs are compared with, with all its blocks.
-        source: The model with the blocks that stay, as far as they are chosen.
-        recipe: What was asked for.
-        inner: The same for the blocks that stay.
-        plan: A plan of equal sizes.
-        data: To fit to, and to measure on.
-        statistics: What other conversions of the model have measured.
-    """
-
-    dense: SourceModel
-    source: SourceModel
-    recipe: Convert
-    inner: Convert
-    plan: Plan
-    data: CalibrationData | None
-    device: torch.device
-    progress: Progress
-    statistics: Statistics | None = None
-
-    @classmethod
-    def of(
-        cls,
-        source: SourceModel,
-        recipe: Convert,
-        plan: Plan,
-        progress: Progress,
-        data: CalibrationData | None = None,
-        statistics: Statistics | None = None,
-    ) -> Conversion:
-        """Load the calibration data that a plan reads, unless it is given."""
-        if not plan.reads_data:
-            data = None
-        elif data is None and not recipe.calibration.is_none:
-            options = recipe.calibration.within(plan.longest)
-            widest = max((entry.in_features for entry in plan.layers), default=0)
-            data = load_batches(source, options, widest)
-        parts = (source, source, recipe, recipe.within_blocks, plan, data)
-        return cls(*parts, pick_device(recipe.device, fits=True), progress, statistics)
+    dense: SourceModel  # what outputs are compared with, with all its blocks
+    whole: Convert  # what was asked for, blocks included
+    statistics: Statistics | None = None  # what other conversions of the model have measured
 
     def cut(self, depth: DepthPlan) -> Conversion:
         """Return the same of a model with these blocks alone."""
         source = cut_to(self.dense, depth)
         if depth is self.plan.depth:
             return replace(self, source=source)
-        inner = within(self.recipe, depth, self.dense)
-        plan = with_depth(make_plan(inner, source, self.plan.method), depth, self.dense)
-        return replace(self, source=source, inner=inner, plan=plan)
+        recipe = within(self.whole, depth, self.dense)
+        plan = with_depth(make_plan(recipe, source, self.plan.method), depth, self.dense)
+        return replace(self, source=source, recipe=recipe, plan=plan)
 
     @property
     def trial_data(self) -> CalibrationData | None:
         """Data that answers are tried on."""
         return self.data and self.data.part(TRIAL_SAMPLES)
 
-    def inputs(self, workdir: FitWorkplace, *, several: bool = False) -> SearchInputs:
-        """Ask for the budget of the blocks that stay."""
-        parts = (self.source, self.inner, self.plan, self.data, workdir, self.device)
-        return SearchInputs(*parts, self.progress, several)
-
-    def outputs(self, plan: Plan) -> Outputs:
-        """Lay out what a plan with final sizes writes."""
-        if self.plan.depth is not None:
-            plan = with_depth(plan, self.plan.depth, self.dense)
-        return Outputs.of(self.source, plan, pick_dtype(self.recipe.dtype))
-
 
 @dataclass(frozen=True, eq=False)
 class Fits:
-    """What fits found beside the tensors that the working folder keeps.
+    """What fits found beside the tensors that the working folder keeps."""
 
-    Attributes:
-        factors: Those that layers share.
-        comparison: With what the dense model puts out on data held out, where it was asked for.
-        unreached: Names of layers that no data reached.
-        errors: Relative errors of all layers by weight name, as far as they are fitted.
-    """
-
-    factors: SharedFactors = field(default_factory=dict)
-    comparison: OutputComparison | None = None
-    unreached: tuple[str, ...] = ()
+    inputs: FitInputs  # what they read, factors that layers share among them
+    comparison: OutputComparison | None = None  # with the dense model, where it was asked for
+    unreached: tuple[str, ...] = ()  # names of layers that no data reached
     errors: Mapping[str, dict[str, float]] = field(default_factory=dict)
+    """Relative errors of all layers by weight name, once they are fitted."""
 
 
-def fit(conversion: Conversion, outputs: Outputs, workdir: FitWorkplace) -> Fits:
+def fit(conversion: Conversion, outputs: Outputs) -> Fits:
     """Fit everything that is rewritten; what no data reaches is fitted to its weights."""
-    data = conversion.data
+    data, workdir = conversion.data, conversion.workdir
     several = data is not None and len({*data.origins.values()}) > 1
     several = several or conversion.statistics is not None  # models of a family are compared
-    measures = conversion.recipe.measures_sensitivity or outputs.plan.depth is not None
+    measures = conversion.whole.measures_sensitivity or outputs.plan.depth is not None
     sampler = sampler_of(conversion.dense) if several and measures else None
-    fits = fit_on_data(conversion, outputs, workdir, sampler)
+    fits = fit_on_data(conversion, outputs, sampler)
     blocks: dict[str, list[Group]] = {}
     for group in outputs.groups:
-        blocks.setdefault(outputs.block_of(group), []).append(group)
+        blocks.setdefault(outputs.block_of(group[0]), []).append(group)
     unfitted = [name for name in blocks if workdir.errors(name) is None]
     if unfitted:
         conversion.progress.stage("fitting to weights", len(unfitted), "blocks")
-    inputs = _inputs(conversion, outputs, workdir, fits.factors)
-
+    inputs = fits.inputs
     step = processes.count()  # blocks at a time
 
     def fit_block(name: str) -> None:
@@ -182,67 +125,45 @@ def fit(conversion: Conversion, outputs: Outputs, workdir: FitWorkplace) -> Fits
 
 
 def fit_on_data(
-    conversion: Conversion,
-    outputs: Outputs,
-    workdir: FitWorkplace,
-    sampler: OutputSampler | None = None,
+    conversion: Conversion, outputs: Outputs, sampler: OutputSampler | None = None
 ) -> Fits:
     """Fit embeddings, what layers share and all blocks, as far as there is data for them.
 
-    Args:
-        conversion: The model, and what is asked of it.
-        outputs: The forms.
-        workdir: Where fits are kept, and moments.
-        sampler: With one, outputs are compared on data held out.
+    With a sampler, outputs are compared on data held out.
     """
-    source, plan, data = conversion.source, outputs.plan, conversion.data
-    tables = _fit_embeddings(conversion, outputs, workdir)
+    source, plan = conversion.source, outputs.plan
+    tables = _fit_embeddings(conversion, outputs)
     factors: SharedFactors = {}
     if source.seed is not None:
         factors = start_shared_factors(plan.layers, outputs.dtype_of, source.seed)
     elif any(entry.own_factors for entry in plan.layers):
-        factors = _fit_shared_factors(conversion, outputs, workdir)
-    if data is None or not (plan.layers or plan.reads_queries or sampler):
-        return Fits(factors)
-    groups = sum(len(block.groups) for block in roles_of(source).blocks)
-    conversion.progress.stage("fitting blocks", groups, "groups")
-    deeper = plan.depth is not None and plan.depth.deeper
-    blocks = BlockFitter(
-        _inputs(conversion, outputs, workdir, factors),
-        plan,
-        data,
-        dense_source=source if deeper else conversion.dense,
-        tables=tables,
-        sampler=sampler,
-    )
-    for result in blocks.run(workdir.block, partial(conversion.progress.advance, 1)):
-        workdir.keep_block(result)
-    comparison = blocks.comparison and blocks.comparison.merged()
-    unreached = {None, *blocks.unreached}  # none: a layer outside of all blocks
-    names = (e.name for e in plan.layers if outputs.blocks.get(outputs.path(e)) in unreached)
-    return Fits(factors, comparison, tuple(names))
-
-
-def _inputs(
-    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, factors: SharedFactors
-) -> FitInputs:
-    return FitInputs(
-        conversion.source,
+        factors = _fit_shared_factors(conversion, outputs)
+    inputs = FitInputs(
+        source,
         conversion.recipe.calibration.damping,
-        workdir.moments,
-        reductions=partial(_reductions, conversion, outputs.plan, workdir),
+        conversion.workdir.moments,
+        reductions=partial(_reductions, conversion, plan),
         dtype_of=outputs.dtype_of,
         device=conversion.device,
         factors=factors,
         roundings=outputs.roundings,
     )
+    if conversion.data is None or not (plan.layers or plan.reads_queries or sampler):
+        return Fits(inputs)
+    roles = roles_of(source)
+    groups = sum(len(block.groups) for block in roles.blocks)
+    conversion.progress.stage("fitting blocks", groups, "groups")
+    blocks = BlockFitter(conversion, plan, inputs, tables, sampler)
+    blocks.run()
+    comparison = blocks.comparison and blocks.comparison.merged()
+    reached = {block.name for block in roles.blocks} - blocks.unreached
+    unreached = (entry.name for entry in plan.layers if outputs.block_of(entry) not in reached)
+    return Fits(inputs, comparison, tuple(unreached))
 
 
-def _fit_embeddings(
-    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace
-) -> dict[str, StructuredEmbedding]:
+def _fit_embeddings(conversion: Conversion, outputs: Outputs) -> dict[str, StructuredEmbedding]:
     """Fit all tables, and give them to run the model on, by name in the model."""
-    entries, device = outputs.plan.embeddings, conversion.device
+    entries, workdir, device = outputs.plan.embeddings, conversion.workdir, conversion.device
     if conversion.data is None or not entries:
         return {}
     result = workdir.block(EMBEDDINGS)
@@ -256,21 +177,20 @@ def _fit_embeddings(
     for entry in entries:
         table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        tables[outputs.path(entry)] = table.requires_grad_(False).eval()
+        path = module_path(conversion.source, entry.name)
+        tables[path] = table.requires_grad_(False).eval()
     return tables
 
 
-def _reductions(
-    conversion: Conversion, plan: Plan, workdir: FitWorkplace, block: str
-) -> Reductions:
+def _reductions(conversion: Conversion, plan: Plan, block: str) -> Reductions:
     """Tell which channels of a block stay; by the weights alone where no data has told."""
-    source, device = conversion.source, conversion.device
-    measured = read_reductions(workdir.moments("channels", block))
+    source = conversion.source
+    measured = read_reductions(conversion.workdir.moments("channels", block))
     entries = {path_of(source, entry): entry for entry in plan.layers}
     around = next((item for item in roles_of(source).blocks if item.name == block), None)
 
     def weight_of(layer: Layer) -> Tensor:
-        return dense_matrix(source, entries[layer.weight_name], device)
+        return dense_matrix(source, entries[layer.weight_name], conversion.device)
 
     return measured if around is None else completed(measured, around, entries, weight_of)
 
@@ -281,11 +201,10 @@ def _reductions(
 # walk of their own. Without data the weights alone decide.
 
 
-def _fit_shared_factors(
-    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace
-) -> SharedFactors:
+def _fit_shared_factors(conversion: Conversion, outputs: Outputs) -> SharedFactors:
     """Fit all shared factors, as they are stored; what an interrupted run has fitted is read."""
-    stored, progress = workdir.factors(), conversion.progress
+    workdir, progress = conversion.workdir, conversion.progress
+    stored = workdir.factors()
     if stored is not None:
         return stored
     entries = {entry.name: entry for entry in outputs.plan.layers}
@@ -299,12 +218,12 @@ def _fit_shared_factors(
                 if (shared := shared_of(layout)) is not None:
                     key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                     uses.setdefault(key, []).append((entry, layout, rows))
-    if conversion.data is not None and not conversion.recipe.measures_sensitivity:
-        _measure_inputs(conversion, outputs, workdir, conversion.data)
+    if conversion.data is not None and not conversion.whole.measures_sensitivity:
+        _measure_inputs(conversion, outputs.plan, conversion.data)
     progress.stage("fitting what layers share", len(uses), "sets")
     fitted: dict[FactorsKey, dict[str, Tensor]] = {}
     for (owner, name), members in uses.items():
-        targets = [_factors_target(conversion, workdir, e, rows) for e, _, rows in members]
+        targets = [_factors_target(conversion, entry, rows) for entry, _, rows in members]
         layouts = [layout for _, layout, _ in members]
         names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
         where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
@@ -315,30 +234,25 @@ def _fit_shared_factors(
     return fitted
 
 
-def _measure_inputs(
-    conversion: Conversion, outputs: Outputs, workdir: FitWorkplace, data: CalibrationData
-) -> None:
+def _measure_inputs(conversion: Conversion, plan: Plan, data: CalibrationData) -> None:
     """Keep the input moments of all layers that use shared factors."""
-    layers = (entry for entry in outputs.plan.layers if factor_layouts(entry.parts))
-    entries = {outputs.path(entry): entry for entry in layers}
-    roles, progress = roles_of(conversion.source), conversion.progress
+    source, progress, roles = conversion.source, conversion.progress, roles_of(conversion.source)
+    layers = (entry for entry in plan.layers if factor_layouts(entry.parts))
+    entries = {module_path(source, entry.name): entry for entry in layers}
     progress.stage("measuring what layers read", len(roles.blocks), "blocks")
-    batches = [data.batches[index] for index in data.fitted]  # what is held out is not looked at
-    parts = (conversion.source, roles, entries, batches, conversion.device)
+    # What is held out is not looked at.
+    parts = (source, roles, entries, data.fitted_batches, conversion.device)
     for block, measured in input_moments(*parts, partial(progress.advance, 1)):
         damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
-        workdir.keep_moments("inputs", block, damped)
+        conversion.workdir.keep_moments("inputs", block, damped)
 
 
-def _factors_target(
-    conversion: Conversion, workdir: FitWorkplace, entry: LayerPlan, rows: slice
-) -> Target:
+def _factors_target(conversion: Conversion, entry: LayerPlan, rows: slice) -> Target:
     """Target of the factors in one output split of a layer."""
-    source = conversion.source
-    weight = dense_matrix(source, entry, conversion.device)[rows].double()
-    block = source.keymap.runtime_name(entry.block) or entry.block
-    gram = workdir.moments("inputs", block).get(entry.name)
-    curvature = workdir.moments("curvature", block).get(entry.name)
+    moments, block = conversion.workdir.moments, module_path(conversion.source, entry.block)
+    weight = dense_matrix(conversion.source, entry, conversion.device)[rows].double()
+    gram = moments("inputs", block).get(entry.name)
+    curvature = moments("curvature", block).get(entry.name)
     if gram is not None:
         gram = gram.double()
     if curvature is not None:
@@ -368,63 +282,66 @@ def _shared_factors(
 # Blocks are fitted with two streams of activations: the dense one, and that of what is rewritten.
 
 
-@dataclass
 class BlockFitter:
-    """A walk of two streams through the model, on which every block is fitted."""
+    """A walk of two streams through the model, on which every block is fitted.
 
-    inputs: FitInputs
-    plan: Plan
-    data: CalibrationData  # batches held out are only measured on
-    _: KW_ONLY
-    dense_source: SourceModel
-    """The dense model with all its blocks, where `inputs.source` lacks some. Its states are the
-    targets, so that the blocks that stay make up for those that are gone."""
-    tables: Mapping[str, StructuredEmbedding]
-    """Rewritten word embeddings by module path, fitted before."""
-    sampler: OutputSampler | None = None
-    """Compares what the model puts out before and after, on the batches held out."""
+    Targets are the states of the dense model with all its blocks, so that the blocks that stay make
+    up for those that are gone. Batches held out are only measured on: with a sampler, by what the
+    model puts out before and after. Word embeddings (`tables`) are rewritten before.
+    """
 
-    def __post_init__(self) -> None:
-        self.comparison = OutputComparison(self.sampler) if self.sampler else None
-        """Outputs of the model before and after, where a sampler tells what counts."""
-        source, head = self.inputs.source, self.sampler is not None
+    def __init__(
+        self,
+        conversion: Conversion,
+        plan: Plan,
+        inputs: FitInputs,
+        tables: Mapping[str, StructuredEmbedding],
+        sampler: OutputSampler | None,
+    ) -> None:
+        source, dense, data = conversion.source, conversion.dense, conversion.data
+        assert data is not None
+        if plan.depth is not None and plan.depth.deeper:
+            dense = source
+        self._conversion, self._data = conversion, data
+        self.comparison = OutputComparison(sampler) if sampler else None
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
         self.unreached = set(self._blocks)  # blocks that the data has not come to
-        names = [block.name for block in roles_of(self.dense_source).blocks]
-        self._model = PartialModel(self.dense_source, names, self.inputs.device, head=head)
-        for path, table in self.tables.items():
-            for name in (path, *tied_to(self.dense_source, path)):
+        names = [block.name for block in roles_of(dense).blocks]
+        self._model = PartialModel(dense, names, conversion.device, head=sampler is not None)
+        for path, table in tables.items():
+            for name in (path, *tied_to(dense, path)):
                 module = self._model.model.get_submodule(name)
                 if isinstance(module, nn.Embedding):  # the output head is never reached
                     branch = Branch(module, TiedTable(table, module))
                     set_module(self._model.model, name, branch)
-        judged = self.data.holdout or range(len(self.data.batches))  # one sample is all there is
-        every = range(len(self.data.batches))
+        every = range(len(data.batches))
         self._own = processes.own_batches(len(every))
         # What attentions begin with is learnt from all that reaches them.
-        batches = {
-            index: (self.sampler.with_variants(self.data.batches[index]), True)
-            if self.sampler is not None and index in judged
-            else (self.data.batches[index], False)
-            for index in (every if self.plan.attention else self._own)
-        }
-        stream = self._model.stream
-        dense = {i: stream(batch, keep=keep) for i, (batch, keep) in batches.items()}
-        new = {i: stream(batch, rewritten=True, keep=keep) for i, (batch, keep) in batches.items()}
-        self._streams = StreamPairs(self.data, dense, new)
+        indices = every if plan.attention else self._own
+        batches: dict[int, Mapping[str, Tensor]] = {i: data.batches[i] for i in indices}
+        judged = (data.holdout or every) if sampler else ()  # one sample is all there is
+        if sampler is not None:
+            batches |= {i: sampler.with_variants(b) for i, b in batches.items() if i in judged}
+        dense_streams, new_streams = (
+            {
+                index: self._model.stream(batch, rewritten=rewritten, keep=index in judged)
+                for index, batch in batches.items()
+            }
+            for rewritten in (False, True)
+        )
+        self._streams = StreamPairs(data, dense_streams, new_streams)
+        self._rewriter = BlockRewriter(inputs, self._streams, plan.layers, plan.attention)
 
-    def run(
-        self, done: Callable[[str], BlockResult | None], progress: Callable[[str], None]
-    ) -> Iterator[BlockResult]:
-        """Fit all blocks in the order in which the model runs them.
+    def run(self) -> None:
+        """Fit all blocks in the order in which the model runs them, and keep the fits.
 
-        Of a block that an interrupted run finished, `done` returns the stored result.
+        What an interrupted run has kept is taken as it is.
         """
-        rewriter = BlockRewriter(self.inputs, self._streams, self.plan.layers, self.plan.attention)
-        pairs, unreached = self._streams, self.unreached
+        pairs, unreached, workdir = self._streams, self.unreached, self._conversion.workdir
+        progress = partial(self._conversion.progress.advance, 1)
         streams = [*pairs.dense.values(), *pairs.new.values()]
         with self._model.paused(streams):
-            while (unreached or self.sampler) and (name := common_block(streams)):
+            while (unreached or self.comparison) and (name := common_block(streams)):
                 block = self._blocks.get(name)
                 if block is not None and name not in unreached:
                     raise runs_twice(name)
@@ -434,14 +351,14 @@ class BlockFitter:
                     if block is None:  # only the dense model has it
                         self._advance(readings, self._model.forwards[name], None)
                         continue
-                    stored = done(block.name)
-                    rewritten = rewriter.rewrite(block, dense, readings, stored, progress)
-                    if not unreached and self.sampler is None:  # the output head was never loaded
+                    stored = workdir.block(block.name)
+                    rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
+                    if not unreached and not self.comparison:  # the output head was never loaded
                         self._check_end(readings)
                     else:
                         self._advance(readings, rewritten.forward, rewritten.routing)
                 if stored is None:
-                    yield rewritten.result
+                    workdir.keep_block(rewritten.result)
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
@@ -468,7 +385,7 @@ class BlockFitter:
             answer = call.run(new)
             new_stream.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
-                origin = self.data.origins.get(index, self.data.name)
+                origin = self._data.origins.get(index, self._data.name)
                 if index in self._own:
                     outputs = (dense_stream.output, new_stream.output)
                     self.comparison.add(origin, *outputs, dense_stream.batch, index)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
+from itertools import chain
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from tcompress.fitting.block_rewrite import Group
 from tcompress.fitting.embeddings import EMBEDDINGS
 from tcompress.fitting.first_values import started_values
 from tcompress.fitting.layer_fits import WIDER, BlockResult, SharedFactors
+from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
 from tcompress.linalg.moments import is_finite
@@ -48,7 +49,7 @@ from tcompress.planning.costs import (
 )
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
-from tcompress.planning.sites import roles_of, tied_to
+from tcompress.planning.sites import module_path, roles_of, tied_to
 from tcompress.structures.modules.linear import StructuredLinear, factor_layouts, tensor_prefix
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 
@@ -65,170 +66,168 @@ def _grouped(layers: Sequence[LayerPlan], key: Callable[[LayerPlan], object]) ->
     return [*map(tuple, members.values())]
 
 
-@dataclass
 class Outputs:
-    """All tensors of the output, in the order of the source's weight files. Use `Outputs.of`."""
+    """All tensors of the output, in the order of the source's weight files.
 
-    source: SourceModel
-    plan: Plan  # with final sizes
-    dtype: torch.dtype | None  # asked for, or None to keep that of the source
-    tensors: list[Stored] = field(default_factory=list)  # everything that will be written
-    groups: list[Group] = field(default_factory=list)  # layers that are fitted together
-    group_of: dict[str, Group] = field(default_factory=dict)  # that yields a tensor, by its name
-    plain: PlainTensors | None = None  # where layers are stored as those of the source
-    adapted: dict[str, Tensor] = field(default_factory=dict)
-    """First values of attention replacements that calibration data told, by name."""
-    _values: dict[str, Callable[[Stored], Tensor]] = field(default_factory=dict)
-    """Makes what is not fitted, by name."""
-    _started: tuple[str, dict[str, Tensor]] = ("", {})  # the last attention, and its values
+    Args:
+        source: The model with the blocks that stay.
+        plan: The plan, with final sizes.
+        dtype: What was asked for; None to keep that of the source.
+        workdir: Where fits are kept.
+    """
 
-    @classmethod
-    def of(cls, source: SourceModel, plan: Plan, dtype: torch.dtype | None) -> Outputs:
-        """List the outputs of a plan."""
-        self = cls(source, plan, dtype)
-        entries, store, keymap = plan.entries, source.store, source.keymap
-        if plan.plain is not None:
-            self.plain = PlainTensors(source)
-            groups = _grouped(entries, lambda entry: weight_keys(source, entry))
+    def __init__(
+        self, source: SourceModel, plan: Plan, dtype: torch.dtype | None, workdir: FitWorkplace
+    ) -> None:
+        self.source, self.plan, self._dtype = source, plan, dtype
+        self.tensors: dict[str, Stored] = {}  # everything that will be written, by name
+        self.groups: list[Group] = []  # layers that are fitted together
+        self.group_of: dict[str, Group] = {}  # that yields a tensor, by its name
+        self._values: dict[str, Callable[[], Tensor]] = {}  # make what is not fitted, by name
+        # Tensors of one block, of one group, and of one attention, follow each other.
+        self._plain: tuple[Group, dict[str, Tensor]] = ((), {})
+        self._fits = lru_cache(maxsize=1)(workdir.block)
+        self._first_values = lru_cache(maxsize=1)(partial(started_values, source))
+        self._rounding_of = roundings(source, plan.storage, plan.entries)
+        self._list()
+
+    def _list(self) -> None:
+        source, plan, store, keymap = self.source, self.plan, self.source.store, self.source.keymap
+        if plan.plain is None:
+            groups = groups_of(plan.entries)
         else:
-            groups = groups_of(entries)
+            groups = _grouped(plan.entries, partial(weight_keys, source))
         replaced: dict[str, list[Group]] = {}  # several where the checkpoint fuses layers
         for group in groups:
-            for key in (key for entry in group for key in self._sources(entry)):
+            for key in chain.from_iterable(map(self._sources, group)):
                 replaced.setdefault(key, []).append(group)
-        tables = {f"{form.name}.weight": form for form in self.positions}
-        guards = {stored_key(source, e.guard.name): e.guard for e in plan.attention if e.guard}
+        guards = {stored_key(source, e.guard.name): e.guard.name for e in plan.attention if e.guard}
         copied = {*copied_keys(source, plan)} - replaced.keys()
         for key in sorted(store.keys(), key=lambda key: (store.file_of(key), key)):
-            value = partial(copied_value, source, key)
-            if key in guards:
-                name = f"{guards[key].name}.{FACTOR_PREFIX}weight"
-                self._add(name, guards[key].shape, key, value)
-            elif key in tables:
-                self._add(key, store.shape(key), key, partial(self._table, tables[key]))
-            elif key in copied:
-                self._add(key, store.shape(key), key, value)
+            if key in copied:
+                name = f"{guards[key]}.{FACTOR_PREFIX}weight" if key in guards else key
+                self._add(name, store.shape(key), key)
+                self._values[name] = partial(self._table if key in self.tables else self._copy, key)
             for group in replaced.get(key, ()):
                 if not any(group is earlier for earlier in self.groups):
                     self._add_group(group)
         # Dense parameters that the checkpoint has fused with what is rewritten.
-        names = (name for entry in entries for name in parameter_names(source, entry))
-        fused = {} if self.plain else keymap.apart(names)
-        for name, path in fused.items():
+        rewritten = (name for entry in plan.entries for name in parameter_names(source, entry))
+        apart = keymap.apart(rewritten) if plan.plain is None else {}
+        for name, path in apart.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
-            self._add(name, shape, keymap.sources(path).keys[0], partial(self._read, path))
+            self._add(name, shape, keymap.sources(path).keys[0])
+            self._values[name] = partial(read_finite, store, keymap, path, CPU)
         for replacement in plan.attention:
-            like = stored_key(source, replacement.like)
             for name, shape in stored_tensors(replacement).items():
-                if name not in self._values:  # else it is the guarded weight
-                    self._add(name, shape, like, partial(self._start, replacement))
-        rounding_of = roundings(source, plan.storage, entries)
-        self.tensors = [
-            replace(item, rounding=rounding_of(item.key, item.shape, item.dtype))
-            for item in self.tensors
-        ]
-        return self
+                if name not in self.tensors:  # else it is the guarded weight
+                    self._add(name, shape, stored_key(source, replacement.like))
+                    self._values[name] = partial(self._start, replacement, name)
 
-    def _add(
-        self, name: str, shape: Sequence[int], like: str, value: Callable[[Stored], Tensor]
-    ) -> None:
-        self._values[name] = value
-        self.tensors.append(Stored(name, tuple(shape), self._cast(like)))
+    def _add(self, key: str, shape: Sequence[int], like: str) -> None:
+        """List a tensor; unless a dtype is asked for it has that of one in the source."""
+        dtype = self._cast(like)
+        self.tensors[key] = Stored(key, tuple(shape), dtype, self._rounding_of(key, shape, dtype))
 
     def _add_group(self, group: Group) -> None:
         self.groups.append(group)
-        if self.plain is not None:
-            stored = [Stored(*item, self._cast(item[0])) for item in self.plain.add(group).items()]
+        if self.plan.plain is not None:
+            shapes = chain(*(shapes_of(entry, self.source).items() for entry in group))
+            empty = {name: torch.empty(shape, device="meta") for name, shape in shapes}
+            dense = self.source.keymap.model.get_parameter_or_buffer
+            stored = plain_tensors(self.source, empty, lambda name: dense(name).detach())
+            listed = [(key, tuple(tensor.shape), key) for key, tensor in stored.items()]
         else:
-            stored = [
-                Stored(key, shape, self.dtype_of(entry))
+            listed = [
+                (key, shape, weight_keys(self.source, entry)[0])
                 for entry in group
-                for key, shape in (stored_tensors(entry) | _bias_shape(entry)).items()
+                for key, shape in _stored_shapes(entry).items()
             ]
-        self.tensors += stored
-        self.group_of |= {item.key: group for item in stored}
+        for key, shape, like in listed:
+            self._add(key, shape, like)
+            self.group_of[key] = group
 
-    def take(self, block: Callable[[str], BlockResult | None]) -> None:
-        """Take over what calibration data told of the first values of attention replacements."""
-        for name in dict.fromkeys(entry.block for entry in self.plan.attention):
-            result = block(self.source.keymap.runtime_name(name) or name)
-            self.adapted |= result.attention if result is not None else {}
-
-    def value(self, item: Stored, fits: Callable[[str], BlockResult]) -> Tensor:
-        """Make the value of a tensor; fits are read by the name under which they are kept."""
+    def value(self, item: Stored) -> Tensor:
+        """Make the value of a tensor, once everything is fitted."""
         unfitted = self.unfitted(item)
         if unfitted is not None:
             return unfitted
         group = self.group_of[item.key]
-        result = fits(self.block_of(group))
-        if self.plain is not None:
-            value = self.plain.value(item.key, group, result).to(item.dtype)
-            if not is_finite(value):
-                raise FitError(f"`{item.key}` does not fit into {item.dtype}", WIDER)
-            return value
-        entry = next(e for e in group if item.key.startswith(f"{e.name}."))
-        leaf = item.key.removeprefix(f"{entry.name}.")
-        if leaf == entry.parameter:
-            return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
-        if leaf == "bias" and entry.name in result.biases:
-            bias = result.biases[entry.name].to(item.dtype)
-            if not is_finite(bias):
-                raise FitError(
-                    f"the bias of layer `{entry.name}` does not fit into {item.dtype}", WIDER
-                )
-            return bias
-        tensors = result.layers[entry.key].tensors
-        return next(v for name, v in tensors.items() if entry.stored_name(name) == item.key)
+        result = self.fits_of(group)
+        if self.plan.plain is not None:
+            if self._plain[0] is not group:  # experts are made of one stack
+                fitted = dict(chain(*(fitted_parameters(self.source, e, result) for e in group)))
+                others = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
+                self._plain = group, plain_tensors(self.source, fitted, others)
+            what, value = f"`{item.key}`", self._plain[1][item.key]
+        else:
+            entry = next(e for e in group if item.key.startswith(f"{e.name}."))
+            leaf = item.key.removeprefix(f"{entry.name}.")
+            if leaf == entry.parameter:
+                return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
+            if leaf != "bias":
+                tensors = result.layers[entry.key].tensors
+                return next(t for n, t in tensors.items() if entry.stored_name(n) == item.key)
+            what, value = f"the bias of layer `{entry.name}`", result.biases[entry.name]
+        value = value.to(item.dtype)
+        if not is_finite(value):
+            raise FitError(f"{what} does not fit into {item.dtype}", WIDER)
+        return value
 
     def unfitted(self, item: Stored) -> Tensor | None:
         """Make the value of a tensor that is not fitted; None for one that is."""
         make = self._values.get(item.key)
-        return None if make is None else make(item).to(item.dtype)
+        return None if make is None else make().to(item.dtype)
 
-    def _table(self, form: FormPlan, item: Stored) -> Tensor:
-        return first_table(form, self.source.store.tensor(item.key))
+    def _copy(self, key: str) -> Tensor:
+        """Read a tensor that is carried over.
 
-    def _read(self, path: str, _: Stored) -> Tensor:
-        return read_finite(self.source.store, self.source.keymap, path, CPU)
+        It has to be finite and fit into the dtype; but what is no weight may hold minus infinity,
+        as masks do, and a single number infinity, as bounds do.
+        """
+        tensor, dtype = self.source.store.tensor(key), self._cast(key)
+        if tensor.is_floating_point() and tensor.numel():
+            low, high = map(float, torch.aminmax(tensor))
+            largest = max(high, -low) if key.endswith(".weight") else high
+            what = f"tensor `{self.source.store.name_inside(key)}` of the source"
+            bound = tensor.numel() == 1 and abs(high) == inf
+            if isnan(largest) or (largest == inf and not bound):
+                raise FitError(f"{what} holds NaN or infinity", "repair the checkpoint first")
+            if largest > torch.finfo(dtype).max and not bound:
+                raise FitError(f"{what} does not fit into {dtype}", WIDER)
+        return tensor
 
-    def _start(self, entry: AttentionPlan, item: Stored) -> Tensor:
-        if self._started[0] != entry.name:  # tensors of one attention follow each other
-            self._started = entry.name, started_values(self.source, entry)
-        return self.adapted.get(item.key, self._started[1][item.key])
+    def _table(self, key: str) -> Tensor:
+        return first_table(self.tables[key], self.source.store.tensor(key))
 
-    @property
-    def positions(self) -> list[FormPlan]:
-        """Tables of positions that are made anew."""
-        return [form for form in self.plan.forms if form.kind == "positions"]
+    def _start(self, entry: AttentionPlan, key: str) -> Tensor:
+        result = self._fits(module_path(self.source, entry.block))
+        adapted = {} if result is None else result.attention  # what calibration data told of them
+        return adapted.get(key, self._first_values(entry)[key])
+
+    @cached_property
+    def tables(self) -> dict[str, FormPlan]:
+        """Tables of positions that are made anew, by name of the tensor."""
+        return {f"{it.name}.weight": it for it in self.plan.forms if it.kind == "positions"}
 
     @cached_property
     def roundings(self) -> dict[str, Rounding]:
         """Of tensors of structures that are stored in few bits, by name."""
-        if self.plain is not None:  # what is stored is made of several fits
+        if self.plan.plain is not None:  # what is stored is made of several fits
             return {}
-        fitted = (item for item in self.tensors if item.key in self.group_of)
+        fitted = (item for key, item in self.tensors.items() if key in self.group_of)
         return {item.key: item.rounding for item in fitted if item.rounding is not None}
 
-    @cached_property
-    def stored(self) -> dict[str, Stored]:
-        """All tensors by name."""
-        return {item.key: item for item in self.tensors}
+    def block_of(self, entry: LayerPlan) -> str:
+        """Name under which the fits of a layer are kept: its block's, or its own outside of all."""
+        in_block = entry.kind != "embedding"
+        return module_path(self.source, entry.block) if in_block else EMBEDDINGS
 
-    @cached_property
-    def blocks(self) -> Mapping[str, str]:
-        """Names under which fits are kept, by the layer's path in the model."""
-        blocks = roles_of(self.source).blocks
-        by_layer = {layer.name: block.name for block in blocks for layer in block.layers}
-        return by_layer | {self.path(entry): EMBEDDINGS for entry in self.plan.embeddings}
-
-    def block_of(self, group: Group) -> str:
-        """Name under which the fits of a group are kept; outside of all blocks its own."""
-        path = self.path(group[0])
-        return self.blocks.get(path, path)
-
-    def path(self, entry: LayerPlan) -> str:
-        """Path of a planned layer in the model."""
-        return self.source.keymap.runtime_name(entry.name) or entry.name
+    def fits_of(self, group: Group) -> BlockResult:
+        """Read the fits of a group, and of those that are kept with it."""
+        result = self._fits(self.block_of(group[0]))
+        assert result is not None  # all are by now
+        return result
 
     def dtype_of(self, entry: LayerPlan) -> torch.dtype:
         """Dtype in which a layer is stored."""
@@ -236,45 +235,23 @@ class Outputs:
 
     def _cast(self, key: str) -> torch.dtype:
         dtype = self.source.store.dtype(key)
-        return dtype if self.dtype is None or not dtype.is_floating_point else self.dtype
+        return dtype if self._dtype is None or not dtype.is_floating_point else self._dtype
 
     def _sources(self, entry: LayerPlan) -> Iterator[str]:
         """Names in the checkpoint of what a layer takes the place of."""
-        keymap, path = self.source.keymap, self.path(entry)
-        yield from weight_keys(self.source, entry)
+        names = parameter_names(self.source, entry)
         if entry.kind == "embedding":  # a tied head may have been stored a second time
-            for name in tied_to(self.source, path):
-                yield from keymap.sources(f"{name}.weight").keys
-        if _bias_shape(entry):
-            yield from keymap.sources(f"{path}.bias").keys
+            tied = tied_to(self.source, module_path(self.source, entry.name))
+            names += [f"{name}.weight" for name in tied]
+        for name in names:
+            yield from self.source.keymap.sources(name).keys
 
 
-def _bias_shape(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the bias that is stored beside a layer, if there is one."""
-    stored = entry.bias and entry.kind != "experts"
-    return {f"{entry.name}.bias": (entry.outputs_left,)} if stored else {}
-
-
-def copied_value(source: SourceModel, key: str, item: Stored) -> Tensor:
-    """Reads a tensor that is carried over; the source may have it under another name.
-
-    It has to be finite and fit into the dtype; but what is no weight may hold minus infinity, as
-    masks do, and a single number infinity, as bounds do.
-    """
-    tensor = source.store.tensor(key)
-    if tensor.is_floating_point() and tensor.numel():
-        low, high = map(float, torch.aminmax(tensor))
-        largest = max(high, -low) if key.endswith(".weight") else high
-        name = source.store.name_inside(key)
-        bound = tensor.numel() == 1 and abs(high) == inf
-        if isnan(largest) or (largest == inf and not bound):
-            raise FitError(
-                f"tensor `{name}` of the source holds NaN or infinity",
-                "repair the checkpoint first",
-            )
-        if largest > torch.finfo(item.dtype).max and not bound:
-            raise FitError(f"tensor `{name}` of the source does not fit into {item.dtype}", WIDER)
-    return tensor
+def _stored_shapes(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all that is stored for a layer, its bias too."""
+    has_bias = entry.bias and entry.kind != "experts"
+    bias = {f"{entry.name}.bias": (entry.outputs_left,)} if has_bias else {}
+    return stored_tensors(entry) | bias
 
 
 # Plain models: rewritten layers as the family stores its own.
@@ -291,44 +268,18 @@ def fitted_parameters(
         yield f"{path.rpartition('.')[0]}.bias", result.biases[entry.name]
 
 
-@dataclass
-class PlainTensors:
-    """Tensors of rewritten layers by the keys that the source has for them."""
+def plain_tensors(
+    source: SourceModel, parameters: Mapping[str, Tensor], others: Callable[[str], Tensor]
+) -> dict[str, Tensor]:
+    """Turn parameters of a model into what stores them, by the keys that the source has for it.
 
-    source: SourceModel
-    _names: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parameters that are stored together, by every key that stores them."""
-    _last: tuple[tuple[str, ...], dict[str, Tensor]] = ((), {})  # names, and what stores them
-
-    def add(self, group: Group) -> dict[str, tuple[int, ...]]:
-        """Note layers, and return the shapes of all tensors that store them."""
-        shapes_here = {
-            name: shape for entry in group for name, shape in shapes_of(entry, self.source).items()
-        }
-        keymap = self.source.keymap
-        stored_shapes: dict[str, tuple[int, ...]] = {}
-        for names in dict.fromkeys(map(keymap.stored_together, shapes_here)):
-            dense = keymap.model.get_parameter_or_buffer
-            shapes = {name: shapes_here.get(name) or tuple(dense(name).shape) for name in names}
-            empty = {name: torch.empty(size, device="meta") for name, size in shapes.items()}
-            stored = keymap.as_stored(empty)
-            self._names |= dict.fromkeys(stored, names)
-            stored_shapes |= {key: tuple(tensor.shape) for key, tensor in stored.items()}
-        return stored_shapes
-
-    def value(self, key: str, group: Group, result: BlockResult) -> Tensor:
-        """Make one of these tensors as it was fitted."""
-        names = self._names[key]
-        if self._last[0] != names:  # experts are made of one stack
-            fitted: Mapping[str, Tensor] = {
-                name: tensor
-                for entry in group
-                for name, tensor in fitted_parameters(self.source, entry, result)
-            }
-            read = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
-            values = {n: fitted[n] if n in fitted else read(n) for n in names}
-            self._last = names, self.source.keymap.as_stored(values)
-        return self._last[1][key]
+    `others` gives those that are stored together with them.
+    """
+    stored: dict[str, Tensor] = {}
+    for names in dict.fromkeys(map(source.keymap.stored_together, parameters)):
+        values = {n: parameters[n] if n in parameters else others(n) for n in names}
+        stored |= source.keymap.as_stored(values)
+    return stored
 
 
 # What a conversion writes beside the weights.
@@ -382,15 +333,12 @@ ROWS = 4  # inputs that a layer is tried on
 EXACT = 1e-9  # largest difference where the very same numbers are compared, in float64
 
 
-def check_written(
-    folder: Path, outputs: Outputs, fits: Callable[[str], BlockResult], factors: SharedFactors
-) -> None:
-    """Compare the files with the fits of one block, and of one place of every other kind.
+def check_written(folder: Path, outputs: Outputs, factors: SharedFactors) -> None:
+    """Compare files with the fits of one block, and of one place of every other kind.
 
     Args:
         folder: What was written.
         outputs: What it should hold.
-        fits: Reads fits by the name under which they are kept.
         factors: Those that layers share.
     """
     source, plan = outputs.source, outputs.plan
@@ -398,7 +346,7 @@ def check_written(
         with unloadable():
             Artifact.open(folder)
     written = Reopened(folder, source.model_class, source.keymap.missing)
-    store, expected = written.store, outputs.stored
+    store, expected = written.store, outputs.tensors
     read = {
         key: Stored(key, tuple(store.shape(key)), store.dtype(key), store.rounding(key))
         for key in store.keys()  # noqa: SIM118
@@ -408,9 +356,8 @@ def check_written(
         raise refusal(f"{listed(wrong)} differ in name, shape or type from the plan")
     blocks = _compared_blocks(plan, source)
     prefixes = tuple(f"{block}." for block in blocks)
-    tables = {f"{form.name}.weight" for form in outputs.positions}
-    for item in outputs.tensors:
-        if item.key.startswith(prefixes) or item.key in tables:
+    for item in outputs.tensors.values():
+        if item.key.startswith(prefixes) or item.key in outputs.tables:
             value = outputs.unfitted(item)
             if value is not None and not _same(store.tensor(item.key), item.read_back(value)):
                 raise differs(item.key, "its values are others")
@@ -418,12 +365,11 @@ def check_written(
     for group in outputs.groups:
         if group[0] not in entries:
             continue
-        result = fits(outputs.block_of(group))
-        if outputs.plain is None:
-            _check_group(written, outputs, group, result, factors)
+        if plan.plain is None:
+            _check_group(written, outputs, group, factors)
             continue
         for entry in group:
-            for name, fitted in fitted_parameters(source, entry, result):
+            for name, fitted in fitted_parameters(source, entry, outputs.fits_of(group)):
                 if not _same(written.tensor(name), fitted.to(outputs.dtype_of(entry))):
                     raise differs(name, "its values are others")
 
@@ -443,15 +389,9 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
     return blocks
 
 
-def _check_group(
-    written: Reopened,
-    outputs: Outputs,
-    group: Group,
-    result: BlockResult,
-    factors: SharedFactors,
-) -> None:
+def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: SharedFactors) -> None:
     """Compare layers with those built from their fits in float64; owners of inputs come first."""
-    generator = torch.Generator().manual_seed(0)
+    result, generator = outputs.fits_of(group), torch.Generator().manual_seed(0)
     built: dict[str, StructuredLinear] = {}
     for entry in group:
         built[entry.name] = expected = _built(outputs, entry, result, factors, built)
@@ -478,7 +418,7 @@ def _built(
     """Build a layer from its fits, rounded as they are stored, in float64."""
 
     def read_back(key: str, value: Tensor) -> Tensor:
-        return outputs.stored[key].read_back(value).double()
+        return outputs.tensors[key].read_back(value).double()
 
     borrowed: dict[str, FactorsModule] = {}
     for name, owner in entry.bank_of.items():

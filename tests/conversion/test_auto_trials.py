@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.conversion.choosing import CLEAR, STOP, simplest, try_out
+from tcompress.conversion.choosing import CLEAR, simplest, try_out
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
@@ -59,7 +59,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[]
 
 
 # ---------------------------------------------------------------- the choice alone
-FEWER: dict[str, Any] = {"stop": STOP, "prefer_last": True}
+FEWER: dict[str, Any] = {"shrinking": True}
 """As for fewer and fewer blocks, of which the fewest are the fastest."""
 
 

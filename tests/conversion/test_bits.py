@@ -159,7 +159,7 @@ def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> Non
     source = SourceModel.open(str(tmp_path / "dense"))
     recipe = _recipe(bits=8, embedding_bits=None if family in TABLELESS else 4)
     plan = make_plan(recipe, source)
-    done = convert(source, recipe, tmp_path / "small", plan=plan)
+    done = convert(source, recipe, tmp_path / "small")
     store, before = WeightStore.open(done.folder), WeightStore.open(tmp_path / "dense")
     assert store.total_bytes == disk_bytes(source, plan, None)
     assert store.total_bytes == estimate(plan, source, recipe).disk_bytes

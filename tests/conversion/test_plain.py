@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.cli.convert import default_output
-from tcompress.conversion import outputs as written_outputs
 from tcompress.conversion.converter import convert
+from tcompress.conversion.outputs import Outputs
 from tcompress.errors import ArtifactError, PlanError, WriteError
 from tcompress.models import SourceModel
 from tcompress.models.narrower import with_keys
@@ -328,8 +328,8 @@ def test_a_time_chooses_the_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 # ---------------------------------------------------------------- afterwards
 def test_what_was_written_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    value = written_outputs.PlainTensors.value
-    monkeypatch.setattr(written_outputs.PlainTensors, "value", lambda *given: -value(*given))
+    value = Outputs.value
+    monkeypatch.setattr(Outputs, "value", lambda *given: -value(*given))
     with pytest.raises(WriteError, match="its values are others"):
         make("bert", tmp_path, aware=True, plain=True, **HALF)
     assert not (tmp_path / "small").exists()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tcompress.conversion.converter import convert
-from tcompress.conversion.model_fits import Conversion
 from tcompress.errors import PlanError
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.models import SourceModel
@@ -16,6 +15,7 @@ from tcompress.options.convert_options import RESOURCES as OPTIONS
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
+from tcompress.search.candidates import SearchInputs
 from tcompress.search.resources import RESOURCES
 from tcompress.search.search import Measurements
 from tests.support.conversions import calibration
@@ -50,11 +50,12 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
     source = SourceModel.open(str(tiny("bert")))
     recipe = _recipe(name, ROWS[name][0], "auto")
     plan = make_plan(recipe, source)
-    conversion = Conversion.of(source, recipe, plan, Silent(), calibration("bert"))
-    with FitWorkplace(tmp_path / "out", "", torch.device("cpu")).working() as workdir:
+    device, data = torch.device("cpu"), calibration("bert")
+    with FitWorkplace(tmp_path / "out", "", device).working() as workdir:
         budget = recipe.resource_budget
         assert budget is not None
-        resource, predictions = Measurements(conversion.inputs(workdir)).priced(budget.unit)
+        inputs = SearchInputs(source, recipe, plan, data, workdir, device, Silent())
+        resource, predictions = Measurements(inputs).priced(budget.unit)
         workdir.discard()
     assert RESOURCES[budget.unit] is type(resource)
     taken = sum(site.dense[resource.unit] for site in predictions.layers)

@@ -53,6 +53,12 @@ def keep_freed_memory() -> None:
             library.mallopt(_TRIM_THRESHOLD, _MOST_KEPT)
 
 
+def give_back_memory() -> None:
+    """Return freed memory to the system: what one thread has freed no other one can take."""
+    with suppress(OSError, AttributeError, TypeError):  # the allocator of glibc alone can
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @cache
 def _advise() -> Callable[[int, int, int], int] | None:
     """Find `madvise` of the C library, where there are huge pages to ask for."""

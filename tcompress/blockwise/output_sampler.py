@@ -264,14 +264,11 @@ def _change_of_likeness(dense: Tensor, new: Tensor) -> float:
     """
     exact, changed = _cosines(dense), _cosines(new)
     weights = torch.cat([torch.full_like(values, 1 / max(1, len(values))) for values in exact])
-    before, after = (_centred(torch.cat(values), weights) for values in (exact, changed))
+    both = map(torch.cat, (exact, changed))
+    before, after = (values - weights @ values / weights.sum() for values in both)
     slope = weights @ (before * after) / (weights @ after.square()).clamp_min(1e-200)
     rest = before - slope.clamp_min(0.0) * after  # the other way round is no order that is kept
     return float(weights @ rest.square()) * len(dense) / VARIANTS
-
-
-def _centred(values: Tensor, weights: Tensor) -> Tensor:
-    return values - weights @ values / weights.sum()
 
 
 def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,13 +32,7 @@ from tcompress.blockwise.streams import (
 from tcompress.data.inputs import Batch
 from tcompress.errors import REPAIR, WITHOUT_DATA, DataError, FitError
 from tcompress.linalg.fits import damped_curvature
-from tcompress.linalg.moments import (
-    MomentSums,
-    ProductSum,
-    is_finite,
-    multipliable,
-    token_weights,
-)
+from tcompress.linalg.moments import MomentSums, ProductSum, is_finite, multipliable, token_weights
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import BACKWARD, FORWARD, MOMENTS, timed
@@ -59,7 +53,7 @@ class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
     inputs: MomentSums  # G, each token by what it is worth  # (in, in)
-    curvatures: ProductSum  # S, summed over rows  # (out, out)
+    curvature: ProductSum  # S, summed over rows  # (out, out)
     weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
 
     @classmethod
@@ -72,19 +66,6 @@ class Sensitivity:
         """Number of tokens that were summed over; padding is left out."""
         return self.inputs.rows
 
-    @property
-    def curvature(self) -> Tensor:
-        return self.curvatures.total
-
-    @property
-    def mean(self) -> Tensor:
-        """Weighed mean of the inputs.  # (in,)."""
-        return self.inputs.means[0]
-
-    def moment(self, *, centred: bool) -> Tensor:
-        """Return the mean of G, about its mean for layers whose bias takes it up.  # (in, in)."""
-        return self.inputs.moments(centred=centred).gram
-
     def add(self, x: Tensor, gradient: Tensor, batch: int = 0, *, weighed: bool = True) -> None:
         """Add rows of a batch, which all count alike where not `weighed`.
 
@@ -93,9 +74,10 @@ class Sensitivity:
         if not len(x):
             return
         weights = token_weights(gradient) if weighed else None
-        self.inputs.add(x, x, weights)
+        rows = x.float()  # one copy, where sums are of pairs of rows
+        self.inputs.add(rows, rows, weights)
         [gradient] = multipliable(gradient.clone())
-        self.curvatures.add(gradient, gradient)
+        self.curvature.add(gradient, gradient)
         if weights is not None:
             self.weights[batch] = weights
 
@@ -104,7 +86,7 @@ class Sensitivity:
         if not self.rows or not other.rows:
             return self if self.rows else other
         self.inputs.merge(other.inputs)
-        self.curvatures.merge(other.curvatures)
+        self.curvature.merge(other.curvature)
         self.weights |= other.weights
         return self
 
@@ -150,7 +132,7 @@ class BackwardWalk:
 
     def __post_init__(self) -> None:
         self._blocks = {block.name: block for block in self.roles.blocks}
-        self._model = PartialModel(self.source, self._blocks, self.device, head=True)
+        self._model = PartialModel(self.source, [*self._blocks], self.device, head=True)
         self._anchor = torch.zeros((), requires_grad=True, device=self.device)
         self._streams = self._model.streams(self.batches, keep=True, gradients=True)
         self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
@@ -274,7 +256,7 @@ def input_moments(
     They are by the names of layers that are asked for; nothing is known of outputs.
     """
     blocks = {block.name: block for block in roles.blocks}
-    model = PartialModel(source, blocks, device)
+    model = PartialModel(source, [*blocks], device)
     streams = model.streams(batches)
 
     def visit(index: int) -> None:
@@ -369,10 +351,10 @@ def damped_inputs(
     measured: Mapping[str, Sensitivity], entries: Mapping[str, LayerPlan], damping: float
 ) -> dict[str, Tensor]:
     """Return damped input moments of layers that use shared factors, by planned name."""
-    return {
-        entries[name].name: damped_curvature(
-            sums.moment(centred=entries[name].bias), damping * entries[name].in_features / sums.rows
-        )
-        for name, sums in measured.items()
-        if sums.rows and name in entries and factor_layouts(entries[name].parts)
-    }
+    damped: dict[str, Tensor] = {}
+    for name, sums in measured.items():
+        if sums.rows and name in entries and factor_layouts(entries[name].parts):
+            entry = entries[name]
+            gram = sums.inputs.moments(centred=entry.bias).gram
+            damped[entry.name] = damped_curvature(gram, damping * entry.in_features / sums.rows)
+    return damped

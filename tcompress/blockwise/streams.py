@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +20,7 @@ from tcompress import processes
 from tcompress.attention.visibility import Visible
 from tcompress.data.inputs import Batch
 from tcompress.errors import WITHOUT_DATA, DataError, SourceError
-from tcompress.memory import free_memory
+from tcompress.memory import free_memory, give_back_memory
 from tcompress.models import SourceModel, read_finite, tell_padding
 from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
@@ -41,12 +40,7 @@ class PartialModel:
     """
 
     def __init__(
-        self,
-        source: SourceModel,
-        blocks: Collection[str],
-        device: torch.device,
-        *,
-        head: bool = False,
+        self, source: SourceModel, blocks: list[str], device: torch.device, *, head: bool = False
     ) -> None:
         self.source, self.device = source, device
         # Buffers that no checkpoint holds (rotary frequencies, position ids) are computed for
@@ -93,7 +87,7 @@ class PartialModel:
         try:
             for stream in streams:
                 stream.start()
-                _give_back()
+                give_back_memory()
             yield
         finally:
             for stream in streams:
@@ -107,7 +101,7 @@ class PartialModel:
         yield module
         for name, parameter in list(module.named_parameters()):
             _put(module, name, parameter.to("meta"))
-        _give_back()
+        give_back_memory()
 
     def answer_of(self, stream: Stream) -> Any:
         """Run the block at which a pass waits, and return what it computes."""
@@ -144,12 +138,6 @@ def cast_to(dtype: torch.dtype | None, device: torch.device, forward: Forward) -
     return run
 
 
-def _give_back() -> None:
-    """Return freed memory to the system: what one thread has freed no other one can take."""
-    with suppress(OSError, AttributeError, TypeError):  # the allocator of glibc alone can
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def _put(root: nn.Module, name: str, value: torch.Tensor) -> None:
     """Put a tensor in the place of a parameter or buffer."""
     path, _, leaf = name.rpartition(".")
@@ -166,6 +154,11 @@ def _put(root: nn.Module, name: str, value: torch.Tensor) -> None:
 # model's own forward keeps control: it runs in a thread per batch and stream, and every call of a
 # block hands over to the converter, which decides when and with which weights the block runs. Only
 # one thread runs at any time.
+
+
+def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
+    """Return the first tensor argument: the input of a linear layer."""
+    return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
 
 
 class _Stop(BaseException):
@@ -189,6 +182,23 @@ class Call:
         """Return what a block would answer, without a graph."""
         with torch.no_grad(), timed(FORWARD):
             return forward(*self.args, **self.kwargs)
+
+    def input_of(
+        self, module: nn.Module, forward: Forward, arguments: Callable[..., Any] = first_tensor
+    ) -> Any:
+        """Run the block up to the first call of one of its modules.
+
+        Returns what `arguments` makes of the module's arguments, or None if it was not called.
+        """
+        inputs: list[Any] = []
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs.append(arguments(*args, **kwargs))
+            raise _Stop
+
+        with suppress(_Stop), module.register_forward_pre_hook(hook, with_kwargs=True):
+            self.run(forward)
+        return inputs[0] if inputs else None
 
 
 _CURRENT = threading.local()
@@ -307,27 +317,6 @@ def intercept_blocks(model: nn.Module, blocks: Iterable[str]) -> dict[str, Forwa
     return forwards
 
 
-def run_to_input(run: Callable[[], Any], module: nn.Module, arguments: Callable[..., Any]) -> Any:
-    """Run a block up to the first call of one of its modules.
-
-    Returns what `arguments` makes of the module's arguments, or None if it was not called.
-    """
-    inputs: list[Any] = []
-
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs.append(arguments(*args, **kwargs))
-        raise _Stop
-
-    with suppress(_Stop), module.register_forward_pre_hook(hook, with_kwargs=True):
-        run()
-    return inputs[0] if inputs else None
-
-
-def first_tensor(*args: Any, **kwargs: Any) -> Tensor:
-    """Return the first tensor argument: the input of a linear layer."""
-    return next(item for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-
-
 FEED_FORWARD = 4  # times as wide as the state that a block is given, usually
 
 LEAST_ROOM = 2**28  # bytes of readings that are kept, at least
@@ -350,9 +339,8 @@ class Readings:
     forward: Forward
     paths: Collection[str] = ()  # of modules whose first tensor argument is asked for
     room: float = LEAST_ROOM  # bytes
-
-    def __post_init__(self) -> None:
-        self._kept: dict[int, tuple[dict[str, Tensor], Any]] = {}  # inputs and answer, by stream
+    _kept: dict[int, tuple[dict[str, Tensor], Any]] = field(default_factory=dict, init=False)
+    """Inputs of modules by path, and the answer, by stream."""
 
     def of(self, stream: Stream, path: str, arguments: Callable[..., Any] = first_tensor) -> Any:
         """Input of a module; None if it is not called."""
@@ -360,8 +348,8 @@ class Readings:
             inputs, _ = self._kept.get(id(stream)) or self._keep(stream)
             if path in inputs:
                 return inputs[path]
-        run = partial(stream.waiting.run, self.forward)
-        return run_to_input(run, self.block.get_submodule(path), arguments)
+        module = self.block.get_submodule(path)
+        return stream.waiting.input_of(module, self.forward, arguments)
 
     def answer(self, stream: Stream) -> Any:
         """Answer of the block."""
@@ -459,20 +447,17 @@ class TokenRows:
         names = [layer.name for layer in block.layers]
         items = {name: listed_item(module, name.removeprefix(f"{block.name}.")) for name in names}
         self.items = {name: item for name, item in items.items() if item}  # of lists, by layer
-        self._handles = []
+        hooks = ExitStack()
         for path in {item.rpartition(".")[0] for item in self.items.values()}:
             hook, listed = partial(self._ask, path), module.get_submodule(path)
-            self._handles.append(listed.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.enter_context(listed.register_forward_pre_hook(hook, with_kwargs=True))
+        self.close = hooks.close
 
     def of(self, x: Tensor, layer: str, role: str) -> tuple[Tensor, Tensor | None]:
         """Flatten what a layer reads, as `token_rows` does.  # (..., d)."""
         rows, mask = token_rows(x, self.batch, self._block, role)
         listed = self._masks.get(self.items.get(layer, ""))
         return rows, listed if listed is not None and len(listed) == len(rows) else mask
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
 
     def _ask(
         self, path: str, experts: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

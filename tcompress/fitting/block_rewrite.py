@@ -277,7 +277,7 @@ class RewrittenBlock:
         x = self.readings.of(dense, path, arguments)
         if new is dense and not self.result.layers:  # nothing before it has changed
             return x, x
-        return x, Readings(self.new, self.forward).of(new, path, arguments)
+        return x, new.waiting.input_of(self.new.get_submodule(path), self.forward, arguments)
 
 
 def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[..., Any]) -> Readings:

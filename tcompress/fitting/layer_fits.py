@@ -87,8 +87,8 @@ class LayerStatistics:
 
     @classmethod
     def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        gram, curvature = sums.moment(centred=centred), sums.curvature / sums.rows
-        return cls(weight, gram, sums.mean, curvature, sums.rows)
+        gram, [mean, _] = sums.inputs.moments(centred=centred).gram, sums.inputs.means
+        return cls(weight, gram, mean, sums.curvature.total / sums.rows, sums.rows)
 
 
 @dataclass

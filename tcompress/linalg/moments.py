@@ -318,8 +318,9 @@ class MomentSums:
             root[:, None] * (rows - centre)
             for rows, centre in zip(pair[:1] if same else pair, self._centres, strict=False)
         ]
-        for total, rows in zip(self._means, 2 * scaled if same else scaled, strict=True):
-            total += root @ rows
+        means = [root @ rows for rows in scaled]
+        for total, mean in zip(self._means, 2 * means if same else means, strict=True):
+            total += mean
         scaled = multipliable(*scaled)
         if not same:
             for own, (i, j) in zip(self._sums, _PAIRS, strict=True):

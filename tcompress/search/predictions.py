@@ -221,7 +221,9 @@ class Predictor:
         assert data is not None
         if calibration.output_moments is not False:
             named = {entries[path].name: item for path, item in sums.items()}
-            curvatures = {n: narrowed(item.curvature / item.rows) for n, item in named.items()}
+            curvatures = {
+                name: narrowed(item.curvature.total / item.rows) for name, item in named.items()
+            }
             workdir.keep_moments("curvature", block, curvatures)
             weights = {
                 f"{name}/{data.fitted[batch]}": weight

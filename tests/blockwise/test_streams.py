@@ -14,9 +14,7 @@ from tcompress.blockwise.streams import (
     Call,
     Readings,
     Stream,
-    first_tensor,
     intercept_blocks,
-    run_to_input,
     token_rows,
 )
 from tcompress.conversion.converter import convert
@@ -277,9 +275,9 @@ def test_a_mask_of_another_shape_is_not_taken() -> None:
 def test_running_up_to_a_layer() -> None:
     model = _Chain((0, 1))
     x = torch.ones(2, 4)
-    found = run_to_input(lambda: model(x=x), model.h[1], first_tensor)
-    assert torch.equal(found, model.h[0](x))
-    assert run_to_input(lambda: model(x=x), nn.Linear(4, 4), first_tensor) is None
+    call = Call("chain", (), {"x": x})
+    assert torch.equal(call.input_of(model.h[1], model), model.h[0](x))
+    assert call.input_of(nn.Linear(4, 4), model) is None
     assert not model.h[1]._forward_pre_hooks
 
 

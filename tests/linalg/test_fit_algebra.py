@@ -102,9 +102,9 @@ def test_rows_that_are_all_alike_have_no_variance() -> None:
         worth.add(row.expand(count, -1), torch.ones(count, 2))
     found = sums.moments(centred=True)
     assert not any(bool(part.any()) for part in (found.gram, found.cross, found.dense))
-    assert not bool(worth.moment(centred=True).any())
+    assert not bool(worth.inputs.moments(centred=True).gram.any())
     assert_close(sums.moments(centred=False).cross, 2 * row.mT.double() @ row.double())
-    assert_close(worth.moment(centred=False), row.mT.double() @ row.double())
+    assert_close(worth.inputs.moments(centred=False).gram, row.mT.double() @ row.double())
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e30])
@@ -117,8 +117,12 @@ def test_sums_neither_overflow_nor_vanish(size: float) -> None:
     near = {"rtol": 1e-4, "atol": 1e-4}
     assert_close(sums.moments(centred=False).cross / square, x.T @ new / ROWS, **near)
     weights = back.square().sum(-1).double()  # what errors at a token cost
-    assert_close(worth.moment(centred=False) / square, (x.T * weights) @ x / weights.sum(), **near)
-    assert_close(worth.curvature / square, back.T @ back, **near)
+    assert_close(
+        worth.inputs.moments(centred=False).gram / square,
+        (x.T * weights) @ x / weights.sum(),
+        **near,
+    )
+    assert_close(worth.curvature.total / square, back.T @ back, **near)
 
 
 def test_rows_of_a_weight_count_as_so_many() -> None:
@@ -142,7 +146,9 @@ def test_tokens_without_gradients_still_have_moments() -> None:
     worth = Sensitivity.empty(WIDTH, 2, torch.device("cpu"))
     x = _rows()[0]
     worth.add(x, torch.zeros(ROWS, 2))
-    assert_close(worth.moment(centred=False), (x.T @ x / ROWS).double(), rtol=1e-4, atol=1e-4)
+    assert_close(
+        worth.inputs.moments(centred=False).gram, (x.T @ x / ROWS).double(), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_relative_errors_are_always_numbers() -> None:

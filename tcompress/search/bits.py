@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +97,11 @@ def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     forms = _forms(source, recipe)
     inputs.progress.stage("trying word embeddings", len(forms), "tables")
     sizes = [disk_bytes(source, form.within(inputs.plan), recipe.dtype) for form in forms]
-    change = _change_with(inputs)
+    changes = chain([0.0], _changes(inputs, forms[1:]))
     candidates: list[TableCandidate] = []
-    for form, size in zip(forms, sizes, strict=True):
-        loss = max(0.0, change(_tables(inputs, form))) / unit if candidates else 0.0
+    for form, size, change in zip(forms, sizes, changes, strict=True):
         costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
-        candidates.append(replace(form, loss=loss, costs=costs))
+        candidates.append(replace(form, loss=max(0.0, change) / unit, costs=costs))
         inputs.progress.advance(1, f"{form.rounding or 'as it is'}")
     return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
 
@@ -131,8 +131,8 @@ def _rounded(tensor: Tensor, rounding: Rounding | None) -> Tensor:
     return tensor if rounding is None else unpack(pack(tensor, rounding))
 
 
-def _change_with(inputs: SearchInputs) -> Callable[[Iterable[tuple[str, Tensor]]], float]:
-    """Return what measures the change of the output per sample, with tables by module path.
+def _changes(inputs: SearchInputs, forms: Sequence[TableCandidate]) -> Iterator[float]:
+    """Measure the change of the output per sample with each form of the tables.
 
     The dense model runs beside one with these tables.
     """
@@ -148,9 +148,8 @@ def _change_with(inputs: SearchInputs) -> Callable[[Iterable[tuple[str, Tensor]]
             module = partial.model.get_submodule(name)
             copies.setdefault(path, []).append(copy.deepcopy(module))
             set_module(partial.model, name, Branch(module, copies[path][-1]))
-
-    def change(tables: Iterable[tuple[str, Tensor]]) -> float:
-        for path, table in tables:
+    for form in forms:
+        for path, table in _tables(inputs, form):
             for module in copies[path]:
                 module.weight = nn.Parameter(table, requires_grad=False)
         dense = [partial.stream(batch, keep=True) for batch in batches]
@@ -165,6 +164,4 @@ def _change_with(inputs: SearchInputs) -> Callable[[Iterable[tuple[str, Tensor]]
                         if exact.output is not None:
                             total += sampler.change(exact.output, new.output, exact.batch)
                             exact.output = new.output = None  # at once: logits are large
-        return total / sum(map(samples_in, batches))
-
-    return change
+        yield total / sum(map(samples_in, batches))

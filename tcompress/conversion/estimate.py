@@ -401,11 +401,7 @@ def _speed(device: str) -> float:
 
 
 def check_room(conversion: Conversion) -> None:
-    """Refuse a disk that is too small, and warn of too little memory.
-
-    Raises:
-        DiskError: What is missing, and what needs less.
-    """
+    """Refuse a disk that is too small, and warn of too little memory; say what takes less."""
     workdir = conversion.workdir
     costs = estimate(conversion.plan, conversion.source, conversion.whole)
 
@@ -435,25 +431,22 @@ def check_room(conversion: Conversion) -> None:
 def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: float) -> list[str]:
     """List what to type that fits: the most samples, and no data at all."""
     recipe, data = conversion.whole, conversion.whole.calibration
-    texts: list[str] = []
     if data.is_none:
-        return texts
+        return []
 
-    def fits(flag: str, **changes: object) -> bool:
+    def needed(**changes: object) -> int:
         less = recipe.model_copy(update={"calibration": data.model_copy(update=changes)})
-        needed = size(estimate(conversion.plan, conversion.source, less))
-        texts.extend([f"`{flag}` (about {_size(needed)})"] if needed <= room else [])
-        return needed <= room
+        return size(estimate(conversion.plan, conversion.source, less))
 
+    ways: dict[str, int] = {}  # what to type, and what it takes
     samples = data.count
-    while samples > FEWEST_SAMPLES:
+    while samples > FEWEST_SAMPLES and not any(taken <= room for taken in ways.values()):
         samples //= 2
-        if fits(f"--calib-samples {samples}", samples=samples):
-            break
+        ways[f"--calib-samples {samples}"] = needed(samples=samples)
     compares = recipe.resource_budget or recipe.max_loss or recipe.chooses_depth
     if not compares and recipe.vocab != "data":
-        fits("--calib none", source=("none",))
-    return texts
+        ways["--calib none"] = needed(source=("none",))
+    return [f"`{way}` (about {_size(taken)})" for way, taken in ways.items() if taken <= room]
 
 
 def _size(count: int) -> str:

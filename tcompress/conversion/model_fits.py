@@ -385,8 +385,8 @@ class BlockFitter:
             answer = call.run(new)
             new_stream.answer(handed_on(call, answer) if routing is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
-                origin = self._data.origins.get(index, self._data.name)
                 if index in self._own:
+                    origin = self._data.origins.get(index, self._data.name)
                     outputs = (dense_stream.output, new_stream.output)
                     self.comparison.add(origin, *outputs, dense_stream.batch, index)
                 dense_stream.output = new_stream.output = None  # at once: logits are large

@@ -42,7 +42,6 @@ from tcompress.models.narrower import with_keys
 from tcompress.planning.costs import (
     copied_keys,
     parameter_names,
-    path_of,
     roundings,
     stored_key,
     weight_keys,
@@ -69,11 +68,8 @@ def _grouped(layers: Sequence[LayerPlan], key: Callable[[LayerPlan], object]) ->
 class Outputs:
     """All tensors of the output, in the order of the source's weight files.
 
-    Args:
-        source: The model with the blocks that stay.
-        plan: The plan, with final sizes.
-        dtype: What was asked for; None to keep that of the source.
-        workdir: Where fits are kept.
+    The source has the blocks that stay, the plan final sizes, and the working folder the fits;
+    without a dtype tensors keep that of the source.
     """
 
     def __init__(
@@ -261,11 +257,12 @@ def fitted_parameters(
     source: SourceModel, entry: LayerPlan, result: BlockResult
 ) -> Iterator[tuple[str, Tensor]]:
     """Pair the weight of a layer, and its bias, as the model has them, by name."""
-    path, tensors = path_of(source, entry), result.layers[entry.key].tensors
+    tensors = result.layers[entry.key].tensors
     names = (f"{tensor_prefix(entry.parts, index, 0)}w" for index in range(len(entry.parts)))
-    yield path, entry.as_stored(torch.cat([tensors[name] for name in names], -2))
+    fitted = [entry.as_stored(torch.cat([tensors[name] for name in names], -2))]
     if entry.name in result.biases:
-        yield f"{path.rpartition('.')[0]}.bias", result.biases[entry.name]
+        fitted.append(result.biases[entry.name])
+    return zip(parameter_names(source, entry), fitted, strict=True)
 
 
 def plain_tensors(
@@ -290,8 +287,7 @@ def write_rest(
 ) -> Manifest:
     """Write everything but the weights; `config.json`, which makes it loadable, last.
 
-    Returns:
-        The manifest with checksums and sizes of all files.
+    The manifest comes back with checksums and sizes of all files.
     """
     carry_files(source.folder, source.auxiliary_files(), folder)
     if not source.trust_remote_code:
@@ -334,13 +330,7 @@ EXACT = 1e-9  # largest difference where the very same numbers are compared, in 
 
 
 def check_written(folder: Path, outputs: Outputs, factors: SharedFactors) -> None:
-    """Compare files with the fits of one block, and of one place of every other kind.
-
-    Args:
-        folder: What was written.
-        outputs: What it should hold.
-        factors: Those that layers share.
-    """
+    """Compare files with the fits of one block, and of one place of every other kind."""
     source, plan = outputs.source, outputs.plan
     if plan.changes_model:
         with unloadable():

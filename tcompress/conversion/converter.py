@@ -85,9 +85,6 @@ def convert(
         paper: Published numbers, to be shown beside those of the result.
         statistics: What other conversions of the model have measured, and this one adds to.
 
-    Returns:
-        The written folder and its manifest.
-
     Raises:
         InputError: The model, the recipe, the data or the output folder cannot be used.
         FitError: A weight or a fit is not finite; the message names the layer.
@@ -128,9 +125,9 @@ def convert(
             return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
         parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
-        begun = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
-        processes.first(lambda: check_room(begun))
-        conversion, outputs = choose(begun)
+        conversion = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
+        processes.first(lambda: check_room(conversion))
+        conversion, outputs = choose(conversion)
         # Fits are kept until what they yield is written.
         sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
         workdir.need(sum(sizes))

@@ -59,13 +59,11 @@ TOKENS = 20
 FLOPS = {"cpu": 5e10, "cuda": 5e12, "mps": 5e11}
 """Operations in float32 in a second: of one thread of a CPU, of a whole GPU."""
 
-BFLOAT16 = 0.4
-"""Of the time of passes in float32, what they take in bfloat16, where it is multiplied fast."""
-EMULATED = 3.5
-"""The same on processors that have no such products."""
+BFLOAT16, EMULATED = 0.4, 3.5
+"""Of the time of passes in float32, what they take in bfloat16: with such products, and without."""
 
 FEWEST_SAMPLES = 32
-"""No fewer samples are proposed to whom room is lacking."""
+"""No fewer samples are proposed where room is lacking."""
 
 _STEPS = 100  # of the fit of a transform
 _SMALL_PRODUCTS = 60  # operations in a step for each generator and row that it turns, with waiting

@@ -153,8 +153,8 @@ class Outputs:
         if self.plan.plain is not None:
             if self._plain[0] is not group:  # experts are made of one stack
                 fitted = dict(chain(*(fitted_parameters(self.source, e, result) for e in group)))
-                others = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
-                self._plain = group, plain_tensors(self.source, fitted, others)
+                dense = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
+                self._plain = group, plain_tensors(self.source, fitted, dense)
             what, value = f"`{item.key}`", self._plain[1][item.key]
         else:
             entry = next(e for e in group if item.key.startswith(f"{e.name}."))
@@ -266,15 +266,15 @@ def fitted_parameters(
 
 
 def plain_tensors(
-    source: SourceModel, parameters: Mapping[str, Tensor], others: Callable[[str], Tensor]
+    source: SourceModel, parameters: Mapping[str, Tensor], dense: Callable[[str], Tensor]
 ) -> dict[str, Tensor]:
     """Turn parameters of a model into what stores them, by the keys that the source has for it.
 
-    `others` gives those that are stored together with them.
+    Of those that are stored together with them `dense` gives the values.
     """
     stored: dict[str, Tensor] = {}
     for names in dict.fromkeys(map(source.keymap.stored_together, parameters)):
-        values = {n: parameters[n] if n in parameters else others(n) for n in names}
+        values = {n: parameters[n] if n in parameters else dense(n) for n in names}
         stored |= source.keymap.as_stored(values)
     return stored
 

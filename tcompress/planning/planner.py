@@ -314,22 +314,14 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
-def grouped(plan: Plan, source: SourceModel) -> list[list[LayerPlan]]:
-    """List the layers of a plan, those together that read one input."""
-    planned = {path_of(source, entry): entry for entry in plan.layers}
-    groups = [group for block in roles_of(source).blocks for group in block.groups]
-    in_blocks = [[planned.pop(layer.weight_name, None) for layer in group] for group in groups]
-    rewritten = [[entry for entry in group if entry is not None] for group in in_blocks]
-    return [*filter(None, rewritten), *([entry] for entry in planned.values())]
-
-
-def resized(
-    plan: Plan,
-    groups: Sequence[Sequence[LayerPlan]],
-    chosen: Mapping[str, LayerForm | None],
-    source: SourceModel,
-) -> Plan:
+def resized(plan: Plan, chosen: Mapping[str, LayerForm | None], source: SourceModel) -> Plan:
     """Change forms of layers, by weight name; None leaves one dense, others stay as planned."""
+    planned = {path_of(source, entry): entry for entry in plan.layers}
+    groups = []  # of layers that read one input
+    for readers in (group for block in roles_of(source).blocks for group in block.groups):
+        names = [layer.weight_name for layer in readers if layer.weight_name in planned]
+        groups.append([planned.pop(name) for name in names])
+    groups += [[entry] for entry in planned.values()]
     layers: list[LayerPlan] = []
     skipped = [*plan.left]
     for group in groups:

@@ -14,7 +14,7 @@ from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.costs import out_of_reach, size_of
-from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.entries import LayerForm, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search import knapsack
 from tcompress.search.bits import TableCandidate, TableSite
@@ -87,7 +87,6 @@ class BudgetProblem:
     recipe: Convert  # what was asked for
     source: SourceModel
     plan: Plan  # a plan of equal sizes
-    groups: Sequence[Sequence[LayerPlan]]  # its layers, those together that read one input
     predictions: Predictions  # what may be chosen from
     methods: Sequence[str]  # that candidates may be of
     table: TableSite | None = None  # what the word embedding may become, where that is chosen too
@@ -253,7 +252,7 @@ class BudgetProblem:
                 f"`{self.budget}` leaves every layer dense: no smaller size loses so little",
                 "allow a larger error",
             )
-        return resized(plan, self.groups, forms, self.source)
+        return resized(plan, forms, self.source)
 
     @property
     def budget(self) -> Budget:

@@ -2,20 +2,19 @@
 
 A block is left out by handing its input on. The change that this makes to what the model puts out
 is measured on calibration data without labels, in the unit of the losses that a budget predicts
-(`OutputSampler.change`). Blocks are chosen one after another, each the one whose loss, together
-with those chosen before, changes the output least: two blocks that replace each other do not both
-go.
+(`OutputSampler.change`). Blocks are chosen one after another, each the one whose loss together with
+those chosen before is least: two blocks that replace each other do not both go.
 
-All ways to leave a block out run side by side, in the passes that pause at every block, so that
-only one block holds weights at a time. Until its first missing block a pass is the dense one and
-shares its activations.
+All ways to leave a block out run side by side, in passes that pause at every block, so that only
+one block holds weights at a time. Until its first missing block a pass is the dense one and shares
+its activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
+from math import inf
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from tcompress.search.substitution import tokens_of
 SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
 MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together
 Gone = frozenset[str]  # module paths of the blocks that are left out
+DENSE: Gone = frozenset()
 
 
 def choose_blocks(
@@ -44,7 +44,7 @@ def choose_blocks(
     device: torch.device,
     progress: Progress,
 ) -> DepthPlan:
-    """Chooses the blocks that stay by what the others change."""
+    """Choose the blocks that stay by what the others change."""
     counts = {stack.path: stack.blocks - len(stack.kept) for stack in depth.stacks}
     progress.stage("choosing blocks", sum(counts.values()), "blocks")
     chosen: list[BlockLoss] = []
@@ -60,7 +60,7 @@ def dropping(
     """Choose blocks to drop, so many by the path of their stack, each only when it is asked for."""
     walk, counts = DepthWalk(source, data, device), dict(drops)
     fixed = {f"{path}.{i}" for path, n in counts.items() if n for i in fixed_blocks(source, path)}
-    gone: Gone = frozenset()
+    gone = DENSE
     while any(counts.values()):
         names = [
             block.name
@@ -74,7 +74,7 @@ def dropping(
 
 
 def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> DepthPlan:
-    """Plans to drop these blocks, in the order in which they were chosen."""
+    """Plan to drop these blocks, in the order in which they were chosen."""
     gone = {item.path for item in dropped}
     shallower = []
     for stack in stacks:
@@ -83,17 +83,8 @@ def depth_without(stacks: Sequence[StackPlan], dropped: Sequence[BlockLoss]) -> 
     return DepthPlan(stacks=tuple(shallower), chosen="measured", dropped=tuple(dropped))
 
 
-@dataclass
-class _Pass:
-    """One way to leave blocks out, on one batch."""
-
-    stream: Stream
-    gone: Gone
-    change: float = 0.0  # of the output, from the dense model's
-
-
 class DepthWalk:
-    """Measures ways to leave blocks out, block by block; what is held out is not looked at."""
+    """Measure ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(self, source: SourceModel, data: CalibrationData, device: torch.device) -> None:
         blocks = [block.name for block in roles_of(source).blocks]
@@ -103,7 +94,7 @@ class DepthWalk:
         self._batches = [*map(self._sampler.with_variants, chosen)]
 
     def losses(self, blocks: Sequence[str], gone: Gone) -> list[BlockLoss]:
-        """Measures the loss of each of these blocks together with those that are gone."""
+        """Measure the loss of each of these blocks together with those that are gone."""
         width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
         tokens = sum(max(map(tokens_of, batch.values())) for batch in self._batches)
         count = max(1, MOST_BYTES // max(1, 4 * width * tokens))
@@ -118,41 +109,44 @@ class DepthWalk:
         return losses
 
     def _changes(self, ways: Sequence[Gone]) -> list[float]:
-        """Runs the dense model beside all these ways, and compares what they put out."""
+        """Run the dense model beside all these ways, and compare what they put out."""
         passes = [
-            [_Pass(self._model.stream(batch, keep=True), way) for way in (frozenset(), *ways)]
+            {way: self._model.stream(batch, keep=True) for way in (DENSE, *ways)}
             for batch in self._batches
         ]
-        streams = [item.stream for group in passes for item in group]
-        passed: Gone = frozenset()
+        streams = [*chain.from_iterable(group.values() for group in passes)]
+        changes: dict[Gone, list[float]] = {way: [] for way in ways}
+        passed = DENSE
         with self._model.paused(streams):
             while name := common_block(streams):
                 with self._model.loaded(name):
                     for group in passes:
-                        self._answer(group, name, passed)
+                        for way, change in self._answer(group, name, passed):
+                            changes[way].append(change)
                 passed |= {name}
-        return [sum(item.change for item in way) for way in zip(*passes, strict=True)][1:]
+        return [sum(of_batches) for of_batches in changes.values()]
 
-    def _answer(self, group: Sequence[_Pass], name: str, passed: Gone) -> None:
-        """Runs a block once for all passes that read the same: they lack the same blocks so far."""
+    def _answer(
+        self, streams: Mapping[Gone, Stream], name: str, passed: Gone
+    ) -> Iterator[tuple[Gone, float]]:
+        """Run a block once for passes that lack the same blocks so far; yield final changes."""
         answers: dict[Gone, Any] = {}
-        dense = group[0].stream
-        for item in group:
-            stream, before = item.stream, item.gone & passed
-            if before not in answers:
-                answers[before] = self._model.answer_of(stream)
-            answer = answers[before]
-            stream.answer(handed_on(stream.waiting, answer) if name in item.gone else answer)
-            if stream.output is None or stream is dense:
+        for way, stream in streams.items():
+            if way & passed not in answers:
+                answers[way & passed] = self._model.answer_of(stream)
+            answer = answers[way & passed]
+            stream.answer(handed_on(stream.waiting, answer) if name in way else answer)
+            if stream.output is None or way == DENSE:
                 continue
-            item.change = self._sampler.change(dense.output, stream.output, stream.batch)
+            change = self._sampler.change(streams[DENSE].output, stream.output, stream.batch)
             stream.output = None  # outputs may be large: one at a time
-            if not item.change < float("inf"):
+            if not change < inf:
                 raise FitError(
-                    f"without {', '.join(sorted(item.gone))} the output holds NaN or infinity",
+                    f"without {', '.join(sorted(way))} the output holds NaN or infinity",
                     "repair the checkpoint, or name the blocks to keep: `--keep-layers`",
                 )
-        dense.output = None
+            yield way, change
+        streams[DENSE].output = None
 
 
 def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:

@@ -19,7 +19,6 @@ from tcompress.data.calibration import samples_in
 from tcompress.errors import PlanError
 from tcompress.options.convert_options import TIMES
 from tcompress.planning.entries import Plan
-from tcompress.planning.planner import grouped
 from tcompress.planning.sites import structure_of
 from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
@@ -149,8 +148,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     limit, resource = recipe.resource_budget, None
     if limit is not None or recipe.counts_time:
         resource, predictions = measured.priced(limit.unit if limit else Time.unit)
-    groups, methods = grouped(plan, inputs.source), [*predictions.offers]
-    problem = BudgetProblem(recipe, inputs.source, plan, groups, predictions, methods)
+    methods = [*predictions.offers]
+    problem = BudgetProblem(recipe, inputs.source, plan, predictions, methods)
     if limit is not None and resource is not None:
         allowed = resource.dense / resource.reduction(limit)
         room = round(allowed - resource.rest(predictions.layers))

@@ -120,7 +120,7 @@ def _solved(found: Sequence[Any], limit: float, **changes: Any) -> Any:
     plan = Plan(layers=(), budget=facts)
     source: Any = SimpleNamespace()
     predictions = Predictions(layers=tuple(sites), complete=("a", "b"))
-    return _PaperProblem(recipe, source, plan, [], predictions, ["a", "b"]).best()
+    return _PaperProblem(recipe, source, plan, predictions, ["a", "b"]).best()
 
 
 @quick

@@ -50,8 +50,9 @@ def approach(
         placed: Makes a number one that can be tried.
         step: Furthest that a try is from the last one, where all are on one side.
     """
-    number = placed(start)
+    number = start
     for _ in range(TRIES):
+        number = placed(number)
         if number in taken:
             return
         yield number
@@ -59,7 +60,7 @@ def approach(
         high = min((tried for tried, value in taken.items() if value > aim), default=-inf)
         if low < high:
             share = (aim - taken[low]) / (taken[high] - taken[low])
-            number = placed(low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low))
+            number = low + min(_SHARES[1], max(_SHARES[0], share)) * (high - low)
         else:
             move, numbers, values = aim - taken[number], [*taken], [*taken.values()]
             if len(taken) > 1 and values[-1] == values[-2]:
@@ -68,7 +69,7 @@ def approach(
             elif len(taken) > 1:
                 slope = (values[-1] - values[-2]) / (numbers[-1] - numbers[-2])
                 move /= min(_SLOPES[1], max(_SLOPES[0], slope))
-            number = placed(number + min(step, max(-step, move)))
+            number += min(step, max(-step, move))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
@@ -90,8 +89,13 @@ class DepthWalk:
         blocks = [block.name for block in roles_of(source).blocks]
         self._model = PartialModel(source, blocks, device, head=True)
         self._sampler = sampler_of(source)
-        chosen, self._scale = _some_of(data)
-        self._batches = [*map(self._sampler.with_variants, chosen)]
+        # Batches are sorted by length, so they are taken at equal distances.
+        fitted = data.fitted_batches
+        sizes = [*map(samples_in, fitted)]
+        count = min(len(fitted), -(-SAMPLES // max(sizes)))
+        chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
+        self._scale = sum(sizes) / sum(sizes[index] for index in chosen)
+        self._batches = [self._sampler.with_variants(fitted[index]) for index in chosen]
 
     def losses(self, blocks: Sequence[str], gone: Gone) -> list[BlockLoss]:
         """Measure the loss of each of these blocks together with those that are gone."""
@@ -147,16 +151,3 @@ class DepthWalk:
                 )
             yield way, change
         streams[DENSE].output = None
-
-
-def _some_of(data: CalibrationData) -> tuple[list[Mapping[str, Tensor]], float]:
-    """Enough batches to compare on, and how many times as many samples there are.
-
-    Batches are sorted by length, so they are taken at equal distances.
-    """
-    fitted = data.fitted_batches
-    sizes = [*map(samples_in, fitted)]
-    count = min(len(fitted), -(-SAMPLES // max(sizes)))
-    chosen = [int((index + 0.5) * len(fitted) / count) for index in range(count)]
-    scale = sum(sizes) / sum(sizes[index] for index in chosen)
-    return [fitted[index] for index in chosen], scale

@@ -61,11 +61,11 @@ def allocate(sites: Sequence[Site], budget: int, resource: str) -> Allocation:
         )
     done: set[int] = set()
     for index, step, price, _ in _steps(ladders):
-        if index in done or price > remainder:
+        if index not in done and price <= remainder:
+            rungs[index] = step
+            remainder -= price
+        else:
             done.add(index)  # its later steps save less per parameter still
-            continue
-        rungs[index] = step
-        remainder -= price
     return _improved(ladders, rungs, remainder, resource)
 
 

@@ -51,7 +51,6 @@ class Resource(ABC):
     """What is done while candidates are priced, for people."""
 
     def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
         RESOURCES[cls.unit] = cls
 
     @classmethod
@@ -94,10 +93,8 @@ class Resource(ABC):
         )
 
     def rest(self, layers: Iterable[Site]) -> int:
-        """Count what the dense model takes beside these layers.
-
-        None at least: a machine that slowed down after the model was timed tells less than nothing.
-        """
+        """Count what the dense model takes beside these layers."""
+        # A machine that slowed down after the model was timed would tell less than nothing.
         return max(0, round(self.dense) - sum(site.dense[self.unit] for site in layers))
 
     def reach(self, problem: BudgetProblem) -> Plan:

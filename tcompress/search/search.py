@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from tcompress import processes
@@ -26,13 +26,7 @@ from tcompress.search.candidates import SearchInputs
 from tcompress.search.joint_width import with_losses
 from tcompress.search.predictions import Predictions, Predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
-from tcompress.search.substitution import (
-    Factors,
-    Substitute,
-    SubstitutionWalk,
-    factors_of,
-    to_try,
-)
+from tcompress.search.substitution import Factors, Substitute, SubstitutionWalk, factors_of, to_try
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
@@ -78,15 +72,6 @@ class Measurements:
                 self.changes.update(zip(share, changes, strict=True))
         return factors_of(substitutes, self.changes)
 
-    def table(self, usual: float | None) -> TableSite:
-        """Measure what the word embedding may become, once for a usual change at a loss of one."""
-        data = self.inputs.data
-        assert data is not None
-        unit = usual or 1 / sum(map(samples_in, data.fitted_batches))
-        if unit not in self.tables:
-            self.tables[unit] = table_site(self.inputs, unit)
-        return self.tables[unit]
-
 
 @dataclass(frozen=True)
 class Statistics:
@@ -120,11 +105,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     """Return plans with final sizes, in the order of preference, none of them twice.
 
     Each method that takes all layers is an answer too where it was measured alone, beside what
-    `auto` makes of all of them.
-
-    Args:
-        inputs: A model, and what is asked of it.
-        measured: What is known of the model, and is added to.
+    `auto` makes of all of them. What is measured of the model on the way is added to `measured`.
     """
     measured = measured or Measurements(inputs)
     recipe, plan = inputs.recipe, inputs.plan
@@ -148,8 +129,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     limit, resource = recipe.resource_budget, None
     if limit is not None or recipe.counts_time:
         resource, predictions = measured.priced(limit.unit if limit else Time.unit)
-    methods = [*predictions.offers]
-    problem = BudgetProblem(recipe, inputs.source, plan, predictions, methods)
+    problem = BudgetProblem(recipe, inputs.source, plan, predictions, [*predictions.offers])
     if limit is not None and resource is not None:
         allowed = resource.dense / resource.reduction(limit)
         room = round(allowed - resource.rest(predictions.layers))
@@ -157,23 +137,22 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     if inputs.data is not None:
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
-        corrected = predictions.mapped(
-            factors.scaled, lambda site: with_losses(site, factors.by_key)
-        )
+        width = partial(with_losses, factors=factors.by_key)
+        corrected = predictions.mapped(factors.scaled, width)
         problem = replace(problem, predictions=corrected)
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
-            problem = replace(problem, table=measured.table(factors.usual))
+            change = factors.usual or 1 / sum(map(samples_in, inputs.data.fitted_batches))
+            if change not in measured.tables:
+                measured.tables[change] = table_site(inputs, change)
+            problem = replace(problem, table=measured.tables[change])
     # By one process alone: solvers with a time limit may differ.
     return processes.first(lambda: _solved(problem, label, resource if limit else None))
 
 
 def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> dict[str, Plan]:
-    """Spend the budget on all methods, and on each alone; whole models are timed where it counts.
+    """Spend the budget on all methods, which `label` names, and on each alone.
 
-    Args:
-        problem: The budget, and what it may be spent on.
-        label: Name of the answer that uses all methods.
-        resource: What models are to take little of, if anything.
+    Where models are to take little of a resource, whole ones are measured.
     """
     predictions = problem.predictions
     problems = {label: problem}

@@ -21,7 +21,7 @@ from tcompress.errors import FitError, PlanError, TCompressError
 from tcompress.linalg.moments import MomentSums, ProductSum
 from tests.support.cli import error, run
 from tests.support.evaluation import encoder
-from tests.support.model_folders import sentences, text_file
+from tests.support.model_folders import save_tokenizer, sentences, text_file
 from tests.support.tiny import build
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +115,37 @@ def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) 
     _, said = again.communicate(timeout=120)
     assert again.returncode == 0, said
     assert _checksums(tmp_path / "cut") == _checksums(tmp_path / "whole")
+
+
+@pytest.mark.fuzz
+def test_a_rank_killed_at_any_moment(tmp_path: Path) -> None:
+    """Twenty times: the launcher ends all, at most one message is ours, the command goes on."""
+    build("bert").save_pretrained(tmp_path / "bert")
+    save_tokenizer(tmp_path / "bert")
+    data = text_file(tmp_path / "texts.txt", sentences(200))
+    typed = ("-m", "tcompress", "convert", str(tmp_path / "bert"), "--method", "auto")
+    typed = (*typed, "--target", "0.5", "--calib", data, "--device", "cpu", "-q", "-o")
+    whole = _launch(2, *typed, str(tmp_path / "whole"))
+    started = time.monotonic()
+    _, text = whole.communicate(timeout=200)
+    assert whole.returncode == 0, text
+    seconds, chance = time.monotonic() - started, random.Random(0)
+    for number in range(20):
+        folder = tmp_path / f"cut{number}"
+        process = _launch(2, *typed, str(folder))
+        time.sleep(chance.uniform(0.2, 0.95) * seconds)
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        if pids := [*map(int, ranks.stdout.split())]:
+            os.kill(chance.choice(pids), signal.SIGKILL)
+        _, text = process.communicate(timeout=120)
+        assert text.count("error: ") <= 1, text
+        assert (process.returncode == 0) == folder.exists(), text
+        if process.returncode:
+            again = _launch(2, *typed, str(folder))
+            _, text = again.communicate(timeout=200)
+            assert again.returncode == 0, text
+        assert _checksums(folder) == _checksums(tmp_path / "whole")
+        assert not [*tmp_path.glob(f".cut{number}*")]
 
 
 @pytest.mark.slow

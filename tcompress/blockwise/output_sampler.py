@@ -135,9 +135,20 @@ class OutputSampler:
         both = zip(first, second, strict=True)
         return kind, [(exact, changed, mask) for (exact, mask), (changed, _) in both]
 
-    def choices(self, scores: Tensor) -> Tensor:
-        """Best class or token of all scores; of a yes or no each, whether it is a yes."""
-        return scores > 0 if self.independent else scores.argmax(-1)
+    def agreements(self, exact: Tensor, changed: Tensor, mask: Tensor | None) -> Tensor:
+        """True where the best class or token of scores is the same, or whether it is a yes.
+
+        One flag for each choice that counts.  # (choices,)
+        """
+        if self.independent:
+            alike = (exact > 0) == (changed > 0)
+        elif mask is not None and mask.shape == exact.shape:  # a token of each example is chosen
+            padding = ~mask.bool()
+            choices = (scores.masked_fill(padding, -inf).argmax(-1) for scores in (exact, changed))
+            return torch.eq(*choices)
+        else:
+            alike = exact.argmax(-1) == changed.argmax(-1)
+        return alike.flatten() if mask is None else alike[mask.bool()].flatten()
 
     def _parts(self, output: Any, batch: Batch) -> tuple[Kind, list[_Part]]:
         """Kind of an output, and its scores or vectors, with masks of tokens."""
@@ -330,10 +341,9 @@ class OutputComparison:
                 count = len(exact) // (VARIANTS if kind == "embeddings" else 1)
                 vectors.append((_mean(exact[:count], mask), _mean(changed[:count], mask)))
             elif self.sampler.independent or exact.shape[-1] > 1:
-                alike = torch.eq(*map(self.sampler.choices, (exact, changed)))
-                counts = torch.ones_like(alike) if mask is None else mask.bool()
-                same += int((alike & counts).sum())
-                scored += int(counts.sum())
+                alike = self.sampler.agreements(exact, changed, mask)
+                same += int(alike.sum())
+                scored += alike.numel()
         difference = _Difference(index, source, samples, change, same, scored, vectors)
         self.differences.append(difference)
         return change / samples

@@ -59,6 +59,18 @@ def test_agreement_of_scores_is_the_share_of_equal_choices() -> None:
     assert compared.changes["b"] == 0 < compared.changes["a"]
 
 
+def test_agreement_of_answers_is_the_share_of_equal_tokens() -> None:
+    """One token of each text is chosen, and none of the padding."""
+    one = torch.tensor([[2.0, 1.0, 9.0], [0.0, 3.0, 1.0]])
+    two = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 4.0]])
+    batch = {"attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    compared = OutputComparison(OutputSampler(None))
+    compared.add(
+        "a", *(SimpleNamespace(start_logits=it, end_logits=one) for it in (one, two)), batch
+    )
+    assert compared.agreement == {"a": pytest.approx(3 / 4)}
+
+
 def test_agreement_of_embeddings_ranks_similarities() -> None:
     generator = torch.Generator().manual_seed(0)
     one = torch.randn(6, 3, 8, generator=generator)

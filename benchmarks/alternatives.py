@@ -50,7 +50,7 @@ from transformers.utils import logging
 
 import tcompress
 from tcompress.data.calibration import load_batches
-from tcompress.fitting.layer_fits import LayerMoments, fit_layers
+from tcompress.fitting.layer_fits import LayerMoments, LayerToFit, fit_layers
 from tcompress.hf.opening import load_model
 from tcompress.latency.passes import Pass
 from tcompress.linalg.moments import Moments, MomentSums, safe_cholesky
@@ -183,9 +183,9 @@ def structured(case: Case, method: dict[str, Any], target: float | None, calibra
     terms = plan_terms(Choice(spec, target=target), site, 1, calibrated=calibrated)
     part = PartLayout(name="weight", terms=terms)
     entry = LayerPlan(name=case.name, block="", role="", kind="linear", bias=True, parts=(part,))
-    moments = LayerMoments(case.moments if calibrated else None)
-    weight, damping = case.linear.weight.detach(), Calibration().damping
-    (fitted,) = fit_layers([entry], [weight], [[moments]], dtype=torch.float32, damping=damping)
+    moments = [LayerMoments(case.moments if calibrated else None)]
+    to_fit = LayerToFit(entry, case.linear.weight.detach(), moments)
+    (fitted,) = fit_layers([to_fit], dtype=torch.float32, damping=Calibration().damping)
     layer = StructuredLinear(entry.parts, bias=True)
     shift = 0 if fitted.shift is None else fitted.shift
     bias = (case.linear.bias.detach().double() + shift).float()

@@ -29,26 +29,28 @@ from tcompress.fitting.block_rewrite import (
     FitInputs,
     Group,
     Routing,
-    StreamPairs,
-    dense_matrix,
     dense_readings,
     fit_group,
 )
 from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
 from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
 from tcompress.fitting.first_values import start_shared_factors
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING, WIDER, BlockResult, SharedFactors
+from tcompress.fitting.layer_fits import (
+    CURVATURE_DAMPING,
+    WIDER,
+    BlockResult,
+    SharedFactors,
+    dense_matrix,
+)
 from tcompress.hf.build import fill, set_module
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
 from tcompress.models import SourceModel
 from tcompress.options import Convert
-from tcompress.planning.costs import path_of
 from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import module_path, roles_of, tied_to
-from tcompress.roles import Layer
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.search import Statistics
 from tcompress.structures import Layout, Target, structure
@@ -111,7 +113,7 @@ def fit(conversion: Conversion, outputs: Outputs) -> Fits:
     step = processes.count()  # blocks at a time
 
     def fit_block(name: str) -> None:
-        result = BlockResult(name, {}, {})
+        result = BlockResult(name)
         narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
         reductions = inputs.reductions(name) if narrow else {}
         for group in blocks[name]:
@@ -184,15 +186,8 @@ def _fit_embeddings(conversion: Conversion, outputs: Outputs) -> dict[str, Struc
 
 def _reductions(conversion: Conversion, plan: Plan, block: str) -> Reductions:
     """Tell which channels of a block stay; by the weights alone where no data has told."""
-    source = conversion.source
     measured = read_reductions(conversion.workdir.moments("channels", block))
-    entries = {path_of(source, entry): entry for entry in plan.layers}
-    around = next((item for item in roles_of(source).blocks if item.name == block), None)
-
-    def weight_of(layer: Layer) -> Tensor:
-        return dense_matrix(source, entries[layer.weight_name], conversion.device)
-
-    return measured if around is None else completed(measured, around, entries, weight_of)
+    return completed(measured, conversion.source, block, plan.layers, conversion.device)
 
 
 # Factors that many layers share are fitted once, before any of them, to all of them.
@@ -322,15 +317,14 @@ class BlockFitter:
         judged = (data.holdout or every) if sampler else ()  # one sample is all there is
         if sampler is not None:
             batches |= {i: sampler.with_variants(b) for i, b in batches.items() if i in judged}
-        dense_streams, new_streams = (
-            {
-                index: self._model.stream(batch, rewritten=rewritten, keep=index in judged)
-                for index, batch in batches.items()
-            }
-            for rewritten in (False, True)
-        )
-        self._streams = StreamPairs(data, dense_streams, new_streams)
-        self._rewriter = BlockRewriter(inputs, self._streams, plan.layers, plan.attention)
+        self._streams = {
+            index: (
+                self._model.stream(batch, keep=index in judged),
+                self._model.stream(batch, rewritten=True, keep=index in judged),
+            )
+            for index, batch in batches.items()
+        }
+        self._rewriter = BlockRewriter(inputs, data, self._streams, plan.layers, plan.attention)
 
     def run(self) -> None:
         """Fit all blocks in the order in which the model runs them, and keep the fits.
@@ -339,7 +333,7 @@ class BlockFitter:
         """
         pairs, unreached, workdir = self._streams, self.unreached, self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
-        streams = [*pairs.dense.values(), *pairs.new.values()]
+        streams = [pair[rewritten] for rewritten in (0, 1) for pair in pairs.values()]
         with self._model.paused(streams):
             while (unreached or self.comparison) and (name := common_block(streams)):
                 block = self._blocks.get(name)
@@ -362,9 +356,9 @@ class BlockFitter:
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
-        stream = next(iter(self._streams.dense.values()), None)
-        if stream is None:
+        if not self._streams:
             return
+        stream, _ = next(iter(self._streams.values()))
         answer = readings.answer(stream)
         try:
             stream.answer(answer)
@@ -377,7 +371,7 @@ class BlockFitter:
         self, readings: Readings, new: Callable[..., Any], routing: Routing | None
     ) -> None:
         """Answer all streams; without routing it is a block that only the dense ones run."""
-        for index, dense_stream, new_stream in self._streams:
+        for index, (dense_stream, new_stream) in self._streams.items():
             if routing is not None:
                 routing.current = index
             dense_stream.answer(readings.answer(dense_stream))

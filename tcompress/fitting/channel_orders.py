@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING, LayerStatistics
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
 from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.linalg.moments import safe_cholesky
+from tcompress.models import SourceModel
+from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.sites import Coupling, couplings
-from tcompress.roles import Block, Layer, Part
+from tcompress.planning.sites import Coupling, couplings, roles_of
+from tcompress.roles import Layer
 from tcompress.structures.modules.linear import Channels
 
 # An order of channels holds for all sizes: with n of them the first n stay. For neurons, and whole
@@ -90,9 +93,10 @@ def narrowed_rows(entry: LayerPlan, tensor: Tensor, reductions: Reductions) -> T
     return _by_part(entry, tensor, 1 if entry.experts else 0, reductions, Reduction.narrow)
 
 
-def lift_of(entry: LayerPlan, reductions: Reductions, device: torch.device) -> Tensor:
-    """Return the matrix from inputs that are left to all of them.  # ([experts,] in, left)."""
-    assert entry.reads is not None
+def lift_of(entry: LayerPlan, reductions: Reductions, device: torch.device) -> Tensor | None:
+    """Return the matrix from inputs that are left, if not all, to all.  # ([experts,] in, left)."""
+    if entry.reads is None:
+        return None
     eye = torch.eye(entry.in_features, dtype=torch.float64, device=device)
     eye = eye.expand(entry.experts, -1, -1) if entry.experts else eye
     return _reduction(reductions, entry, READ, entry.reads, device).lifted(eye, entry.reads)
@@ -107,44 +111,43 @@ def narrowed_curvature(entry: LayerPlan, curvature: Tensor, reductions: Reductio
 
 def stored_reductions(reductions: Reductions) -> dict[str, Tensor]:
     """Name the tensors of reductions for the working folder."""
-    named: dict[str, Tensor] = {}
-    for (key, part, size), reduction in reductions.items():
-        named[f"{key}/{part}/{size}/reduce"] = reduction.reduce
-        if reduction.lift is not None:
-            named[f"{key}/{part}/{size}/lift"] = reduction.lift
-    return named
+    return {
+        f"{key}/{part}/{size}/{name}": tensor
+        for (key, part, size), reduction in reductions.items()
+        for name, tensor in vars(reduction).items()
+        if tensor is not None
+    }
 
 
 def read_reductions(named: Mapping[str, Tensor]) -> dict[ReductionKey, Reduction]:
     """Read them back."""
-    reductions = {}
-    for name, tensor in named.items():
-        key, part, size, what = name.rsplit("/", 3)
-        if what == "reduce":
-            lift = named.get(f"{key}/{part}/{size}/lift")
-            reductions[key, part, int(size)] = Reduction(tensor, lift)
-    return reductions
+    tensors = defaultdict[ReductionKey, dict[str, Tensor]](dict)
+    for path, tensor in named.items():
+        key, part, size, name = path.rsplit("/", 3)
+        tensors[key, part, int(size)][name] = tensor
+    return {key: Reduction(**fields) for key, fields in tensors.items()}
 
 
 def completed(
     measured: Reductions,
-    block: Block,
-    entries: Mapping[str, LayerPlan],
-    weight_of: Callable[[Layer], Tensor],
+    source: SourceModel,
+    block: str,
+    layers: Sequence[LayerPlan],
+    device: torch.device,
 ) -> Reductions:
-    """Add reductions of narrow layers that no data has told; arguments as below."""
+    """Add reductions of narrow layers of a block that no data has told: by the weights alone."""
+    entries = {path_of(source, entry): entry for entry in layers}
     reductions = dict(measured)
-    for coupling in couplings(block):
-        members = [entries.get(layer.weight_name) for layer in coupling.layers]
-        if any(entry is None for entry in members):
+    for coupling in (c for b in roles_of(source).blocks if b.name == block for c in couplings(b)):
+        names = {layer.weight_name for layer in coupling.layers}
+        if not names <= entries.keys() or not any(entries[name].is_narrow for name in names):
             continue
-        written = [
-            (entries[layer.weight_name].key, part.name, coupling.channels(part.size, 0).size)
+        written = {
+            (entries[layer.weight_name].key, part.name, coupling.size)
             for layer, part in coupling.writers
-        ]
-        narrow = any(entry.is_narrow for entry in members if entry)
-        if narrow and not reductions.keys() >= {*written}:
-            reductions |= order_by_weights(coupling, entries, weight_of).reductions
+        }
+        if not written <= reductions.keys():
+            reductions |= _order_by_weights(coupling, entries, source, device).reductions
     return reductions
 
 
@@ -161,41 +164,45 @@ class ChannelOrder:
 
 
 @dataclass(frozen=True)
-class LayerFacts:
-    """Plan, statistics and bias of one layer."""
+class LayerStatistics:
+    """Plan and weight of one layer, and moments of all rows, per row and not damped."""
 
     entry: LayerPlan
-    statistics: LayerStatistics
-    bias: Tensor | None  # (out,)
+    weight: Tensor  # dense  # (out, in)
+    gram: Tensor  # G  # (in, in)
+    mean: Tensor  # of the inputs  # (in,)
+    curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
+    rows: int = 1
+    bias: Tensor | None = None  # where channels are put in order  # (out,)
 
 
-def order_channels(
-    coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float
-) -> ChannelOrder:
-    """Order the channels of a coupling by facts of its layers, by weight name."""
+BlockStatistics = Mapping[Layer, LayerStatistics]
+"""What is measured of the planned layers of a block."""
+
+
+def order_channels(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
+    """Order the channels of a coupling by what is measured of its layers."""
     order = {"values": _values, "scores": _scores}.get(coupling.kind, _whole)
-    return order(coupling, facts, damping)
+    return order(coupling, statistics, damping)
 
 
-def order_by_weights(
-    coupling: Coupling, entries: Mapping[str, LayerPlan], weight_of: Callable[[Layer], Tensor]
+def _order_by_weights(
+    coupling: Coupling, entries: Mapping[str, LayerPlan], source: SourceModel, device: torch.device
 ) -> ChannelOrder:
-    """Order channels without data: inputs count as independent and alike.
-
-    Entries are by weight name in the model; weights are matrices ([experts,] out, in).
-    """
-    stacks = {layer: weight_of(layer).double() for layer in coupling.layers}
-    experts = entries[coupling.layers[0].weight_name].experts
+    """Order channels without data: inputs count as independent and alike."""
+    planned = {layer: entries[layer.weight_name] for layer in coupling.layers}
+    stacks = {layer: dense_matrix(source, e, device).double() for layer, e in planned.items()}
+    experts = planned[coupling.layers[0]].experts
     orders = []
     for expert in range(experts or 1):
         weights = {layer: stack[expert] if experts else stack for layer, stack in stacks.items()}
         gram = _guessed_gram(coupling, weights)
-        facts = {}
+        statistics = {}
         for layer, weight in weights.items():
             read = gram if layer == coupling.reader else torch.eye(weight.shape[1]).to(weight)
-            statistics = LayerStatistics(weight, read, weight.new_zeros(len(read)))
-            facts[layer.weight_name] = LayerFacts(entries[layer.weight_name], statistics, None)
-        orders.append(order_channels(coupling, facts, DAMPING / len(gram)))
+            facts = (planned[layer], weight, read, weight.new_zeros(len(read)))
+            statistics[layer] = LayerStatistics(*facts)
+        orders.append(order_channels(coupling, statistics, DAMPING / len(gram)))
     if not experts:
         return orders[0]
     rows = torch.stack([next(iter(order.reductions.values())).reduce for order in orders])
@@ -207,36 +214,32 @@ def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor
     """Moments of channels whose inputs are independent; gates multiply what they let through."""
     gram: Tensor | None = None
     for layer, part in coupling.writers:
-        start = _offset(layer.parts, part)
-        rows = weights[layer][start : start + part.size]
+        rows = weights[layer][layer.rows_of(part)]
         product = rows @ rows.mT  # as large as the moments of the largest layer
         gram = product if gram is None or coupling.kind == "scores" else gram.mul_(product)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
         many = coupling.reader.in_features // len(gram)
-        size, owned = coupling.size, len(gram) // coupling.size
-        cut = gram.unflatten(0, (owned, size)).unflatten(2, (owned, size))
-        wide = cut.repeat_interleave(many, 0).repeat_interleave(many, 2)
-        gram = wide.flatten(2).flatten(0, 1)
+        heads = torch.arange(len(gram), device=gram.device).unflatten(0, (-1, coupling.size))
+        wide = heads.repeat_interleave(many, 0).flatten()
+        gram = gram[wide][:, wide]
     return gram.div_(gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
 
 
-def _metrics(layer: LayerFacts, damping: float) -> tuple[Tensor, Tensor]:
+def _metrics(layer: LayerStatistics, damping: float) -> tuple[Tensor, Tensor]:
     """Damped moments of a layer's inputs, and of the gradients at its outputs."""
-    moments = layer.statistics
-    features = len(moments.gram)
-    gram = damped_curvature(moments.gram, damping * features / moments.rows)
-    if moments.curvature is None:  # every layer counts alike
-        energy = float(moments.weight.double().square().sum()) or 1.0
+    gram = damped_curvature(layer.gram, damping * len(layer.gram) / layer.rows)
+    if layer.curvature is None:  # every layer counts alike
+        energy = float(layer.weight.double().square().sum()) or 1.0
         return gram, torch.eye(layer.entry.out_features).to(gram) / energy
-    return gram, damped_curvature(moments.curvature, CURVATURE_DAMPING)
+    return gram, damped_curvature(layer.curvature, CURVATURE_DAMPING)
 
 
-def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
+def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
     """Order neurons, or whole heads, by what their reader computes without them."""
     assert coupling.reader is not None
-    reader = facts[coupling.reader.weight_name]
-    weight = reader.statistics.weight.double()
+    reader = statistics[coupling.reader]
+    weight = reader.weight.double()
     gram, curvature = _metrics(reader, damping)
     constant = float(curved_constant(weight, gram, curvature))
     target = safe_cholesky(curvature).mT @ weight @ gram
@@ -244,17 +247,14 @@ def _whole(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) 
         ordered = order_neurons(gram, target, constant)
     else:
         ordered = order_groups(gram, target, constant, len(gram) // coupling.size)
-    losses = ordered.losses * reader.statistics.rows
+    losses = ordered.losses * reader.rows
     if coupling.kind == "heads" and coupling.size == 1:  # all or none: there is nothing to order
         return ChannelOrder(coupling, losses)
-    widths = {
-        (facts[it.weight_name].entry.key, part.name): part.size for it, part in coupling.writers
-    }
-    widths[reader.entry.key, READ] = len(gram)
+    ends = [(statistics[it], part.name, part.size) for it, part in coupling.writers]
     reductions = {}
-    for (key, part), width in widths.items():
+    for layer, part, width in (*ends, (reader, READ, len(gram))):
         rows = torch.arange(width, device=ordered.order.device).unflatten(0, (coupling.size, -1))
-        reductions[key, part, width] = Reduction(rows[ordered.order].flatten())
+        reductions[layer.entry.key, part, width] = Reduction(rows[ordered.order].flatten())
     return ChannelOrder(coupling, losses, reductions)
 
 
@@ -264,70 +264,56 @@ def _by_head(matrix: Tensor, size: int) -> Tensor:
     return cut.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-def _values(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
+def _values(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
     assert coupling.reader is not None
-    [(writer, part)] = coupling.writers
-    reader, size = facts[coupling.reader.weight_name], coupling.size
+    [(layer, part)] = coupling.writers
+    reader, writer = statistics[coupling.reader], statistics[layer]
     gram, curvature = _metrics(reader, damping)
-    heads, owned = len(gram) // size, part.size // size
-    weight = reader.statistics.weight.double().unflatten(1, (heads, size))  # (out, heads, size)
+    weight = reader.weight.double().unflatten(1, (-1, coupling.size))  # (out, heads, size)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
-    bases = _shared_bases(_by_head(gram, size), curvatures, owned)
-    losses = bases.losses * reader.statistics.rows
+    bases, repeated = _shared_bases(_by_head(gram, coupling.size), curvatures, part.size)
     reductions = {
-        (facts[writer.weight_name].entry.key, part.name, size): Reduction(bases.reduce, bases.lift),
-        (reader.entry.key, READ, size): _repeated(bases, heads // owned),
+        (writer.entry.key, part.name, coupling.size): Reduction(bases.reduce, bases.lift),
+        (reader.entry.key, READ, coupling.size): repeated,
     }
-    return ChannelOrder(coupling, losses, reductions)
+    return ChannelOrder(coupling, bases.losses * reader.rows, reductions)
 
 
-def _scores(coupling: Coupling, facts: Mapping[str, LayerFacts], damping: float) -> ChannelOrder:
+def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
     (first, queries), (second, keys) = sorted(
         coupling.writers, key=lambda pair: pair[1].name.endswith("k")
     )
-    querying, size = facts[first.weight_name], coupling.size
-    heads, owned = queries.size // size, keys.size // size
-    start = _offset(first.parts, queries)
-    rows = slice(start, start + queries.size)
+    querying, keying = statistics[first], statistics[second]
+    rows, size = first.rows_of(queries), coupling.size
     gram, curvature = _metrics(querying, damping)
-    weight = querying.statistics.weight[rows].double()
+    weight = querying.weight[rows].double()
     computed = weight @ gram @ weight.mT
-    mean = weight @ querying.statistics.mean
+    mean = weight @ querying.mean
     mean = mean if querying.bias is None else mean + querying.bias[rows].double()
     if querying.entry.bias:  # else the moments hold the mean already
         computed = computed + torch.outer(mean, mean)
-
-    many = heads // owned
     curvatures = _by_head(curvature[rows, rows], size)
-    if querying.statistics.curvature is None:  # scores of independent inputs
-        start = _offset(second.parts, keys)
-        key_rows = facts[second.weight_name].statistics.weight[start : start + keys.size].double()
-        cut = key_rows.unflatten(0, (owned, size))
+    if querying.curvature is None:  # scores of independent inputs
+        key_rows = keying.weight[second.rows_of(keys)].double()
+        cut = key_rows.unflatten(0, (-1, size))
+        many = queries.size // keys.size
         curvatures = (cut @ cut.mT).repeat_interleave(many, 0) / key_rows.square().sum()
-    bases = _shared_bases(_by_head(computed, size), curvatures, owned)
-    # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
-    of_keys = Reduction(bases.lift.mT, bases.reduce.mT)
+    bases, repeated = _shared_bases(_by_head(computed, size), curvatures, keys.size)
     reductions = {
-        (querying.entry.key, queries.name, size): _repeated(bases, many),
-        (facts[second.weight_name].entry.key, keys.name, size): of_keys,
+        (querying.entry.key, queries.name, size): repeated,
+        # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.
+        (keying.entry.key, keys.name, size): Reduction(bases.lift.mT, bases.reduce.mT),
     }
-    return ChannelOrder(coupling, bases.losses * querying.statistics.rows, reductions)
+    return ChannelOrder(coupling, bases.losses * querying.rows, reductions)
 
 
-def _repeated(bases: HeadBases, many: int) -> Reduction:
-    """Reduction of query heads, so many of which see the same keys and values."""
-    reduce, lift = (tensor.repeat_interleave(many, 0) for tensor in (bases.reduce, bases.lift))
-    return Reduction(reduce, lift)
+def _shared_bases(moments: Tensor, curvatures: Tensor, width: int) -> tuple[HeadBases, Reduction]:
+    """Bases of heads, of which several may share one; then means over them count.
 
-
-def _offset(parts: Sequence[Part], part: Part) -> int:
-    return sum(before.size for before in parts[: parts.index(part)])
-
-
-def _shared_bases(moments: Tensor, curvatures: Tensor, owned: int) -> HeadBases:
-    """Bases of heads, of which several may share one; then means over them count."""
-    many = len(moments) // owned
-    bases = head_bases(
-        moments.unflatten(0, (owned, many)).mean(1), curvatures.unflatten(0, (owned, many)).mean(1)
-    )
-    return HeadBases(bases.reduce, bases.lift, bases.losses * many)
+    Those that they share have a width together. The reduction is that of every head.
+    """
+    owned = width // moments.shape[-1]
+    shared = (item.unflatten(0, (owned, -1)) for item in (moments, curvatures))
+    bases, many = head_bases(*(item.mean(1) for item in shared)), len(moments) // owned
+    reduce, lift = (item.repeat_interleave(many, 0) for item in (bases.reduce, bases.lift))
+    return replace(bases, losses=bases.losses * many), Reduction(reduce, lift)

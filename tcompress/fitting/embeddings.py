@@ -17,21 +17,17 @@ import torch
 from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
-from tcompress.errors import FitError, SourceError
-from tcompress.fitting.layer_fits import WIDER, BlockResult, FittedLayer
+from tcompress.errors import FitError
+from tcompress.fitting.layer_fits import WIDER, BlockResult, FittedLayer, dense_matrix
 from tcompress.linalg.moments import is_finite, relative_error
-from tcompress.models import SourceModel, read_finite
-from tcompress.planning.costs import path_of
+from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
-from tcompress.planning.sites import tied_to
 from tcompress.structures import Target, structure
 from tcompress.structures.base import LooksUp
 
 EMBEDDINGS = "embeddings"  # name of what is fitted before all blocks
 
 LEAST = 0.01  # share of the weight that is spread over all words, at least
-
-_INPUTS = {"input_ids": "attention_mask", "decoder_input_ids": "decoder_attention_mask"}
 
 
 def fit_embeddings(
@@ -42,44 +38,25 @@ def fit_embeddings(
     device: torch.device,
 ) -> BlockResult:
     """Fit all tables of a plan."""
-    result = BlockResult(EMBEDDINGS, {}, {})
+    result = BlockResult(EMBEDDINGS)
     for entry in entries:
-        weight = read_table(source, entry, device)
-        words = len(weight)
-        counts = [count_words(data, words, held_out=held).to(device) for held in (False, True)]
-        result.layers[entry.key] = fit_table(entry, weight, counts[0], counts[1], dtype_of(entry))
+        weight = dense_matrix(source, entry, device)
+        fitted, held_out = (
+            count_words(data, len(weight), held_out=held).to(device) for held in (False, True)
+        )
+        result.layers[entry.key] = fit_table(entry, weight, fitted, held_out, dtype_of(entry))
     return result
-
-
-def read_table(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
-    """Read a table, and make sure that heads which are stored apart are the same."""
-    name = path_of(source, entry)
-    path, keymap = name.removesuffix(f".{entry.parameter}"), source.keymap
-    weight = read_finite(source.store, keymap, name, device)
-    for tied in tied_to(source, path):
-        head = f"{tied}.weight"
-        if keymap.sources(head).keys != keymap.sources(name).keys and not torch.equal(
-            read_finite(source.store, keymap, head, device), weight
-        ):
-            raise SourceError(
-                f"the config ties `{tied}` to `{path}`, but the checkpoint stores both, and they "
-                "differ",
-                "set `tie_word_embeddings` to false in `config.json`, or leave the word embedding "
-                "as it is",
-            )
-    return weight
 
 
 def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:
     """Count how often each word occurs in calibration data, padding left out.  # (words,)."""
     counts = torch.zeros(words, dtype=torch.float64)
-    for batch in (data.batches[i] for i in (sorted(data.holdout) if held_out else data.fitted)):
-        for name, mask_name in _INPUTS.items():
-            ids, mask = batch.get(name), batch.get(mask_name)
-            if ids is None:
-                continue
-            words_read = ids.flatten() if mask is None else ids[mask.bool()]
-            counts += torch.bincount(words_read.cpu(), minlength=words)[:words]
+    for batch in (data.batches[index] for index in (data.holdout if held_out else data.fitted)):
+        for side in ("", "decoder_"):
+            ids, mask = batch.get(f"{side}input_ids"), batch.get(f"{side}attention_mask")
+            if ids is not None:
+                words_read = ids.flatten() if mask is None else ids[mask.bool()]
+                counts += torch.bincount(words_read.cpu(), minlength=words)[:words]
     return counts
 
 
@@ -97,11 +74,10 @@ def fit_table(
     """Fit one table, weighted by how often words occur in the data to fit to."""
     layout = entry.parts[0].terms[0]
     kind = structure(layout.structure)
-    exact = weight.double()
-    scales = (frequencies(counts) * len(counts)).sqrt()
-    scaled = exact * scales[:, None]
+    exact, shares = weight.double(), frequencies(counts)
+    scales = (shares * len(counts)).sqrt()
     assert isinstance(kind, LooksUp)  # no other is planned for a table
-    fitted = kind.fit(Target(scaled, None), layout)
+    fitted = kind.fit(Target(exact * scales[:, None], None), layout)
     unscaled = kind.scale_rows(fitted, 1 / scales, layout)
     if unscaled is None:  # its rows cannot be weighted afterwards, so they all count alike
         unscaled = kind.fit(Target(exact, None), layout)
@@ -111,11 +87,9 @@ def fit_table(
         raise FitError(f"the fit of `{entry.name}` is not finite in {dtype}", hint)
     dense = kind.dense({name: tensor.double() for name, tensor in stored.items()}, layout)
     wrong, norm = (exact - dense).square().sum(1), exact.square().sum(1)
-    weights = {"calibration": frequencies(counts)}
-    if bool(held_out.any()):
-        weights["held_out"] = held_out
     errors = {  # of the vectors that are looked up
-        kind: relative_error(float(word_weights @ wrong), float(word_weights @ norm))
-        for kind, word_weights in weights.items()
+        name: relative_error(float(weights @ wrong), float(weights @ norm))
+        for name, weights in (("calibration", shares), ("held_out", held_out))
+        if bool(weights.any())
     }
     return FittedLayer({f"tc_{name}": tensor for name, tensor in stored.items()}, errors)

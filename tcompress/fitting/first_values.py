@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
 
 import torch
@@ -69,10 +70,9 @@ def start_layer(
 ) -> FittedLayer:
     """Draw a layer; of what the base model draws only the size counts.  # ([experts,] out, in)."""
     generator = generator_of(seed, entry.key)
-    stack = weight if entry.experts else weight[None]
     tensors: dict[str, Tensor] = {}
-    rows = [matrix.split([part.out_features for part in entry.parts]) for matrix in stack]
-    for index, part in enumerate(entry.parts):
+    sections = weight.split([part.out_features for part in entry.parts], -2)
+    for index, (part, section) in enumerate(zip(entry.parts, sections, strict=True)):
         stored = [structure(layout.structure).tensors(layout) for layout in part.terms]
         sizes = [sum(map(prod, shapes.values())) for shapes in stored]
         for number, layout in enumerate(part.terms):
@@ -81,11 +81,11 @@ def start_layer(
             shared = shared_factors(entry, layout, factors, CPU)
             transforms = first_operators(layout, torch.empty(0, dtype=torch.float64))
             summands = []
-            for parts in rows:
+            for matrix in section if entry.experts else section[None]:
                 drawn = structure(layout.structure).start(layout, generator)
                 exact = {name: tensor.double() for name, tensor in drawn.items()}
-                dense = dense_of(layout, {**exact, **shared}, transforms)
-                square = float(parts[index].double().square().mean()) * share
+                dense = dense_of(layout, exact | shared, transforms)
+                square = float(matrix.double().square().mean()) * share
                 summands.append(scaled(exact, (square / float(dense.square().mean())) ** 0.5))
             prefix = tensor_prefix(entry.parts, index, number)
             for name in summands[0]:
@@ -108,7 +108,7 @@ def adapt(
     Those of the block are in `stored` by name, `name` being that of this attention, whose values
     are added where no interrupted run has left them.
     """
-    kind, layout = replacement_named(module.layout.mechanism), module.layout
+    kind, layout = module.kind, module.layout
     centred = kind.centres_keys(layout)
     if centred is None:
         return
@@ -170,18 +170,17 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
     attention = next((item for item in attentions if item.name == path), None)
     if attention is None:
         return None
-    squares = []
+    read, squares = partial(read_finite, source.store, source.keymap, device=CPU), []
     for role in ("q", "k"):
         layer = attention.layers.get(role) or attention.layers["qkv"]
-        sizes = [part.size for part in layer.parts]
-        names = [part.name for part in layer.parts]
-        if role not in names:
+        part = next((part for part in layer.parts if part.name == role), None)
+        if part is None:
             return None  # fused head by head
-        weight = read_finite(source.store, source.keymap, layer.weight_name, CPU).double()
-        rows = (weight.mT if layer.kind == "conv1d" else weight).split(sizes)[names.index(role)]
+        weight, outputs = read(layer.weight_name).double(), layer.rows_of(part)
+        rows = (weight.mT if layer.kind == "conv1d" else weight)[outputs]
         if layer.bias and (role == "q" or not centred):
-            bias = read_finite(source.store, source.keymap, f"{layer.name}.bias", CPU).double()
-            rows = torch.cat([rows, bias.split(sizes)[names.index(role)][:, None]], 1)
+            bias = read(f"{layer.name}.bias").double()
+            rows = torch.cat([rows, bias[outputs][:, None]], 1)
         heads = rows.unflatten(0, (-1, entry.layout.head_dim))
         squares.append(heads @ heads.mT)
     return QueryKeyMoments(*squares)

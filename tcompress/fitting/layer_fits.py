@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from math import isnan
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tcompress import processes
-from tcompress.blockwise.sensitivity import Sensitivity
-from tcompress.errors import FitError, message_of
-from tcompress.linalg.fits import curved_constant, damped_curvature
-from tcompress.linalg.moments import (
-    DampedMoments,
-    Moments,
-    RowErrors,
-    is_finite,
-    relative_error,
-)
+from tcompress.errors import FitError, SourceError, message_of
+from tcompress.linalg.fits import damped_curvature
+from tcompress.linalg.moments import DampedMoments, Moments, RowErrors, is_finite, relative_error
 from tcompress.linalg.rounding import Rounding, rounded
+from tcompress.models import SourceModel, read_finite
+from tcompress.planning.costs import path_of
 from tcompress.planning.entries import FactorsKey, LayerPlan
+from tcompress.planning.sites import module_path, tied_to
 from tcompress.structures import Layout, Structure, Target, structure
 from tcompress.structures.base import (
-    SIDES,
     RoundsInNorm,
     Side,
     Transformed,
@@ -36,7 +32,6 @@ from tcompress.structures.base import (
     encoded,
     shared_of,
     transform_of,
-    transform_shapes,
 )
 from tcompress.structures.modules.linear import tensor_prefix, transform_name
 from tcompress.structures.modules.shared import factors_module
@@ -44,7 +39,26 @@ from tcompress.structures.modules.shared import factors_module
 SharedFactors = Mapping[FactorsKey, Mapping[str, Tensor]]
 """Factors that layers share, as they are stored, by owner and name of the group."""
 
-NO_FACTORS: SharedFactors = {}
+
+def dense_matrix(source: SourceModel, entry: LayerPlan, device: torch.device) -> Tensor:
+    """Read the dense weight of a planned layer, or table.  # ([experts,] out, in).
+
+    Heads that are tied to a table, and are stored apart, have to be the same.
+    """
+    keymap, path, name = source.keymap, module_path(source, entry.name), path_of(source, entry)
+    weight = read_finite(source.store, keymap, name, device)
+    for tied in tied_to(source, path) if entry.kind == "embedding" else ():
+        head = f"{tied}.weight"
+        if keymap.sources(head).keys != keymap.sources(name).keys and not torch.equal(
+            read_finite(source.store, keymap, head, device), weight
+        ):
+            raise SourceError(
+                f"the config ties `{tied}` to `{path}`, but the checkpoint stores both, and they "
+                "differ",
+                "set `tie_word_embeddings` to false in `config.json`, or leave the word embedding "
+                "as it is",
+            )
+    return entry.matrix(weight)
 
 
 def shared_factors(
@@ -75,30 +89,34 @@ class LayerMoments:
     holdout: Moments | RowErrors | None = None  # to measure on, if rows were held out
 
 
+DATA_FREE = (LayerMoments(),)
+
+
 @dataclass(frozen=True)
-class LayerStatistics:
-    """Weight of one layer, and moments of all rows, per row and not damped."""
+class LayerToFit:
+    """One layer, and what it is fitted to."""
 
-    weight: Tensor  # dense  # (out, in)
-    gram: Tensor  # G  # (in, in)
-    mean: Tensor  # of the inputs  # (in,)
-    curvature: Tensor | None = None  # S of the whole layer; None for the identity  # (out, out)
-    rows: int = 1
+    entry: LayerPlan
+    weight: Tensor  # dense  # ([experts,] out, in)
+    moments: Sequence[LayerMoments] = DATA_FREE  # of its input: one, or one per expert
+    curvature: Tensor | None = None  # moments S of the gradients at its output  # (out, out)
+    lift: Tensor | None = None
+    """From the inputs that are left to all, of which the moments are.  # ([experts,] in, left)."""
+    is_judged: bool = False  # whether the loss of a fit on data is told, all outputs counting alike
 
-    @classmethod
-    def of(cls, weight: Tensor, sums: Sensitivity, *, centred: bool) -> LayerStatistics:
-        gram, [mean, _] = sums.inputs.moments(centred=centred).gram, sums.inputs.means
-        return cls(weight, gram, mean, sums.curvature.total / sums.rows, sums.rows)
+    def moments_of(self, expert: int) -> LayerMoments:
+        return self.moments[min(expert, len(self.moments) - 1)]
 
 
 @dataclass
 class _Term:
     """One summand of a weight, as far as it is fitted."""
 
+    number: int  # among the summands
     layout: Layout
     shared: dict[str, Tensor]  # factors that layers share, float64
-    roundings: Mapping[str, Rounding]  # by name, with the side in front for a transform's
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # as they are stored, named alike
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    """As they are stored, by name, with the side in front for a transform's."""
     transforms: dict[Side, Any] = field(default_factory=dict)  # built
     dense: Tensor | None = None
 
@@ -116,11 +134,11 @@ class _Term:
 class _Split:
     """One weight being fitted: an output split of a layer, of one expert."""
 
-    key: tuple[str, int]  # name of the layer, and index of the split
-    expert: int
+    layer: LayerToFit
+    index: int  # of the split
+    rows: slice  # of the layer's outputs
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: DampedMoments | None
-    stored_curvature: Tensor | None  # as it was measured  # (out, out)
     terms: Sequence[_Term]
 
     @property
@@ -130,10 +148,11 @@ class _Split:
 
     @property
     def curvature(self) -> Tensor | None:
-        """Damped curvature in float64; made anew each time, like the weight."""
-        if self.stored_curvature is None:
+        """Its damped curvature in float64; made anew each time, like the weight.  # (out, out)."""
+        if self.layer.curvature is None:
             return None
-        return damped_curvature(self.stored_curvature.double(), CURVATURE_DAMPING)
+        curvature = self.layer.curvature[self.rows, self.rows]
+        return damped_curvature(curvature.double(), CURVATURE_DAMPING)
 
     @property
     def total(self) -> Tensor:
@@ -153,21 +172,43 @@ class _Split:
         assert self.moments is not None
         return self.weight @ self.moments.cross
 
+    def name_of(self, term: _Term, tensor: str) -> str:
+        """Name, relative to the layer, of a tensor of a summand or of its transform."""
+        side, _, leaf = tensor.rpartition(".")
+        parts, index = self.layer.entry.parts, self.index
+        if not side:
+            return tensor_prefix(parts, index, term.number) + tensor
+        return f"{transform_name(parts, cast(Side, side), index, term.number)}.{leaf}"
+
     def target(self, term: _Term) -> Target:
         """Target of one summand: what the others leave over."""
-        m = self.moments
-        weight: Tensor | None = self.weight
-        gram = None if m is None else m.gram
-        product = weight if m is None else self._product
+        moments = self.moments
+        gram = None if moments is None else moments.gram
+        narrow = moments is not None and moments.lift is not None  # the weight has more channels
+        weight: Tensor | None = None if narrow else self.weight
+        product = weight if moments is None else self._product
         assert product is not None
-        if m is not None and m.lift is not None:  # of other channels than what is fitted
-            weight = None
         for other in self.terms:
             if other is not term and other.dense is not None:
                 weight = None if weight is None else weight - other.dense
                 product = product - (other.dense if gram is None else other.dense @ gram)
         shared, transforms = term.shared, term.transforms
         return Target(product, gram, 1.0, self.curvature, weight, term.exact, shared, transforms)
+
+    def keep(self, term: _Term, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        """Store what was fitted of a summand."""
+        if not all(map(is_finite, tensors.values())):
+            raise FitError("the result holds NaN or infinity")
+        stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+        if not all(map(is_finite, stored.values())):
+            raise FitError(f"the result does not fit into {dtype}", WIDER)
+        term.tensors |= stored
+        if len(self.terms) > 1 or self.moments is not None:
+            term.dense = dense_of(term.layout, term.exact | term.shared, term.transforms)
+
+
+_Splits = Sequence[Sequence[_Split]]  # of one layer, by expert and by part
+_Summands = Sequence[tuple[_Split, _Term]]  # summands at the same place of several weights
 
 
 PROBES = 64  # random inputs that measure a data-free fit
@@ -191,20 +232,12 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
     return relative_error(error, norm)
 
 
-def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
+def _predicted(splits: Iterable[_Split], gram: Tensor) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
-    start = 0
-    for split in splits:
-        weight = split.weight
-        stop = start + len(weight)
-        if evaluation.curvature is None:
-            curve = torch.eye(len(weight)).to(weight)
-        else:
-            curve = evaluation.curvature[start:stop, start:stop]
-        lost += float(curved_constant(weight - split.total, evaluation.gram, curve))
-        missing += float(curved_constant(weight, evaluation.gram, curve))
-        start = stop
+    for weight, missed in ((split.weight, split.weight - split.total) for split in splits):
+        lost += float(missed.mul(missed @ gram).sum((-2, -1)))
+        missing += float(weight.mul(weight @ gram).sum((-2, -1)))
     return relative_error(max(lost, 0.0), missing)
 
 
@@ -213,14 +246,9 @@ def _predicted(splits: Sequence[_Split], evaluation: LayerStatistics) -> float:
 
 
 MORE_DATA = "use more calibration data or a larger `damping`, or leave the layer out with `--keep`"
-
-ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
-
 WIDER = "store a wider dtype, such as `--dtype bfloat16` or `--dtype float32`"
 
-DampedCache = dict[tuple[int, int, float], DampedMoments]
-"""Damped moments by the identities of moments and lift, which are held meanwhile, and damping."""
-
+ROUNDS = 6  # passes over the summands; the error changes in the fourth digit after four
 CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe per row is noisy
 
 
@@ -239,88 +267,67 @@ class BlockResult:
     """Fits of one block."""
 
     block: str  # its name
-    layers: dict[str, FittedLayer]  # by weight name
-    biases: dict[str, Tensor]  # new ones, by layer name
+    layers: dict[str, FittedLayer] = field(default_factory=dict)  # by weight name
+    biases: dict[str, Tensor] = field(default_factory=dict)  # new ones, by layer name
     attention: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of attentions that begin with what queries and keys are like, by stored name."""
 
 
 def fit_layers(
-    entries: Sequence[LayerPlan],
-    weights: Sequence[Tensor],
-    moments: Sequence[Sequence[LayerMoments]],
+    layers: Sequence[LayerToFit],
     *,
     dtype: torch.dtype,
     damping: float,
-    curvatures: Mapping[str, Tensor] = {},
-    factors: SharedFactors = NO_FACTORS,
-    lifts: Mapping[str, Tensor] = {},
-    evaluation: Mapping[str, LayerStatistics] = {},
+    factors: Mapping[FactorsKey, Mapping[str, Tensor]] = {},
     roundings: Mapping[str, Rounding] = {},
 ) -> list[FittedLayer]:
     """Fit layers that read the same input; transforms are shared within this list only.
 
     Args:
-        entries: Their plans.
-        weights: Dense weights.  # ([experts,] out, in) each
-        moments: Moments of the input, for every layer: one entry, or one per expert.
+        layers: One or more.
         dtype: Dtype in which tensors are stored.
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.
-        curvatures: Moments S of the gradients at the output, by name of the layer.  # (out, out)
         factors: What layers share, fitted before.
-        lifts: From the inputs that are left to all, by name of layers that read fewer; their
-            moments are of those that are left.  # ([experts,] in, left)
-        evaluation: Moments to predict losses of fits on data by, by name of the layer.
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
-    damped: DampedCache = {}
-    owners = [owner for owner, entry in enumerate(entries) if entry.input_of is None]
+    damped = cache(_damped)  # layers that read one input have the same moments
 
-    def fit(owner: int) -> dict[str, FittedLayer]:
+    def fit(owner: LayerToFit) -> dict[str, FittedLayer]:
         """Fit a layer, and those that read what it makes of their input."""
-        first, results = entries[owner], dict[str, FittedLayer]()
-        members = [owner, *(i for i, e in enumerate(entries) if e.input_of == first.name)]
+        members = [owner, *(item for item in layers if item.entry.input_of == owner.entry.name)]
         with torch.no_grad():
-            splits_of: dict[int, list[_Split]] = {}
-            for i in members:
-                measured = (curvatures.get(entries[i].name), lifts.get(entries[i].name))
-                settings = (damping, *measured, factors, roundings, damped)
-                splits_of[i] = _splits(entries[i], weights[i], moments[i], *settings)
+            splits_of = [_splits(layer, damping, factors, damped) for layer in members]
             try:
-                _fit_sum([split for splits in splits_of.values() for split in splits], dtype)
+                _fit_sum(splits_of, dtype, roundings)
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-                listed = ", ".join(f"`{entries[i].name}`" for i in members)
-                raise FitError(
-                    f"the fit of {listed} failed: {message_of(error)}",
-                    getattr(error, "hint", None) or MORE_DATA,
-                ) from error
-            for i, splits in splits_of.items():
-                entry = entries[i]
-                fitted = _collect(entry, splits, moments[i], evaluation.get(entry.name))
-                fitted.tensors.update(owned_factors(entry, factors))
-                results[entry.key] = fitted
-        return results
+                names = ", ".join(f"`{layer.entry.name}`" for layer in members)
+                hint = getattr(error, "hint", None) or MORE_DATA
+                raise FitError(f"the fit of {names} failed: {message_of(error)}", hint) from error
+            return {
+                layer.entry.key: _collect(layer, splits, factors)
+                for layer, splits in zip(members, splits_of, strict=True)
+            }
 
-    results: dict[str, FittedLayer] = {}
-    for part in processes.shared_out(fit, owners, weights[0].device if weights else "cpu"):
-        results |= part
-    return [results[entry.key] for entry in entries]
+    owners = [layer for layer in layers if layer.entry.input_of is None]
+    parts = processes.shared_out(fit, owners, layers[0].weight.device)
+    results = {key: fitted for part in parts for key, fitted in part.items()}
+    return [results[layer.entry.key] for layer in layers]
+
+
+def _damped(train: Moments, lift: Tensor | None, damping: float) -> DampedMoments:
+    return replace(train, lift=lift).damped(damping / train.rows)
 
 
 def _splits(
-    entry: LayerPlan,
-    weight: Tensor,
-    moments: Sequence[LayerMoments],
+    layer: LayerToFit,
     damping: float,
-    curvature: Tensor | None,
-    lift: Tensor | None,
     factors: SharedFactors,
-    roundings: Mapping[str, Rounding],
-    cache: DampedCache,
-) -> list[_Split]:
-    stack = weight if entry.experts else weight[None]
+    damped: Callable[[Moments, Tensor | None, float], DampedMoments],
+) -> _Splits:
+    entry, experts = layer.entry, layer.entry.experts
+    stack = layer.weight if experts else layer.weight[None]
     if not is_finite(stack):
         raise FitError(
             f"the weight of layer `{entry.name}` holds NaN or infinity",
@@ -328,105 +335,85 @@ def _splits(
         )
     damping *= entry.parts[0].terms[0].regressors
     lifts: list[Tensor | None] = [None] * len(stack)
-    if lift is not None:
-        lifts = [*(lift if entry.experts else lift[None])]
-    damped: list[DampedMoments | None] = []
-    for measured, up in zip(moments, lifts, strict=False):
-        train = measured.train
-        if train is None:
-            damped.append(None)
-            continue
-        key = (id(train), id(up), damping)  # layers that read one input have the same moments
-        if key not in cache:
-            cache[key] = replace(train, lift=up).damped(damping / train.rows)
-        damped.append(cache[key])
-    sizes = [part.out_features for part in entry.parts]
-    curves: list[Tensor | None] = [None] * len(sizes)
-    if curvature is not None:  # splits are fitted one by one
-        rows = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        curves = [curvature[part, part] for part in rows]
-    splits = []
-    for expert, (matrix, up) in enumerate(zip(stack, lifts, strict=True)):
-        read = damped[min(expert, len(damped) - 1)]
-        if read is None and up is not None:
-            matrix = matrix @ up.to(matrix)
-        for index, (part, dense) in enumerate(zip(entry.parts, matrix.split(sizes), strict=True)):
+    if layer.lift is not None:
+        lifts = [*(layer.lift if experts else layer.lift[None])]
+    splits: list[list[_Split]] = []
+    for expert, (matrix, lift) in enumerate(zip(stack, lifts, strict=True)):
+        splits.append([])
+        train, start = layer.moments_of(expert).train, 0
+        moments = None if train is None else damped(train, lift, damping)
+        if moments is None and lift is not None:
+            matrix = matrix @ lift.to(matrix)
+        for index, part in enumerate(entry.parts):
+            rows = slice(start, start + part.out_features)
+            start = rows.stop
             terms = [
-                _Term(
-                    layout,
-                    shared_factors(entry, layout, factors, dense.device),
-                    _term_roundings(entry, index, term, roundings),
-                )
-                for term, layout in enumerate(part.terms)
+                _Term(number, layout, shared_factors(entry, layout, factors, matrix.device))
+                for number, layout in enumerate(part.terms)
             ]
-            splits.append(_Split((entry.name, index), expert, dense, read, curves[index], terms))
+            splits[-1].append(_Split(layer, index, rows, matrix[rows], moments, terms))
     return splits
 
 
-def _term_roundings(
-    entry: LayerPlan, part: int, term: int, roundings: Mapping[str, Rounding]
-) -> dict[str, Rounding]:
-    """Look up the roundings of a summand's tensors; its transforms' have the side in front."""
-    if not roundings:
-        return {}
-    layout = entry.parts[part].terms[term]
-    prefix = tensor_prefix(entry.parts, part, term)
-    names = {name: prefix + name for name in structure(layout.structure).tensors(layout)}
-    for side in SIDES:
-        owner = transform_name(entry.parts, side, part, term)
-        names |= {f"{side}.{leaf}": f"{owner}.{leaf}" for leaf in transform_shapes(layout, side)}
-    stored = {name: entry.stored_name(leaf) for name, leaf in names.items()}
-    return {name: roundings[key] for name, key in stored.items() if key in roundings}
-
-
-_Summands = Sequence[tuple[_Split, _Term]]  # summands at the same place of several weights
-
-
-def _fit_sum(splits: Sequence[_Split], dtype: torch.dtype) -> None:
+def _fit_sum(
+    layers: Sequence[_Splits], dtype: torch.dtype, roundings: Mapping[str, Rounding]
+) -> None:
+    splits = [*chain(*chain(*layers))]
     count = max(len(split.terms) for split in splits)
     summands: list[_Summands] = [
         [(split, split.terms[n]) for split in splits if n < len(split.terms)] for n in range(count)
     ]
-    for members in reversed(summands):  # the residual first: it takes what everybody needs
-        _fit_transform(members, "in", dtype)  # one for all
-        for key in dict.fromkeys(split.key for split, _ in members):
-            _fit_transform([item for item in members if item[0].key == key], "out", dtype)
-        _fit_terms(members, dtype)
-    for _ in range(ROUNDS if count > 1 else 0):
-        for members in summands:
-            _fit_terms([item for item in members if len(item[0].terms) > 1], dtype)
+    for n in reversed(range(count)):  # the residual first: it takes what everybody needs
+        _fit_transform(summands[n], "in", dtype, roundings)  # one for all
+        for stacked in chain(*(zip(*layer, strict=True) for layer in layers)):
+            if n < len(stacked[0].terms):
+                alike = [(split, split.terms[n]) for split in stacked]
+                _fit_transform(alike, "out", dtype, roundings)
+        for split, term in summands[n]:
+            split.keep(term, term.kind.fit(split.target(term), term.layout), dtype)
+    for split, term in ROUNDS * [*chain(*summands)]:
+        if len(split.terms) > 1:
+            split.keep(term, term.kind.fit(split.target(term), term.layout), dtype)
     for split, term in chain(*summands):  # where a structure knows how to lose little by it
-        widths = {name: item for name, item in term.roundings.items() if "." not in name}
-        kind = term.kind
-        if widths and split.moments is not None and isinstance(kind, RoundsInNorm):
+        widths = _roundings(split, term, term.kind.tensors(term.layout), roundings)
+        if widths and split.moments is not None and isinstance(term.kind, RoundsInNorm):
             target = split.target(term)
-            _keep(split, term, kind.rounded(target, term.layout, target.start, widths), dtype)
+            rounded_tensors = term.kind.rounded(target, term.layout, target.start, widths)
+            split.keep(term, rounded_tensors, dtype)
 
 
-def _fit_transform(members: _Summands, side: Side, dtype: torch.dtype) -> None:
+def _roundings(
+    split: _Split, term: _Term, tensors: Iterable[str], roundings: Mapping[str, Rounding]
+) -> dict[str, Rounding]:
+    """Look up the roundings of tensors of a summand, or of its transform."""
+    keys = {t: split.layer.entry.stored_name(split.name_of(term, t)) for t in tensors}
+    return {tensor: roundings[key] for tensor, key in keys.items() if key in roundings}
+
+
+def _fit_transform(
+    members: _Summands, side: Side, dtype: torch.dtype, roundings: Mapping[str, Rounding]
+) -> None:
     """Fit a transform that these share, if there is one, and build it as it is stored."""
     split, first = members[0]
-    transform = transform_of(first.layout, side)
+    kind, transform = first.kind, transform_of(first.layout, side)
     if transform is None:
         return
     tensors: Mapping[str, Tensor] = {}
-    kind = first.kind
-    if isinstance(kind, Transformed) and transform_shapes(first.layout, side):  # not a fixed one
+    if isinstance(kind, Transformed) and transform.shapes:  # not a fixed one
         targets = [replace(split.target(term), scale=split.scale) for split, term in members]
         if side == "in":
             targets = _with_mean_moments(targets)
         tensors = kind.fit_transform(targets, first.layout, side)
-    stored = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    stored = {f"{side}.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, stored.values())):
         raise FitError(f"the fitted transform is not finite in {dtype}")
-    for name in stored:
-        if (width := first.roundings.get(f"{side}.{name}")) is not None:  # of who stores it
-            stored[name] = rounded(stored[name], width)
-    exact = {name: tensor.double() for name, tensor in stored.items()}
+    for name, width in _roundings(split, first, stored, roundings).items():  # of who stores it
+        stored[name] = rounded(stored[name], width)
+    exact = {name: stored[f"{side}.{name}"].double() for name in tensors}
     built = transform.build(exact, torch.empty(0, dtype=torch.float64, device=split.stored.device))
     for _, term in members:
         term.transforms[side] = built
-        term.tensors |= {f"{side}.{name}": tensor for name, tensor in stored.items()}
+        term.tensors |= stored
 
 
 def _with_mean_moments(targets: list[Target]) -> list[Target]:
@@ -445,68 +432,40 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
     return averaged
 
 
-def _fit_terms(members: _Summands, dtype: torch.dtype) -> None:
-    for split, term in members:
-        _keep(split, term, term.kind.fit(split.target(term), term.layout), dtype)
-
-
-def _keep(split: _Split, term: _Term, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    if not all(map(is_finite, tensors.values())):
-        raise FitError("the result holds NaN or infinity")
-    stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    if not all(map(is_finite, stored.values())):
-        raise FitError(f"the result does not fit into {dtype}", WIDER)
-    term.tensors |= stored
-    if len(split.terms) > 1 or split.moments is not None:
-        term.dense = dense_of(term.layout, term.exact | term.shared, term.transforms)
-
-
-def _collect(
-    entry: LayerPlan,
-    splits: Sequence[_Split],
-    moments: Sequence[LayerMoments],
-    evaluation: LayerStatistics | None,
-) -> FittedLayer:
-    tensors: dict[str, Tensor] = {}
-    for index, part in enumerate(entry.parts):
-        for number in range(len(part.terms)):
-            fits = [it.terms[number].tensors for it in splits if it.key == (entry.name, index)]
-            prefix = tensor_prefix(entry.parts, index, number)
-            for name, first in fits[0].items():
-                side, _, leaf = name.rpartition(".")
-                if not side:
-                    stack = [fit[name] for fit in fits]
-                    tensors[prefix + name] = torch.stack(stack) if entry.experts else first
-                elif side == "out" or (index == 0 and entry.input_of is None):
-                    owner = transform_name(entry.parts, side, index, number)  # type: ignore[arg-type]
-                    tensors[f"{owner}.{leaf}"] = first
-    errors: list[dict[str, float]] = []
+def _collect(layer: LayerToFit, splits: _Splits, factors: SharedFactors) -> FittedLayer:
+    """Take the tensors of a layer, and measure what is lost."""
+    entry, tensors = layer.entry, dict[str, Tensor]()
+    for first, *others in zip(*splits, strict=True):
+        for terms in zip(first.terms, *(split.terms for split in others), strict=True):
+            for name, tensor in terms[0].tensors.items():
+                if entry.experts and "." not in name:
+                    tensor = torch.stack([term.tensors[name] for term in terms])
+                if not name.startswith("in.") or not (first.index or entry.input_of):
+                    tensors[first.name_of(terms[0], name)] = tensor
+    errors = defaultdict[str, list[float]](list)
     shift: Tensor | None = None
-    for expert in range(entry.copies):
-        parts = [split for split in splits if split.expert == expert]
-        read = moments[min(expert, len(moments) - 1)]
-        train, held = read.train, read.holdout
+    for expert, parts in enumerate(splits):
+        train, held = layer.moments_of(expert).train, layer.moments_of(expert).holdout
         if train is None:
-            errors.append({"weight": _sampled_error(parts)})
+            errors["weight"].append(_sampled_error(parts))
             continue
         weight = torch.cat([split.weight for split in parts])
         dense = torch.cat([split.total for split in parts])
-        errors.append({"calibration": train.error(weight, dense)})
+        errors["calibration"].append(train.error(weight, dense))
         if entry.bias and not entry.experts:
             shift = weight @ train.dense_mean - dense @ train.mean
         if held is not None:
-            errors[-1]["held_out"] = held.error(weight, dense)
-        if held is not None and shift is not None:  # the bias was chosen on other rows
-            gap = weight @ held.dense_mean - dense @ held.mean - shift
-            norm = held.norm(weight)
-            errors[-1]["held_out"] += relative_error(float(gap.square().sum()), norm)
-    if any(isnan(value) for of_expert in errors for value in of_expert.values()):
+            error = held.error(weight, dense)
+            if shift is not None:  # the bias was chosen on other rows
+                gap = weight @ held.dense_mean - dense @ held.mean - shift
+                error += relative_error(float(gap.square().sum()), held.norm(weight))
+            errors["held_out"].append(error)
+    if any(map(isnan, chain(*errors.values()))):
         raise FitError(
             f"the error of layer `{entry.name}` is not a number: its weight or its inputs are too "
             "large",
             "leave the layer out with `--keep`",
         )
-    kinds = dict.fromkeys(kind for e in errors for kind in e)  # in order, unlike a set
-    lists = {kind: [e[kind] for e in errors if kind in e] for kind in kinds}
-    mean = {kind: sum(values) / len(values) for kind, values in lists.items()}
-    return FittedLayer(tensors, mean, shift, _predicted(splits, evaluation) if evaluation else None)
+    means = {kind: sum(values) / len(values) for kind, values in errors.items()}
+    loss = _predicted(chain(*splits), train.gram) if layer.is_judged and train is not None else None
+    return FittedLayer(tensors | owned_factors(entry, factors), means, shift, loss)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,15 +86,14 @@ class FitWorkplace(Workplace):
         errors, tensors = self.errors(name), read_tensors(self._path_of(name), CPU)
         if errors is None or tensors is None:
             return None
-        layers = {key: FittedLayer({}, relative) for key, relative in errors.items()}
-        result = BlockResult(name, layers, {})
+        result = BlockResult(name, {key: FittedLayer({}, own) for key, own in errors.items()})
+        others = {"bias": result.biases, "attention": result.attention}
         for key, tensor in tensors.items():
-            kind, _, rest = key.partition("/")
+            kind, layer, *leaf = key.split("/", 2)
             if kind == "layer":
-                layer, _, leaf = rest.partition("/")
-                layers[layer].tensors[leaf] = tensor
+                result.layers[layer].tensors[leaf[0]] = tensor
             else:
-                (result.biases if kind == "bias" else result.attention)[rest] = tensor
+                others[kind][layer] = tensor
         return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
@@ -152,7 +150,7 @@ class FitWorkplace(Workplace):
     def scratch(self) -> Path:
         """Make an empty folder for what is needed for a while."""
         folder = self.folder / "scratch"
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
         folder.mkdir()
         return folder
 
@@ -163,11 +161,10 @@ class FitWorkplace(Workplace):
 
     def answers(self) -> dict[str, Plan] | None:
         """Read them, as an interrupted run had made them; none if what led to them is gone."""
-        moments = chain.from_iterable(self.folder.glob(f"{kind}/*") for kind in KINDS)
-        readable = all(StoredTensors(path, CPU).is_readable for path in moments)
-        return (
-            read_record(self.folder / "answers.json", _ANSWERS.validate_json) if readable else None
-        )
+        moments = (path for kind in KINDS for path in self.folder.glob(f"{kind}/*"))
+        if not all(StoredTensors(path, CPU).is_readable for path in moments):
+            return None
+        return read_record(self.folder / "answers.json", _ANSWERS.validate_json)
 
     @by_first
     def keep_depth(self, depth: DepthPlan) -> None:
@@ -207,23 +204,17 @@ class FitWorkplace(Workplace):
     @by_first
     def adopt(self, name: str) -> None:
         """Adopt what a trial has measured and fitted; the choice must be on disk by then."""
-        trials = self.folder / TRIALS
-        if not trials.is_dir():
-            return
-        trial = partial_folder(trials / name)
+        trial = partial_folder(self.folder / TRIALS / name)
         for item in trial.iterdir() if trial.is_dir() else ():
             if item.name not in _PRIVATE:
-                goal = self.folder / item.name
-                if goal.exists():
-                    remove(goal)
-                item.rename(goal)
+                remove(self.folder / item.name)
+                item.rename(self.folder / item.name)
         self.drop_trials()
 
     @by_first
     def drop_trials(self) -> None:
         """Forget all other conversions that were tried out."""
-        if (trials := self.folder / TRIALS).exists():
-            remove(trials)
+        remove(self.folder / TRIALS)
 
     def _path_of(self, block: str) -> Path:
         return self._blocks / f"{block}.safetensors"

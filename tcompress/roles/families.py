@@ -94,6 +94,11 @@ class Layer:
     def weight_name(self) -> str:
         return f"{self.name}.{self.parameter}"
 
+    def rows_of(self, part: Part) -> slice:
+        """Outputs that are those of a part."""
+        start = sum(before.size for before in self.parts[: self.parts.index(part)])
+        return slice(start, start + part.size)
+
 
 @dataclass(frozen=True)
 class Block:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.streams import Branch, PartialModel, common_block
 from tcompress.data.calibration import samples_in
-from tcompress.fitting.embeddings import count_words, fit_table, read_table
+from tcompress.fitting.embeddings import count_words, fit_table
+from tcompress.fitting.layer_fits import dense_matrix
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models import SourceModel, read_finite
@@ -117,7 +118,7 @@ def _tables(inputs: SearchInputs, form: TableCandidate) -> Iterator[tuple[str, T
             yield path, _rounded(table.float(), form.rounding)
             continue
         entry, layout = entries[path], entries[path].parts[0].terms[0]
-        weight = read_table(source, entry, device)
+        weight = dense_matrix(source, entry, device)
         counts = count_words(inputs.data, len(weight), held_out=False).to(device)
         fitted = fit_table(entry, weight, counts, counts.new_zeros(len(counts)), torch.float32)
         tensors = {

@@ -20,14 +20,20 @@ import torch
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
 from tcompress.errors import FitError, message_of
-from tcompress.fitting.block_rewrite import dense_matrix
 from tcompress.fitting.channel_orders import (
+    BlockStatistics,
     ChannelOrder,
-    LayerFacts,
+    LayerStatistics,
     order_channels,
     stored_reductions,
 )
-from tcompress.fitting.layer_fits import MORE_DATA, LayerMoments, LayerStatistics, fit_layers
+from tcompress.fitting.layer_fits import (
+    MORE_DATA,
+    LayerMoments,
+    LayerToFit,
+    dense_matrix,
+    fit_layers,
+)
 from tcompress.fitting.workdir import narrowed
 from tcompress.linalg.moments import Moments, with_ridge
 from tcompress.models import SourceModel, read_finite
@@ -66,10 +72,6 @@ USUAL = 0.25  # kept fraction for which structures are offered where a budget li
 
 Offers = Mapping[str, tuple[Spec, ...]]
 """Options of methods by their name, in the order of preference."""
-
-BlockStatistics = Mapping[Layer, LayerStatistics]
-"""What is measured of the planned layers of a block."""
-
 
 AnySite = TypeVar("AnySite", bound=Site)
 
@@ -193,7 +195,10 @@ class Predictor:
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
-                statistics[layer] = LayerStatistics.of(weight, of_layer, centred=entry.bias)
+                gram = of_layer.inputs.moments(centred=entry.bias).gram
+                mean, rows = of_layer.inputs.means[0], of_layer.rows
+                curvature = of_layer.curvature.total / rows
+                statistics[layer] = LayerStatistics(entry, weight, gram, mean, curvature, rows)
             sums.clear()
             yield by_name[name], statistics
 
@@ -208,9 +213,9 @@ class Predictor:
             grams = {n: torch.eye(n, dtype=torch.float64, device=device) for n in sizes}
             statistics = {}
             for layer in planned:
-                weight = dense_matrix(source, self.entries[layer.name], device)
-                gram = grams[layer.in_features]
-                statistics[layer] = LayerStatistics(weight, gram, gram.new_zeros(len(gram)))
+                entry, gram = self.entries[layer.name], grams[layer.in_features]
+                weight, mean = dense_matrix(source, entry, device), gram.new_zeros(len(gram))
+                statistics[layer] = LayerStatistics(entry, weight, gram, mean)
             yield block, statistics
             progress.advance(1, block.name)
 
@@ -240,17 +245,17 @@ class Predictor:
     ) -> list[list[ChannelOrder]]:
         """Order channels that layers of a block have in common; those of one layer together."""
         source, recipe, device = self.inputs.source, self.inputs.recipe, self.inputs.device
-        facts: dict[str, LayerFacts] = {}
+        facts: dict[Layer, LayerStatistics] = {}
         for layer, measured in statistics.items():
-            entry, stored = self.entries[layer.name], (source.store, source.keymap)
-            bias = read_finite(*stored, f"{layer.name}.bias", device) if entry.bias else None
-            facts[layer.weight_name] = LayerFacts(entry, measured, bias)
+            stored = (source.store, source.keymap, f"{layer.name}.bias", device)
+            bias = read_finite(*stored) if measured.entry.bias else None
+            facts[layer] = replace(measured, bias=bias)
         roles = roles_of(source)
         attentions = () if recipe.attention else attentions_of(source.keymap.model, roles)
         orders = [
             order_channels(coupling, facts, recipe.calibration.damping)
             for coupling in all_couplings(block, attentions)
-            if all(layer.weight_name in facts for layer in coupling.layers)
+            if facts.keys() >= {*coupling.layers}
         ]
         reductions = {key: item for order in orders for key, item in order.reductions.items()}
         self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
@@ -389,16 +394,13 @@ class WeightFits:
         statistics: Mapping[str, LayerStatistics],
     ) -> None:
         """Fit layers that read one input in the form of a candidate each, and compare losses."""
-        measured = [statistics[entry.name] for entry, _ in group]
-        moments = [Moments(m.gram, m.gram, m.gram, m.mean, m.mean, 1) for m in measured]
-        fitted = fit_layers(
-            [entry for entry, _ in group],
-            [item.weight for item in measured],
-            [[LayerMoments(item)] for item in moments],
-            dtype=torch.float32,
-            damping=0.0,
-            evaluation=statistics,
-        )
+        layers = []
+        for entry, _ in group:
+            measured = statistics[entry.name]
+            gram, mean = measured.gram, measured.mean
+            moments = [LayerMoments(Moments(gram, gram, gram, mean, mean, 1))]
+            layers.append(LayerToFit(entry, measured.weight, moments, is_judged=True))
+        fitted = fit_layers(layers, dtype=torch.float32, damping=0.0)
         for (entry, candidate), layer in zip(group, fitted, strict=True):
             site = sites[entry.key]
             if candidate.loss > 0 and layer.loss is not None:

@@ -25,7 +25,6 @@ from tcompress.fitting.block_rewrite import (
     BlockRewriter,
     FitInputs,
     RewrittenBlock,
-    StreamPairs,
     dense_readings,
 )
 from tcompress.fitting.channel_orders import read_reductions
@@ -95,8 +94,8 @@ class SubstitutionWalk:
         batches = judged_batches(data, self._sampler, self.inputs.source, self.passes)
         data = _to_fit(data)
         fitted = [stream(batch) for batch in data.batches]
-        by_index = dict(enumerate(fitted))
-        pairs = StreamPairs(data, by_index, by_index)  # up to its own block nothing changes
+        # Up to its own block nothing changes.
+        pairs = {index: (waiting, waiting) for index, waiting in enumerate(fitted)}
         unchanged = [stream(batch, keep=True) for batch in batches]
         changed = {item: [stream(batch, keep=True) for batch in batches] for item in substitutes}
         reached: set[Substitute] = set()  # those whose passes differ by now
@@ -109,7 +108,9 @@ class SubstitutionWalk:
                     answers: dict[Substitute, list[Any]] = {}
                     for item in substitutes:
                         if item.block == name:
-                            rewriter = BlockRewriter(self._fits, pairs, item.entries, attention)
+                            rewriter = BlockRewriter(
+                                self._fits, data, pairs, item.entries, attention
+                            )
                             rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
                             answers[item] = self._answers(rewritten, changed[item])
                     for waiting in fitted:

@@ -183,9 +183,9 @@ def _convert(folder: Path, data: CalibrationData) -> Seen:
     """Convert a saved model; gives what its layers were fitted on."""
     seen: Seen = []
 
-    def fit(entries: Any, weights: Any, moments: Any, **options: Any) -> list[FittedLayer]:
-        seen.extend(zip(entries, moments, strict=True))
-        return fit_layers(entries, weights, moments, **options)
+    def fit(layers: Any, **options: Any) -> list[FittedLayer]:
+        seen.extend((layer.entry, layer.moments) for layer in layers)
+        return fit_layers(layers, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_rewrite, "fit_layers", fit)

@@ -201,7 +201,7 @@ def test_damaged_results_count_as_none(tmp_path: Path) -> None:
     place.keep_answers({"svd": Plan(layers=(), source="m", method="svd")})
     place.keep_moments("curvature", "block", {"q": torch.ones(2, 2)})
     place.keep_moments("inputs", "block", {"q": torch.ones(2, 2)})
-    place.keep_block(BlockResult("block", {}, {}, {"attn.tc_attn.factor_q": torch.ones(2)}))
+    place.keep_block(BlockResult("block", attention={"attn.tc_attn.factor_q": torch.ones(2)}))
     assert place.block("block").attention["attn.tc_attn.factor_q"].tolist() == [1.0, 1.0]
     assert place.distance() == (0.5, 0.1)
     assert place.answers() is not None

@@ -13,7 +13,13 @@ from torch.testing import assert_close
 
 from tcompress.errors import FitError
 from tcompress.fitting import layer_fits as fitting
-from tcompress.fitting.layer_fits import FittedLayer, LayerMoments, LayerStatistics, fit_layers
+from tcompress.fitting.layer_fits import (
+    DATA_FREE,
+    FittedLayer,
+    LayerMoments,
+    LayerToFit,
+    fit_layers,
+)
 from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
@@ -54,8 +60,8 @@ def _fit(
     dtype: torch.dtype = torch.float64,
     damping: float = 0.0,
 ) -> FittedLayer:
-    given = moments or (LayerMoments(),)
-    return fit_layers([entry], [weight], [given], dtype=dtype, damping=damping)[0]
+    layer = LayerToFit(entry, weight, moments or DATA_FREE)
+    return fit_layers([layer], dtype=dtype, damping=damping)[0]
 
 
 def _layer(entry: LayerPlan, fitted: FittedLayer, owner: StructuredLinear | None = None) -> Any:
@@ -184,17 +190,18 @@ def test_layers_that_share_an_input_are_fitted_together() -> None:
     other = _plan([FITTED, LOW], (8, 8), name="b.k", input_of="b.q")
     lone = _plan([DCT], name="b.v")
     weights = [randn(OUTPUTS, WIDTH, seed=seed) for seed in range(3)]
-    moments = [[LayerMoments(make_moments(WIDTH, 80))]] * 3
-    order = [lone, owner, other]
-    found = fit_layers(order, weights, moments, dtype=torch.float64, damping=0.01)
+    moments = [LayerMoments(make_moments(WIDTH, 80))]
+    pairs = zip([lone, owner, other], weights, strict=True)
+    order = [LayerToFit(*pair, moments) for pair in pairs]
+    found = fit_layers(order, dtype=torch.float64, damping=0.01)
     first = _layer(owner, found[1])
     second = _layer(other, found[2], first)
     layers = [_layer(lone, found[0]), first, second]
     for layer, weight, fitted in zip(layers, weights, found, strict=True):
-        error = moments[0][0].train.error(weight, layer.dense_weight())  # type: ignore[union-attr]
+        error = moments[0].train.error(weight, layer.dense_weight())  # type: ignore[union-attr]
         assert fitted.errors["calibration"] == pytest.approx(error, abs=1e-9)
         assert error < 0.8
-    alone = _fit(_plan([FITTED, LOW]), weights[1], *moments[0], damping=0.01)
+    alone = _fit(_plan([FITTED, LOW]), weights[1], *moments, damping=0.01)
     name = "tc_in0.generators"
     assert not torch.allclose(found[1].tensors[name], alone.tensors[name])
 
@@ -346,16 +353,14 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
     moments = [LayerMoments(Rows.drawn().moments(centred=False))]
     options: dict[str, Any] = {"dtype": torch.float64, "damping": 0.0}
     entry = _plan([LOW], sizes)
-    gram = Rows.drawn(seed=7).moments(centred=False).gram
-    evaluation = LayerStatistics(weight, gram, gram.new_zeros(WIDTH), curvature)
-    given = {"curvatures": {"b.q": curvature}, "evaluation": {"b.q": evaluation}, **options}
-    fused = fit_layers([entry], [weight], [moments], **given)[0]
+    layer = LayerToFit(entry, weight, moments, curvature, is_judged=True)
+    fused = fit_layers([layer], **options)[0]
     start, lost, whole = 0, list[Tensor](), list[Tensor]()
     for index, size in enumerate(sizes):
         rows = slice(start, start + size)
         single = _plan([LOW], (size,))
-        given = {"curvatures": {"b.q": curvature[rows, rows]}, **options}
-        alone = fit_layers([single], [weight[rows]], [moments], **given)[0]
+        layer = LayerToFit(single, weight[rows], moments, curvature[rows, rows])
+        alone = fit_layers([layer], **options)[0]
         found = [
             fitted.tensors[f"{prefix}a"] @ fitted.tensors[f"{prefix}b"]
             for fitted, prefix in (
@@ -364,8 +369,8 @@ def test_parts_of_a_fused_layer_are_fitted_by_their_own_curvature() -> None:
             )
         ]
         assert_close(*found)
-        # Errors on rows x with gradients d at the part's own outputs, written out as |d e x|^2.
+        # Errors on rows x, written out as |e x|^2.
         for total, part in ((lost, weight[rows] - found[0]), (whole, weight[rows])):
-            total.append((roots[rows].T @ part @ torch.linalg.cholesky(gram)).square().sum())
+            total.append((part @ Rows.drawn().new.T).square().sum())
         start += size
     assert fused.loss == pytest.approx(float(sum(lost) / sum(whole)))

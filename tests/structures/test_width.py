@@ -17,8 +17,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from tcompress.blockwise import sensitivity
 from tcompress.errors import PlanError
 from tcompress.exports.dense import export_dense
-from tcompress.fitting.channel_orders import LayerFacts, order_channels
-from tcompress.fitting.layer_fits import LayerStatistics
+from tcompress.fitting.channel_orders import LayerStatistics, order_channels
 from tcompress.hf import build as installing
 from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel, read_parameter
@@ -307,9 +306,8 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
     for layer in block.layers:
         weight = read_parameter(source.store, source.keymap, layer.weight_name).double()
         moments = torch.eye(weight.shape[1], dtype=torch.float64)
-        statistics = LayerStatistics(weight, moments, moments[0])
-        if layer.weight_name in entries:
-            facts[layer.weight_name] = LayerFacts(entries[layer.weight_name], statistics, None)
+        if (entry := entries.get(layer.weight_name)) is not None:
+            facts[layer] = LayerStatistics(entry, weight, moments, moments[0])
     orders = {
         coupling.kind: order_channels(coupling, facts, 0.01)
         for coupling in (*couplings(block), whole_heads(found))

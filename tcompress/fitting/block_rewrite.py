@@ -56,7 +56,7 @@ from tcompress.structures.modules.experts import (
     up_name,
 )
 from tcompress.structures.modules.linear import channels_last
-from tcompress.structures.modules.shared import FactorsModule
+from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 Group = tuple[LayerPlan, ...]
 """Layers that read one input."""
@@ -114,6 +114,9 @@ def fit_group(
         fitted = fit_layers(layers, factors=factors, roundings=roundings, **options)
     for entry, layer in zip(group, fitted, strict=True):
         result.layers[entry.key] = layer
+        for name in entry.own_factors:  # they are stored with it
+            tensors = factors[entry.name, name].items()
+            layer.tensors.update((f"{factors_module(name)}.{key}", item) for key, item in tensors)
         if entry.bias and entry.kind != "experts":
             name = f"{module_path(source, entry.name)}.bias"
             bias = read_finite(source.store, source.keymap, name, device)
@@ -409,10 +412,11 @@ class RewrittenBlock:
             self.new, group, self.path, factors, dtype=torch.float32, device=self.inputs.device
         )
         for entry in group:
-            tensors, bias = self.result.layers[entry.key].tensors, self.result.biases
-            own_bias = {"bias": bias[entry.name]} if entry.name in bias else {}
-            fill(modules[entry.name], entry, tensors | own_bias)
-            modules[entry.name].requires_grad_(False)
+            module, tensors = modules[entry.name], dict(self.result.layers[entry.key].tensors)
+            if entry.name in self.result.biases:
+                tensors["bias"] = self.result.biases[entry.name]
+            fill(module, entry, tensors)
+            module.requires_grad_(False)
 
 
 @dataclass(frozen=True, eq=False)

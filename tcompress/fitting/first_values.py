@@ -14,7 +14,7 @@ from tcompress.attention import replacement_named
 from tcompress.attention.module import ReplacementModule
 from tcompress.attention.replacement import QueryKeyMoments
 from tcompress.errors import REPAIR, FitError
-from tcompress.fitting.layer_fits import FittedLayer, SharedFactors, owned_factors, shared_factors
+from tcompress.fitting.layer_fits import FittedLayer, SharedFactors, shared_factors
 from tcompress.hf.build import first_values
 from tcompress.models import SourceModel, read_finite
 from tcompress.models.keymap import CPU
@@ -94,7 +94,7 @@ def start_layer(
     for owner, transform, *_ in own_transforms(entry.parts, bool(entry.input_of)):
         first = transform.first().items()
         tensors |= {f"{owner}.{leaf}": tensor.to(dtype) for leaf, tensor in first}
-    return FittedLayer(tensors | owned_factors(entry, factors), {})
+    return FittedLayer(tensors, {})
 
 
 def adapt(

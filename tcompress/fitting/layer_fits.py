@@ -34,7 +34,6 @@ from tcompress.structures.base import (
     transform_of,
 )
 from tcompress.structures.modules.linear import tensor_prefix, transform_name
-from tcompress.structures.modules.shared import factors_module
 
 SharedFactors = Mapping[FactorsKey, Mapping[str, Tensor]]
 """Factors that layers share, as they are stored, by owner and name of the group."""
@@ -70,15 +69,6 @@ def shared_factors(
         return {}
     tensors = factors[entry.bank_of.get(shared.name, entry.name), shared.name]
     return {key: tensor.to(device).double() for key, tensor in tensors.items()}
-
-
-def owned_factors(entry: LayerPlan, factors: SharedFactors) -> dict[str, Tensor]:
-    """Return the shared factors that are stored with a layer, by name relative to it."""
-    return {
-        f"{factors_module(name)}.{key}": tensor
-        for name in entry.own_factors
-        for key, tensor in factors[entry.name, name].items()
-    }
 
 
 @dataclass(frozen=True)
@@ -305,10 +295,8 @@ def fit_layers(
                 names = ", ".join(f"`{layer.entry.name}`" for layer in members)
                 hint = getattr(error, "hint", None) or MORE_DATA
                 raise FitError(f"the fit of {names} failed: {message_of(error)}", hint) from error
-            return {
-                layer.entry.key: _collect(layer, splits, factors)
-                for layer, splits in zip(members, splits_of, strict=True)
-            }
+            keys = (layer.entry.key for layer in members)
+            return dict(zip(keys, map(_collect, members, splits_of), strict=True))
 
     owners = [layer for layer in layers if layer.entry.input_of is None]
     parts = processes.shared_out(fit, owners, layers[0].weight.device)
@@ -432,16 +420,16 @@ def _with_mean_moments(targets: list[Target]) -> list[Target]:
     return averaged
 
 
-def _collect(layer: LayerToFit, splits: _Splits, factors: SharedFactors) -> FittedLayer:
+def _collect(layer: LayerToFit, splits: _Splits) -> FittedLayer:
     """Take the tensors of a layer, and measure what is lost."""
     entry, tensors = layer.entry, dict[str, Tensor]()
-    for first, *others in zip(*splits, strict=True):
-        for terms in zip(first.terms, *(split.terms for split in others), strict=True):
+    for stacked in zip(*splits, strict=True):  # one part of all experts
+        for terms in zip(*(split.terms for split in stacked), strict=True):
             for name, tensor in terms[0].tensors.items():
                 if entry.experts and "." not in name:
                     tensor = torch.stack([term.tensors[name] for term in terms])
-                if not name.startswith("in.") or not (first.index or entry.input_of):
-                    tensors[first.name_of(terms[0], name)] = tensor
+                if not name.startswith("in.") or not (stacked[0].index or entry.input_of):
+                    tensors[stacked[0].name_of(terms[0], name)] = tensor
     errors = defaultdict[str, list[float]](list)
     shift: Tensor | None = None
     for expert, parts in enumerate(splits):
@@ -468,4 +456,4 @@ def _collect(layer: LayerToFit, splits: _Splits, factors: SharedFactors) -> Fitt
         )
     means = {kind: sum(values) / len(values) for kind, values in errors.items()}
     loss = _predicted(chain(*splits), train.gram) if layer.is_judged and train is not None else None
-    return FittedLayer(tensors | owned_factors(entry, factors), means, shift, loss)
+    return FittedLayer(tensors, means, shift, loss)

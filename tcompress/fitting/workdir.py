@@ -66,9 +66,8 @@ class FitWorkplace(Workplace):
         super().__init__(output, identity, force=force)
         self._device = device
         self._measured = measured or self.folder  # where moments are
-        self._blocks = self.folder / "blocks"
         if processes.leads():
-            self._blocks.mkdir(exist_ok=True)
+            (self.folder / "blocks").mkdir(exist_ok=True)
 
     @by_first
     def keep_block(self, result: BlockResult) -> None:
@@ -86,14 +85,15 @@ class FitWorkplace(Workplace):
         errors, tensors = self.errors(name), read_tensors(self._path_of(name), CPU)
         if errors is None or tensors is None:
             return None
-        result = BlockResult(name, {key: FittedLayer({}, own) for key, own in errors.items()})
-        others = {"bias": result.biases, "attention": result.attention}
+        result = BlockResult(name)
+        result.layers.update((key, FittedLayer({}, relative)) for key, relative in errors.items())
+        named = {"bias": result.biases, "attention": result.attention}
         for key, tensor in tensors.items():
             kind, layer, *leaf = key.split("/", 2)
             if kind == "layer":
                 result.layers[layer].tensors[leaf[0]] = tensor
             else:
-                others[kind][layer] = tensor
+                named[kind][layer] = tensor
         return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
@@ -217,7 +217,7 @@ class FitWorkplace(Workplace):
         remove(self.folder / TRIALS)
 
     def _path_of(self, block: str) -> Path:
-        return self._blocks / f"{block}.safetensors"
+        return self.folder / "blocks" / f"{block}.safetensors"
 
 
 def narrowed(moment: Tensor) -> Tensor:

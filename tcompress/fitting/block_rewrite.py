@@ -268,13 +268,12 @@ class RewrittenBlock:
         modules = install_attention(
             self.new, plain, self.path, dtype=torch.float32, device=self.inputs.device
         )
-        readings = Readings(self.new, self.forward)
         for stored, module in modules.items():
-            path, module.name = f"{module.name}.{CHILD}", f"{name}.{module.name}"
+            module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
-            passes = (self.streams[index][1] for index in self.data.fitted)
-            calls = (readings.of(new, path, queries_and_keys) for new in passes)
+            passes = (self.streams[index][1].waiting for index in self.data.fitted)
+            calls = (item.input_of(module, self.forward, queries_and_keys) for item in passes)
             adapt(module, f"{stored}.{CHILD}", self.result.attention, calls)
 
     def moments(self, group: Group) -> list[list[LayerMoments]]:

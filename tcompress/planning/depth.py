@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 from tcompress.errors import PlanError, listed
@@ -21,15 +22,12 @@ Stacks = tuple[StackPlan, ...]
 def stacks_of(roles: Roles) -> Stacks:
     """List the stacks of a model by the part of their path that tells them apart, as `decoder`."""
     counts = Counter(block.name.rpartition(".")[0] for block in roles.blocks)
-    stacks, paths = [], [path.split(".") for path in counts]
+    levels = zip(*(path.split(".") for path in counts), strict=False)
+    common = len([*takewhile(lambda steps: len({*steps}) == 1, levels)])
+    stacks = []
     for path, count in counts.items():
-        telling = (
-            step
-            for index, step in enumerate(path.split("."))
-            if any(steps[index : index + 1] != [step] for steps in paths)
-        )
-        name, indices = next(telling, path), tuple(range(count))
-        stacks.append(StackPlan(name=name, path=path, blocks=count, kept=indices))
+        name = next(iter(path.split(".")[common:]), path)
+        stacks.append(StackPlan(name=name, path=path, blocks=count, kept=tuple(range(count))))
     return tuple(stacks)
 
 

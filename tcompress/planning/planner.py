@@ -36,6 +36,7 @@ from tcompress.planning.entries import (
 from tcompress.planning.plain_widths import plan_plain
 from tcompress.planning.sites import (
     Coupling,
+    channels_left,
     check_patterns,
     couplings,
     matched_names,
@@ -81,14 +82,13 @@ class _Planner:
 
     def run(self) -> None:
         """Plan all layers; again without those that then did not take what they would share."""
-        for block in self.roles.blocks:
-            for layer in block.layers:
-                try:
-                    self.choices[layer.weight_name] = self._choice_of(layer)
-                except Refusal as refusal:
-                    self.refused[layer.weight_name] = refusal
-            for coupling in couplings(block):
-                self._narrow(coupling)
+        for layer in self.roles.layers:
+            try:
+                self.choices[layer.weight_name] = self._choice_of(layer)
+            except Refusal as refusal:
+                self.refused[layer.weight_name] = refusal
+        coupled = (coupling for block in self.roles.blocks for coupling in couplings(block))
+        self.reads, self.writes = channels_left({item: self._size_of(item) for item in coupled})
         alone: set[str] = set()  # weights that turned out to stay dense
         while True:
             self.layers, self.skipped = [], []
@@ -135,25 +135,18 @@ class _Planner:
             referred = {name: owner for name, owner in borrowed.items() if owner != entry.name}
             yield entry.model_copy(update={"bank_of": referred}) if referred else entry
 
-    def _narrow(self, coupling: Coupling) -> None:
-        """Make channels fewer, where the recipe asks for it and all layers around may change."""
+    def _size_of(self, coupling: Coupling) -> int:
+        """Channels that stay: fewer where the recipe asks for it and all layers may change."""
         names = [layer.weight_name for layer in coupling.layers]
         if not self.choices.keys() >= {*names}:
-            return
+            return coupling.size
         recipe = self.recipe
         target = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
         choices = [self.choices[name][1] for name in names]
         fractions = [c.target for c in choices if c.method.narrows and c.target]
         if target is None and not recipe.fixes_width and fractions:
             target = min(fractions)
-        size = coupling.size if target is None else coupling.near(target)
-        if size == coupling.size:
-            return
-        for layer, part in coupling.writers:
-            self.writes[layer.weight_name, part.name] = coupling.channels(part.size, size)
-        if coupling.reader is not None:
-            left = coupling.channels(coupling.reader.in_features, size)
-            self.reads[coupling.reader.weight_name] = left
+        return coupling.size if target is None else coupling.near(target)
 
     def _plan_group(self, block: Block, group: Sequence[Layer]) -> None:
         """Plan the layers that read one input."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -417,6 +417,21 @@ def couplings(block: Block) -> Iterator[Coupling]:
         divides = size and size > 1 and all(width % size == 0 for width in widths)
         if size and divides and (kind != "neurons" or len({*widths}) == 1):
             yield Coupling(kind, writers, reader, size)
+
+
+def channels_left(
+    sizes: Mapping[Coupling, int],
+) -> tuple[dict[str, Channels], dict[tuple[str, str], Channels]]:
+    """Channels that layers read, by weight, and that their parts write, where some are gone."""
+    reads, writes = {}, {}
+    for coupling, size in sizes.items():
+        if size == coupling.size:
+            continue
+        for layer, part in coupling.writers:
+            writes[layer.weight_name, part.name] = coupling.channels(part.size, size)
+        if (reader := coupling.reader) is not None:
+            reads[reader.weight_name] = coupling.channels(reader.in_features, size)
+    return reads, writes
 
 
 def whole_heads(attention: Attention) -> Coupling | None:

@@ -12,11 +12,11 @@ from itertools import chain, product
 from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerForm, LayerPlan
-from tcompress.planning.sites import Coupling, couplings, whole_heads
+from tcompress.planning.sites import Coupling, channels_left, couplings, whole_heads
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
-from tcompress.structures.modules.linear import Channels, PartLayout
+from tcompress.structures.modules.linear import PartLayout
 from tcompress.structures.width import WidthLayout
 
 LossKey = tuple[str | Coupling, str | bool]
@@ -81,22 +81,12 @@ def forms_of(
     chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
 ) -> Iterator[tuple[LayerPlan, LayerForm]]:
     """Give plain matrices of these sizes to all layers of some couplings; plans are by name."""
+    all_reads, writes = channels_left(chosen)
     for layer in dict.fromkeys(layer for coupling in chosen for layer in coupling.layers):
-        reads: Channels | None = None
-        written: dict[str, Channels] = {}
-        for coupling, count in chosen.items():
-            if count == coupling.size:
-                continue
-            if coupling.reader == layer:
-                reads = coupling.channels(layer.in_features, count)
-            written |= {
-                part.name: coupling.channels(part.size, count)
-                for writer, part in coupling.writers
-                if writer == layer
-            }
-        inputs, parts = reads.left if reads else layer.in_features, []
+        reads, parts = all_reads.get(layer.weight_name), []
+        inputs = reads.left if reads else layer.in_features
         for part in layer.parts:
-            channels = written.get(part.name)
+            channels = writes.get((layer.weight_name, part.name))
             outputs = channels.left if channels else part.size
             terms = (WidthLayout(in_features=inputs, out_features=outputs),)
             parts.append(PartLayout(name=part.name, terms=terms, channels=channels))

@@ -126,13 +126,7 @@ def convert(
         times.resume(workdir.seconds(), workdir.keep_seconds)
         parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
         conversion = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
-        processes.first(lambda: check_room(conversion))
-        conversion, outputs = choose(conversion)
-        # Fits are kept until what they yield is written.
-        sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
-        workdir.need(sum(sizes))
-        fits = fit(conversion, outputs)
-        manifest = processes.first(lambda: _write_model(conversion, outputs, fits, paper, times))
+        manifest = _perform(conversion, paper, times)
         workdir.publish(force=force)
     return Converted(output, _timed(source, output, manifest, recipe), workdir.resumed)
 
@@ -169,6 +163,17 @@ def _identity(
             "device": str(device),
         }
     )
+
+
+def _perform(conversion: Conversion, paper: Sequence[PaperRow], times: StageTimes) -> Manifest:
+    """Choose, fit and write, as long as there is room for it."""
+    processes.first(lambda: check_room(conversion))
+    conversion, outputs = choose(conversion)
+    # Fits are kept until what they yield is written.
+    sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
+    conversion.workdir.need(sum(sizes))
+    fits = fit(conversion, outputs)
+    return processes.first(lambda: _write_model(conversion, outputs, fits, paper, times))
 
 
 def _write_model(

@@ -25,8 +25,9 @@ from tcompress.options.limits import Budget
 from tcompress.planning.entries import BudgetPlan, LayerPlan, Plan, Storage
 from tcompress.planning.sites import low_rank_tables, module_path, roles_of, structure_of, tied_to
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
-from tcompress.structures.base import Shapes, shared_of, shared_shapes, transform_shapes
+from tcompress.structures.base import Shapes, shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
+from tcompress.structures.modules.linear import own_shapes
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,9 @@ def _low_rank(rank: int, site: Site) -> LowRankLayout:
 def kept_share(entry: LayerPlan, sharing: int) -> float:
     """Kept fraction of a layer, with its share of an input transform and of shared factors."""
     inputs = sum(_size(transform_shapes(term, "in")) for term in entry.parts[0].terms)
-    terms = [term for part in entry.parts for term in part.terms]
-    stored = sum(_size(shared_shapes(layout)) for layout in entry.own_factors.values())
-    factors = sum(map(_shared_cost, terms)) - stored
-    return (entry.parameters + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+    stored = _size(own_shapes(entry.parts, entry.experts)) + _size(entry.transform_shapes)
+    factors = sum(_shared_cost(term) for part in entry.parts for term in part.terms)
+    return (stored + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters
 
 
 def _size(shapes: Shapes) -> int:

@@ -294,8 +294,7 @@ class StructuredLinear(nn.Module):
         layout = self.parts[part].terms[term]
         kind = structure(layout.structure)
         own: dict[str, Tensor] = {k: getattr(self, prefix + k) for k in kind.tensors(layout)}
-        shared = shared_of(layout)
-        if shared is not None:
+        if self.factors and (shared := shared_of(layout)) is not None:
             device = next(iter(own.values())).device
             own |= {name: t.to(device) for name, t in self.factors[shared.name]().items()}
         return own

@@ -9,7 +9,8 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -160,27 +161,31 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
         if name in problem.methods:
             problems.setdefault(name, problem.alone(name, predictions.singly))
     refused: list[PlanError] = []
-
-    def solved(
-        names: Iterable[str], solve: Callable[[BudgetProblem], Plan]
-    ) -> Iterator[tuple[str, Plan]]:
-        for name in names:
-            try:
-                yield name, solve(problems[name])
-            except PlanError as error:
-                refused.append(error)
-
     different: dict[str, Plan] = {}
-    for name, plan in solved(problems, BudgetProblem.best):
-        if all(plan.layers != earlier.layers for earlier in different.values()):
-            different[name] = plan
+    for name, item in problems.items():
+        with _noted(refused):
+            plan = item.best()
+            if all(plan.layers != earlier.layers for earlier in different.values()):
+                different[name] = plan
     first = next(iter(different.values()), problem.plan)
     plans = {name: plan for name, plan in different.items() if _in_question(plan, first)}
     if resource is not None:  # whole models are measured for those in question alone
-        plans = dict(solved(plans or [label], resource.reach))
+        names, plans = [*plans] or [label], {}
+        for name in names:
+            with _noted(refused):
+                plans[name] = resource.reach(problems[name])
     if not plans:
         raise refused[-1]
     return plans
+
+
+@contextmanager
+def _noted(refused: list[PlanError]) -> Iterator[None]:
+    """Go on after a plan that cannot be made, and keep why."""
+    try:
+        yield
+    except PlanError as error:
+        refused.append(error)
 
 
 def _worth_trying(problem: BudgetProblem, unit: str) -> BudgetProblem:

@@ -67,6 +67,7 @@ class KeyMap:
         self._probe = {f"{name}.{leaf}": True for name in self._modules for leaf in _LEAVES}
         self._ties = _tied_groups(model)
         self._module_keys: dict[str, str] = {}
+        self._stored: dict[str, str] = {}  # prefixes in the checkpoint by name of the module
         self._sources: dict[str, Sources] = {}
         unmatched = self._collect(checkpoint_keys)
         missing, unexpected = self._differences(unmatched)
@@ -93,6 +94,11 @@ class KeyMap:
 
         A `SourceError` says that Transformers would not load what is stored under it back into it.
         """
+        if module_name not in self._stored:  # planning asks many times, and all names are looked at
+            self._stored[module_name] = self._stored_prefix(module_name)
+        return self._stored[module_name]
+
+    def _stored_prefix(self, module_name: str) -> str:
         back = [(f"{module_name}.{leaf}", None) for leaf in _LEAVES]
         for prefix in self._prefixes(module_name):
             if [self._rename(f"{prefix}.{leaf}", self._probe) for leaf in _LEAVES] == back:

@@ -33,13 +33,9 @@ from tcompress.structures import Site as StructureSite
 from tcompress.structures.base import predicted_loss
 from tcompress.structures.modules.linear import PartLayout
 
-PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"
-"""Resources, by the unit that they are counted in."""
+PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units of resources
 
 Costs = Mapping[str, int]  # a whole number for each resource that is counted
-
-Forms = tuple[tuple[str, LayerForm | None], ...]
-"""What layers become, by weight name in the checkpoint; None for those that stay dense."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +57,8 @@ class Candidate:
     """What could stand at a site."""
 
     method: str  # name of the structure; empty where there are several, or none
-    forms: Forms  # what every layer of the site becomes
+    forms: tuple[tuple[str, LayerForm | None], ...]
+    """What layers become, by weight name in the checkpoint; None for those that stay dense."""
     loss: float  # predicted loss of the model, in one unit for all sites
     costs: Costs
 
@@ -158,8 +155,7 @@ def of_one_layer(methods: Collection[str]) -> list[str]:
 
 Parts = tuple[PartLayout, ...]
 
-FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))
-"""Kept fractions that a layer is offered, up to nine tenths."""
+FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
 
 FitTarget = tuple[Target, float]
 """What the fit of one output split of a layer aims at, and what it costs to leave it out."""

@@ -70,9 +70,7 @@ from tcompress.structures import Refusal, Spec
 
 USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
 
-Offers = Mapping[str, tuple[Spec, ...]]
-"""Options of methods by their name, in the order of preference."""
-
+Offers = Mapping[str, tuple[Spec, ...]]  # options of methods by name, in the order of preference
 AnySite = TypeVar("AnySite", bound=Site)
 
 
@@ -361,12 +359,8 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
 # or two blocks are fitted as the conversion will. The ratio of both losses corrects the predictions
 # for all layers of a role.
 
-MARGIN = 1.15
-"""A method stays in question for a role while it is at most so much worse than the best one."""
-
-AROUND = 4.0
-"""Kept fractions that count for that: up to so many times less or more than the budget's."""
-
+MARGIN = 1.15  # a method that loses at most so much more than the best stays in question for a role
+AROUND = 4.0  # fractions that count for that: up to so many times less or more than the budget's
 LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
 
 

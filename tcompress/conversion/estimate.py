@@ -181,7 +181,8 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     if work.calibrated and groups:
         walk, statistics = _walk(work, groups)
         pairs = zip(fits, groups, strict=True)
-        memory = walk.bytes + max(fit.bytes + _moments_memory(g, work) for fit, g in pairs)
+        fitting = max(fit.bytes + _moments_memory(group, work) for fit, group in pairs)
+        memory = max(memory, walk.bytes + fitting)
         walks = 1
         if work.weighs:
             memory = max(memory, statistics.bytes)

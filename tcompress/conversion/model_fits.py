@@ -158,7 +158,8 @@ def fit_on_data(
     blocks = BlockFitter(conversion, plan, inputs, tables, sampler)
     blocks.run()
     comparison = blocks.comparison and blocks.comparison.merged()
-    reached = {block.name for block in roles.blocks} - blocks.unreached
+    names = {source.original_name(block.name): block.name for block in roles.blocks}
+    reached = {name for original, name in names.items() if original not in blocks.unreached}
     unreached = (entry.name for entry in plan.layers if outputs.block_of(entry) not in reached)
     return Fits(inputs, comparison, tuple(unreached))
 

@@ -147,7 +147,7 @@ def completed(
             for layer, part in coupling.writers
         }
         if not written <= reductions.keys():
-            reductions |= _order_by_weights(coupling, entries, source, device).reductions
+            reductions |= order_by_weights(coupling, entries, source, device).reductions
     return reductions
 
 
@@ -186,10 +186,14 @@ def order_channels(coupling: Coupling, statistics: BlockStatistics, damping: flo
     return order(coupling, statistics, damping)
 
 
-def _order_by_weights(
+def order_by_weights(
     coupling: Coupling, entries: Mapping[str, LayerPlan], source: SourceModel, device: torch.device
 ) -> ChannelOrder:
-    """Order channels without data: inputs count as independent and alike."""
+    """Order channels without data: inputs count as independent and alike.
+
+    Entries are by weight name in the model. Every layer counts alike, so that without any of the
+    channels as much is lost as without all that writes and reads them.
+    """
     planned = {layer: entries[layer.weight_name] for layer in coupling.layers}
     stacks = {layer: dense_matrix(source, e, device).double() for layer, e in planned.items()}
     experts = planned[coupling.layers[0]].experts
@@ -203,24 +207,29 @@ def _order_by_weights(
             facts = (planned[layer], weight, read, weight.new_zeros(len(read)))
             statistics[layer] = LayerStatistics(*facts)
         orders.append(order_channels(coupling, statistics, DAMPING / len(gram)))
-    if not experts:
-        return orders[0]
-    rows = torch.stack([next(iter(order.reductions.values())).reduce for order in orders])
     losses = torch.stack([order.losses for order in orders]).sum(0)
+    shares = (part.size / planned[layer].out_features for layer, part in coupling.writers)
+    least = torch.finfo(losses.dtype).tiny
+    losses *= (sum(shares) + (coupling.reader is not None)) / losses[0].clamp_min(least)
+    if not experts:
+        return ChannelOrder(coupling, losses, orders[0].reductions)
+    rows = torch.stack([next(iter(order.reductions.values())).reduce for order in orders])
     return ChannelOrder(coupling, losses, dict.fromkeys(orders[0].reductions, Reduction(rows)))
 
 
 def _guessed_gram(coupling: Coupling, weights: Mapping[Layer, Tensor]) -> Tensor:
     """Moments of channels whose inputs are independent; gates multiply what they let through."""
-    gram: Tensor | None = None
-    for layer, part in coupling.writers:
+    gram, size, writers = None, coupling.size, coupling.writers
+    if coupling.kind == "heads":  # of values, which are read
+        writers, size = writers[-1:], writers[-1][1].size // size
+    for layer, part in writers:
         rows = weights[layer][layer.rows_of(part)]
         product = rows @ rows.mT  # as large as the moments of the largest layer
         gram = product if gram is None or coupling.kind == "scores" else gram.mul_(product)
     assert gram is not None
     if coupling.reader is not None and len(gram) < coupling.reader.in_features:  # shared by heads
         many = coupling.reader.in_features // len(gram)
-        heads = torch.arange(len(gram), device=gram.device).unflatten(0, (-1, coupling.size))
+        heads = torch.arange(len(gram), device=gram.device).unflatten(0, (-1, size))
         wide = heads.repeat_interleave(many, 0).flatten()
         gram = gram[wide][:, wide]
     return gram.div_(gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
@@ -297,7 +306,10 @@ def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float) -> 
         key_rows = keying.weight[second.rows_of(keys)].double()
         cut = key_rows.unflatten(0, (-1, size))
         many = queries.size // keys.size
-        curvatures = (cut @ cut.mT).repeat_interleave(many, 0) / key_rows.square().sum()
+        curvatures = (cut @ cut.mT).repeat_interleave(many, 0)
+        # Without any scores as much is lost as without the outputs of another layer.
+        energy = (_by_head(weight @ weight.mT, size) * curvatures).sum()
+        curvatures = curvatures / energy.clamp_min(torch.finfo(energy.dtype).tiny)
     bases, repeated = _shared_bases(_by_head(computed, size), curvatures, keys.size)
     reductions = {
         (querying.entry.key, queries.name, size): repeated,

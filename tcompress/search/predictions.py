@@ -24,6 +24,7 @@ from tcompress.fitting.channel_orders import (
     BlockStatistics,
     ChannelOrder,
     LayerStatistics,
+    order_by_weights,
     order_channels,
     stored_reductions,
 )
@@ -250,11 +251,14 @@ class Predictor:
             facts[layer] = replace(measured, bias=bias)
         roles = roles_of(source)
         attentions = () if recipe.attention else attentions_of(source.keymap.model, roles)
-        orders = [
-            order_channels(coupling, facts, recipe.calibration.damping)
-            for coupling in all_couplings(block, attentions)
-            if facts.keys() >= {*coupling.layers}
-        ]
+        if self.inputs.data is None:
+            entries = {layer.weight_name: item.entry for layer, item in statistics.items()}
+            order = partial(order_by_weights, entries=entries, source=source, device=device)
+        else:
+            damping = recipe.calibration.damping
+            order = partial(order_channels, statistics=facts, damping=damping)
+        coupled = all_couplings(block, attentions)
+        orders = [order(item) for item in coupled if facts.keys() >= {*item.layers}]
         reductions = {key: item for order in orders for key, item in order.reductions.items()}
         self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
         parts = [order for order in orders if order.coupling.kind != "heads"]

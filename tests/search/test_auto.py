@@ -242,8 +242,9 @@ def test_a_budget_is_kept_by_a_mixture(
 
 
 def test_without_data_weights_decide(folder: Path, tmp_path: Path) -> None:
-    recipe = Convert.model_validate({**AUTO, "calibration": {"source": "none"}})
-    done = convert(str(folder), recipe, tmp_path / "out")
+    method = {"name": "auto", "offer": ["lowrank", "lprod"]}
+    said = {**AUTO, "method": method, "calibration": {"source": "none"}}
+    done = convert(str(folder), Convert.model_validate(said), tmp_path / "out")
     plan = done.manifest.plan
     facts = plan.budget
     # The prediction is the error of the weights, layer by layer, which the fit measures.

@@ -17,12 +17,13 @@ from transformers import Olmo2Config, Olmo2ForCausalLM
 from tcompress.blockwise import sensitivity
 from tcompress.errors import PlanError
 from tcompress.exports.dense import export_dense
-from tcompress.fitting.channel_orders import LayerStatistics, order_channels
+from tcompress.fitting.channel_orders import LayerStatistics, order_by_weights, order_channels
 from tcompress.hf import build as installing
 from tcompress.linalg.channels import head_bases, order_groups, order_neurons
 from tcompress.models import SourceModel, read_parameter
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
+from tcompress.planning.costs import path_of
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
@@ -315,6 +316,27 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
     }
     assert orders["values"].reductions
     assert not orders["values"].reductions.keys() & orders["heads"].reductions.keys()
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_without_data_channels_lose_what_their_layers_would(family: str, tmp_path: Path) -> None:
+    TINY[family].build().save_pretrained(tmp_path)
+    source = SourceModel.open(str(tmp_path))
+    recipe = {"method": {"name": "width"}, "target": 0.5, "calibration": {"source": "none"}}
+    plan = make_plan(Convert.model_validate(recipe), source)
+    entries = {path_of(source, entry): entry for entry in plan.layers}
+    block = roles_of(source).blocks[-1]
+    heads = whole_heads([*attentions_of(source.keymap.model, roles_of(source))][-1])
+    for coupling in filter(None, (*couplings(block), heads)):
+        if not entries.keys() >= {layer.weight_name for layer in coupling.layers}:
+            continue
+        losses = order_by_weights(coupling, entries, source, torch.device("cpu")).losses
+        layers = sum(
+            part.size / entries[it.weight_name].out_features for it, part in coupling.writers
+        )
+        assert float(losses[0]) == pytest.approx(layers + (coupling.reader is not None))
+        assert (losses.diff() <= 1e-9).all()
+        assert coupling.kind == "heads" or losses[-1] < 1e-2
 
 
 @pytest.mark.often("bert", "whisper")

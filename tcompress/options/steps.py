@@ -374,7 +374,7 @@ class Bench(Section):
 
     @model_validator(mode="after")
     def _check_ways(self) -> Bench:
-        if "mode" in self.model_fields_set and "torch" not in self.runtime:
+        if self.mode != type(self).model_fields["mode"].default and "torch" not in self.runtime:
             raise ValueError("`mode` is of passes in PyTorch: add `torch` to `runtime`")
         if self.cache and not self.generate:
             raise ValueError("`cache` belongs to `generate`: give the number of tokens too")

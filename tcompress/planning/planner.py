@@ -74,7 +74,7 @@ class _Planner:
     clipped: dict[str, str] = field(default_factory=dict)
     # By name of the weight in the model, and those of its output splits.
     choices: dict[str, tuple[str, Choice]] = field(default_factory=dict)
-    refused: dict[str, Refusal] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)  # why, by name of the weight
     reads: dict[str, Channels] = field(default_factory=dict)
     writes: dict[tuple[str, str], Channels] = field(default_factory=dict)
     sharing: dict[tuple[str, str], Hashable] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Planner:
             try:
                 self.choices[layer.weight_name] = self._choice_of(layer)
             except Refusal as refusal:
-                self.refused[layer.weight_name] = refusal
+                self.refused[layer.weight_name] = str(refusal)
         coupled = (coupling for block in self.roles.blocks for coupling in couplings(block))
         self.reads, self.writes = channels_left({item: self._size_of(item) for item in coupled})
         alone: set[str] = set()  # weights that turned out to stay dense
@@ -200,7 +200,7 @@ class _Planner:
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         if layer.weight_name in self.refused:
-            raise self.refused[layer.weight_name]
+            raise Refusal(self.refused[layer.weight_name])
         name, choice = self.choices[layer.weight_name]
         calibrated = not self.recipe.calibration.is_none
         copies = layer.experts or 1

@@ -294,12 +294,22 @@ def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[Form
     entries: list[FormPlan] = []
     problems: list[str] = []
     for option, form, plans, what in (
-        ("positions", recipe.positions, _positions, "a table of positions for tokens of text, and"),
-        ("norm", recipe.norm, _norms, "layer norms of all features, and the blocks of"),
+        (
+            "positions",
+            recipe.positions,
+            _positions,
+            "a table of positions for tokens of text, and {} has none",
+        ),
+        (
+            "norm",
+            recipe.norm,
+            _norms,
+            "layer norms of all features, and the blocks of {} have none",
+        ),
     ):
         if form != "host":
             planned = list(plans(source, roles, form, p))
-            problems += [] if planned else [f"`{option}: {form}` is about {what} {this} has none"]
+            problems += [] if planned else [f"`{option}: {form}` is about {what.format(this)}"]
             entries += planned
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"

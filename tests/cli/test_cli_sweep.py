@@ -69,6 +69,12 @@ def test_options_change_a_recipe() -> None:
     assert settings(recipe="encoder/minilm-tt-25").sweep.methods == ()  # its own
 
 
+def test_speeds_take_the_place_of_sizes() -> None:
+    done = completed("sweep", "bert", "--methods", "svd", "--speedups", "2,4", "--dry-run")
+    names = [line.split()[0] for line in done.out.splitlines() if line.startswith(" svd-")]
+    assert names == ["svd-2x", "svd-4x"]
+
+
 def test_what_options_make_of_a_recipe_is_checked() -> None:
     Path("own.yaml").write_text(
         "recipe_version: 1\nconvert: {method: {name: svd, rank: 8}, calibration: {source: none}}\n"

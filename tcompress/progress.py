@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 
@@ -169,7 +171,7 @@ class StageTimes(Forwarding):
     ) -> None:
         super().__init__(progress)
         self._clock = clock
-        self._spent: dict[str, dict[str, float]] = {}
+        self._spent: dict[str, dict[str, float]] = defaultdict(partial(defaultdict, float))
         self._stage, self._part = first, COMPUTING
         self._since = self._kept = clock()
         self._keep: Callable[[Seconds], None] = lambda _: None
@@ -187,7 +189,7 @@ class StageTimes(Forwarding):
         """Add what an interrupted run took, and have all kept for the case of another one."""
         for stage, parts in before.items():
             for part, seconds in parts.items():
-                self._add(stage, part, seconds)
+                self._spent[stage][part] += seconds
         self._keep = keep
 
     @property
@@ -214,7 +216,7 @@ class StageTimes(Forwarding):
     def turn_to(self, stage: str, part: str = COMPUTING) -> None:
         """Count time for a stage, or a part of it, from now on."""
         now = self._clock()
-        self._add(self._stage, self._part, now - self._since)
+        self._spent[self._stage][self._part] += now - self._since
         self._stage, self._part, self._since = stage, part, now
 
     def stage(self, name: str, total: int, unit: str) -> None:
@@ -227,10 +229,6 @@ class StageTimes(Forwarding):
         super().advance(amount, note)
         if self._clock() - self._kept > _KEPT_AFTER:
             self._save()
-
-    def _add(self, stage: str, part: str, seconds: float) -> None:
-        parts = self._spent.setdefault(stage, {})
-        parts[part] = parts.get(part, 0.0) + seconds
 
     def _save(self) -> None:
         self._keep(self.seconds)

@@ -104,7 +104,8 @@ def convert(
             f"`speedup` asks for {len(recipe.speedups)} models, and one is converted at a time",
             "ask for them with `tcompress convert` or `tcompress sweep --speedups`",
         )
-    source = with_vocabulary(source, recipe, times)
+    if recipe.vocab is not None:
+        source = with_vocabulary(source, recipe, times)
     if recipe.calibration.mixed_precision == "bf16":
         source = replace(source, autocast=torch.bfloat16)
     plan = make_plan(recipe, source)
@@ -126,7 +127,8 @@ def convert(
         times.resume(workdir.seconds(), workdir.keep_seconds)
         parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
         conversion = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
-        manifest = _perform(conversion, paper, times)
+        processes.first(lambda: check_room(conversion))
+        manifest = _fit_and_write(*choose(conversion), paper, times)
         workdir.publish(force=force)
     return Converted(output, _timed(source, output, manifest, recipe), workdir.resumed)
 
@@ -165,10 +167,10 @@ def _identity(
     )
 
 
-def _perform(conversion: Conversion, paper: Sequence[PaperRow], times: StageTimes) -> Manifest:
-    """Choose, fit and write, as long as there is room for it."""
-    processes.first(lambda: check_room(conversion))
-    conversion, outputs = choose(conversion)
+def _fit_and_write(
+    conversion: Conversion, outputs: Outputs, paper: Sequence[PaperRow], times: StageTimes
+) -> Manifest:
+    """Fit and write what was chosen, of which nothing is held while the result is timed."""
     # Fits are kept until what they yield is written.
     sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
     conversion.workdir.need(sum(sizes))

@@ -13,7 +13,7 @@ from tcompress.fitting.channel_orders import ChannelOrder
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerForm, LayerPlan
 from tcompress.planning.sites import Coupling, channels_left, couplings, whole_heads
-from tcompress.roles import Attention, Block, Layer
+from tcompress.roles import Attention, Block
 from tcompress.search.candidates import BYTES, Candidate, Costs, Site, WidthSite
 from tcompress.search.knapsack import added, joint
 from tcompress.structures.modules.linear import PartLayout
@@ -27,16 +27,6 @@ def all_couplings(block: Block, attentions: Iterable[Attention]) -> list[Couplin
     """List what layers of a block have in common, whole heads after what they are made of."""
     heads = (whole_heads(item) for item in attentions if item.block == block.name)
     return [*couplings(block), *filter(None, heads)]
-
-
-def united(sets: Iterable[set[Layer]]) -> list[set[Layer]]:
-    """Unite sets of layers that overlap."""
-    unions: list[set[Layer]] = []
-    for layers in sets:
-        overlapping = [union for union in unions if union & layers]
-        unions = [union for union in unions if union not in overlapping]
-        unions.append(layers.union(*overlapping))
-    return unions
 
 
 def width_sites(

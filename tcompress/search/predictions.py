@@ -60,12 +60,13 @@ from tcompress.search.candidates import (
     layer_candidates,
     of_one_layer,
 )
-from tcompress.search.joint_width import all_couplings, united, width_sites
+from tcompress.search.joint_width import all_couplings, width_sites
 from tcompress.search.substitution import (
     Substitute,
     channel_substitutes,
     close_to,
     layer_substitutes,
+    united,
 )
 from tcompress.structures import Refusal, Spec
 
@@ -155,7 +156,7 @@ class Predictor:
                     ) from error
                 singly.append(alone)
             offers_width = NARROWING in self.offers  # wherever all layers around are sized
-            narrower = [*width_sites(orders if offers_width else (), self.entries, sites)]
+            narrower = [*width_sites(orders, self.entries, sites)] if offers_width else []
             if inputs.data is None:
                 self._fit(block, sites, statistics)
             elif sites and recipe.attention is None:

@@ -35,7 +35,7 @@ from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import couplings, roles_of
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import Candidate, SearchInputs, Site, WidthSite, of_one_layer
-from tcompress.search.joint_width import LossKey, all_couplings, forms_of, kept_sizes, united
+from tcompress.search.joint_width import LossKey, all_couplings, forms_of, kept_sizes
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -297,6 +297,16 @@ def count_of(
         coupled = all_couplings(block, attentions)
         count += sum(len(kept_sizes(coupling, fraction)) for coupling in coupled)
     return count
+
+
+def united(sets: Iterable[set[Layer]]) -> list[set[Layer]]:
+    """Unite sets of layers that overlap."""
+    unions: list[set[Layer]] = []
+    for layers in sets:
+        overlapping = [union for union in unions if union & layers]
+        unions = [union for union in unions if union not in overlapping]
+        unions.append(layers.union(*overlapping))
+    return unions
 
 
 def _halves(block: Block) -> list[list[Layer]]:

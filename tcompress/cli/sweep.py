@@ -83,9 +83,15 @@ def recipe_of(
     base = None if text is None else parse_recipe(text, origin)
     settings = conversion(said.values(), base, typed=said)
     made = base or Recipe(recipe_version=1, convert=settings)
+    swept = cells.over(made.sweep or Sweep(methods=() if base else default_methods()))
+    if ("targets",) in cells.texts:
+        if ("speedups",) in cells.texts:
+            text = "`--targets` and `--speedups` are given together; allowed is one of them"
+            raise RecipeError(text, cells.hint)
+        swept = swept.model_copy(update={"speedups": ()})  # a recipe's
     changed: dict[str, Any] = {
         "convert": settings,
-        "sweep": cells.over(made.sweep or Sweep(methods=() if base else default_methods())),
+        "sweep": swept,
         "finetune": _finetune(call, made),
         "evaluate": _evaluate(measured, made),
         "bench": made.bench or (Bench() if call.bench else None),

@@ -38,7 +38,7 @@ def choose(conversion: Conversion) -> Chosen:
     depth = _depth(conversion)
     if depth is not None:
         conversion = conversion.cut(depth)
-    several = conversion.whole.tries_methods and not conversion.whole.chooses_depth
+    several = conversion.full_recipe.tries_methods and not conversion.full_recipe.chooses_depth
     plans = _plans(replace(conversion, several=several))
     if several and len(plans) > 1:
         plans = _best(conversion, plans)
@@ -53,7 +53,7 @@ def _depth(conversion: Conversion) -> DepthPlan | None:
     depth = workdir.depth()
     if depth is None:
         assert data is not None
-        if conversion.whole.chooses_depth:
+        if conversion.full_recipe.chooses_depth:
             depth = _try_depths(conversion, planned, data)
         else:
             rest = (conversion.device, conversion.progress)
@@ -68,7 +68,7 @@ def _plans(conversion: Conversion) -> Mapping[str, Plan]:
     plans = conversion.workdir.answers()
     if plans is None:
         ask = answers if conversion.statistics is None else conversion.statistics.answers
-        allowed = conversion.whole.max_loss
+        allowed = conversion.full_recipe.max_loss
         plans = ask(conversion) if allowed is None else _within_loss(conversion, allowed)
         conversion.workdir.keep_answers(plans)
     return plans
@@ -110,7 +110,7 @@ def _best(conversion: Conversion, plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
     best, changes = try_out(plans, change)
     tried = {name: distance for name, distance in changes.items() if distance is not None}
-    method = conversion.whole.method
+    method = conversion.full_recipe.method
     simple = simplest(best, method.name if method else "", tried)
     chosen = {simple: plans[simple].with_facts({"tried": tried, "taken": simple})}
     conversion.workdir.keep_answers(chosen)
@@ -189,7 +189,7 @@ def _taken(conversion: Conversion, plans: Mapping[str, Plan]) -> Chosen:
         conversion.workdir.drop_trials()
     if conversion.plan.depth is not None:
         plan = with_depth(plan, conversion.plan.depth, conversion.dense)
-    dtype = pick_dtype(conversion.whole.dtype)
+    dtype = pick_dtype(conversion.full_recipe.dtype)
     return conversion, Outputs(conversion.source, plan, dtype, conversion.workdir)
 
 

@@ -126,7 +126,7 @@ def convert(
             return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
         parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
-        conversion = Conversion(*parts, dense=source, whole=recipe, statistics=statistics)
+        conversion = Conversion(*parts, dense=source, full_recipe=recipe, statistics=statistics)
         processes.first(lambda: check_room(conversion))
         manifest = _fit_and_write(*choose(conversion), paper, times)
         workdir.publish(force=force)
@@ -186,7 +186,7 @@ def _write_model(
     times: StageTimes,
 ) -> Manifest:
     """Write the model in the working folder, and prove that it holds what was fitted."""
-    recipe, source, workdir = conversion.whole, conversion.source, conversion.workdir
+    recipe, source, workdir = conversion.full_recipe, conversion.source, conversion.workdir
     checksums = _write(conversion, outputs)
     final = _with_warnings(outputs.plan, conversion, fits.unreached)
     manifest = Manifest(
@@ -218,7 +218,7 @@ def _write_model(
 def _write(conversion: Conversion, outputs: Outputs) -> dict[str, str]:
     """Write all weight files that are not yet written; return their SHA-256 by name."""
     workdir, progress = conversion.workdir, conversion.progress
-    shards = plan_shards([*outputs.tensors.values()], conversion.whole.max_shard_size)
+    shards = plan_shards([*outputs.tensors.values()], conversion.full_recipe.max_shard_size)
     done = {note["file"]: note["sha256"] for note in workdir.notes("shard")}
     total = sum(item.nbytes for shard in shards for item in shard.tensors)
     progress.stage("writing", total, "bytes")
@@ -266,7 +266,7 @@ def _calibration_facts(
 
 def _with_warnings(plan: Plan, conversion: Conversion, unreached: Sequence[str]) -> Plan:
     """Warn of layers without data, of links that lead away, and of answers that were not judged."""
-    source, data, recipe = conversion.source, conversion.data, conversion.whole
+    source, data, recipe = conversion.source, conversion.data, conversion.full_recipe
     if unreached:  # as in towers that read pictures
         plan = plan.warned(
             f"the calibration data does not reach {len(unreached)} of {len(plan.layers)} layers "

@@ -402,7 +402,7 @@ def _speed(device: str) -> float:
 def check_room(conversion: Conversion) -> None:
     """Refuse a disk that is too small, and warn of too little memory; say what takes less."""
     workdir = conversion.workdir
-    costs = estimate(conversion.plan, conversion.source, conversion.whole)
+    costs = estimate(conversion.plan, conversion.source, conversion.full_recipe)
 
     def on_disk(costs: Estimate) -> int:
         return costs.disk_bytes + costs.scratch_bytes
@@ -429,7 +429,7 @@ def check_room(conversion: Conversion) -> None:
 
 def _that_fit(conversion: Conversion, size: Callable[[Estimate], int], room: float) -> list[str]:
     """List what to type that fits: the most samples, and no data at all."""
-    recipe, data = conversion.whole, conversion.whole.calibration
+    recipe, data = conversion.full_recipe, conversion.full_recipe.calibration
     if data.is_none:
         return []
 

@@ -66,7 +66,7 @@ class Conversion(SearchInputs):
     """A conversion of the blocks that stay, as far as they are chosen, in a working folder."""
 
     dense: SourceModel  # what outputs are compared with, with all its blocks
-    whole: Convert  # what was asked for, blocks included
+    full_recipe: Convert  # with the choice of blocks, and what is asked of the whole model
     statistics: Statistics | None = None  # what other conversions of the model have measured
 
     def cut(self, depth: DepthPlan) -> Conversion:
@@ -74,7 +74,7 @@ class Conversion(SearchInputs):
         source = cut_to(self.dense, depth)
         if depth is self.plan.depth:
             return replace(self, source=source)
-        recipe = within(self.whole, depth, self.dense)
+        recipe = within(self.full_recipe, depth, self.dense)
         plan = with_depth(make_plan(recipe, source, self.plan.method), depth, self.dense)
         return replace(self, source=source, recipe=recipe, plan=plan)
 
@@ -98,10 +98,10 @@ class Fits:
 def fit(conversion: Conversion, outputs: Outputs) -> Fits:
     """Fit everything that is rewritten; what no data reaches is fitted to its weights."""
     data, workdir = conversion.data, conversion.workdir
-    several = data is not None and len({*data.origins.values()}) > 1
-    several = several or conversion.statistics is not None  # models of a family are compared
-    measures = conversion.whole.measures_sensitivity or outputs.plan.depth is not None
-    sampler = sampler_of(conversion.dense) if several and measures else None
+    compares = data is not None and len({*data.origins.values()}) > 1  # sources of samples
+    compares = compares or conversion.statistics is not None  # models of a family
+    measures = conversion.full_recipe.measures_sensitivity or outputs.plan.depth is not None
+    sampler = sampler_of(conversion.dense) if compares and measures else None
     fits = fit_on_data(conversion, outputs, sampler)
     blocks: dict[str, list[Group]] = {}
     for group in outputs.groups:
@@ -214,7 +214,7 @@ def _fit_shared_factors(conversion: Conversion, outputs: Outputs) -> SharedFacto
                 if (shared := shared_of(layout)) is not None:
                     key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                     uses.setdefault(key, []).append((entry, layout, rows))
-    if conversion.data is not None and not conversion.whole.measures_sensitivity:
+    if conversion.data is not None and not conversion.full_recipe.measures_sensitivity:
         _measure_inputs(conversion, outputs.plan, conversion.data)
     progress.stage("fitting what layers share", len(uses), "sets")
     fitted: dict[FactorsKey, dict[str, Tensor]] = {}

@@ -90,8 +90,6 @@ class Sweep(Section):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Sweep:
-        if self.speedups and self.targets != type(self).model_fields["targets"].default:
-            raise ValueError("`targets` and `speedups` are given together; allowed is one of them")
         for method in self.methods:
             refuse_two_sizes(None if isinstance(method, str) else method, "sweep.targets")
         return self

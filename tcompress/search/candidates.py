@@ -43,7 +43,7 @@ class SearchInputs:
     """A model, and what is asked of it."""
 
     source: SourceModel
-    recipe: Convert  # what was asked for
+    recipe: Convert  # what is to be done to these blocks
     plan: Plan  # a plan of equal sizes
     data: CalibrationData | None  # to measure on; what is held out is for comparisons alone
     workdir: FitWorkplace  # where moments are kept

@@ -148,7 +148,8 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
             if change not in measured.tables:
                 measured.tables[change] = table_site(inputs, change)
             problem = replace(problem, table=measured.tables[change])
-    # By one process alone: solvers with a time limit may differ.
+    # By one process alone: solvers with a time limit may differ. What it times of whole models the
+    # others do not know: nothing that all do together may ask for it afterwards.
     return processes.first(lambda: _solved(problem, label, resource if limit else None))
 
 

@@ -139,8 +139,8 @@ def test_a_rank_killed_at_any_moment(tmp_path: Path) -> None:
             os.kill(chance.choice(pids), signal.SIGKILL)
         _, text = process.communicate(timeout=120)
         assert text.count("error: ") <= 1, text
-        assert (process.returncode == 0) == folder.exists(), text
-        if process.returncode:
+        assert process.returncode or folder.exists(), text
+        if not folder.exists():
             again = _launch(2, *typed, str(folder))
             _, text = again.communicate(timeout=200)
             assert again.returncode == 0, text

@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 _MOST_LISTED = 12
 _DEEPEST = 100  # libraries that copy a config recurse into it
 
+# Hints of several errors.
 WITHOUT_DATA = "convert this model without data: `--calib none`"
 REPAIR = f"repair the checkpoint, or {WITHOUT_DATA}"
-"""Hints of several errors."""
 
 
 def listed(names: Iterable[str]) -> str:

@@ -53,7 +53,7 @@ class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
     inputs: MomentSums  # G, each token by what it is worth  # (in, in)
-    curvature: ProductSum  # S, summed over rows  # (out, out)
+    curvature: ProductSum  # S, a sum over rows and no mean  # (out, out)
     weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
 
     @classmethod

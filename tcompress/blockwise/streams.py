@@ -78,8 +78,8 @@ class PartialModel:
 
     def streams(self, batches: Sequence[Batch], **options: bool) -> dict[int, Stream]:
         """Make a pass of every batch that this process looks at, by its index."""
-        own = processes.own_batches(len(batches))
-        return {index: self.stream(batches[index], **options) for index in own}
+        indices = processes.own_batches(len(batches))
+        return {index: self.stream(batches[index], **options) for index in indices}
 
     @contextmanager
     def paused(self, streams: Collection[Stream]) -> Iterator[None]:

@@ -79,7 +79,8 @@ class Outputs:
         self.tensors: dict[str, Stored] = {}  # everything that will be written, by name
         self.groups: list[Group] = []  # layers that are fitted together
         self.group_of: dict[str, Group] = {}  # that yields a tensor, by its name
-        self._values: dict[str, Callable[[], Tensor]] = {}  # make what is not fitted, by name
+        # Make what is not fitted, by name; no bound methods, which would keep all of this alive.
+        self._values: dict[str, Callable[[Outputs], Tensor]] = {}
         # Tensors of one block, of one group, and of one attention, follow each other.
         self._plain: tuple[Group, dict[str, Tensor]] = ((), {})
         self._fits = lru_cache(maxsize=1)(workdir.block)
@@ -103,7 +104,8 @@ class Outputs:
             if key in copied:
                 name = f"{guards[key]}.{FACTOR_PREFIX}weight" if key in guards else key
                 self._add(name, store.shape(key), key)
-                self._values[name] = partial(self._table if key in self.tables else self._copy, key)
+                make = Outputs._table if key in self.tables else Outputs._copy
+                self._values[name] = partial(make, key=key)
             for group in replaced.get(key, ()):
                 if not any(group is earlier for earlier in self.groups):
                     self._add_group(group)
@@ -113,12 +115,12 @@ class Outputs:
         for name, path in apart.items():
             shape = keymap.model.get_parameter_or_buffer(path).shape
             self._add(name, shape, keymap.sources(path).keys[0])
-            self._values[name] = partial(read_finite, store, keymap, path, CPU)
+            self._values[name] = partial(Outputs._parameter, path=path)
         for replacement in plan.attention:
             for name, shape in stored_tensors(replacement).items():
                 if name not in self.tensors:  # else it is the guarded weight
                     self._add(name, shape, stored_key(source, replacement.like))
-                    self._values[name] = partial(self._start, replacement, name)
+                    self._values[name] = partial(Outputs._start, entry=replacement, key=name)
 
     def _add(self, key: str, shape: Sequence[int], like: str) -> None:
         """List a tensor; unless a dtype is asked for it has that of one in the source."""
@@ -173,7 +175,10 @@ class Outputs:
     def unfitted(self, item: Stored) -> Tensor | None:
         """Make the value of a tensor that is not fitted; None for one that is."""
         make = self._values.get(item.key)
-        return None if make is None else make().to(item.dtype)
+        return None if make is None else make(self).to(item.dtype)
+
+    def _parameter(self, path: str) -> Tensor:
+        return read_finite(self.source.store, self.source.keymap, path, CPU)
 
     def _copy(self, key: str) -> Tensor:
         """Read a tensor that is carried over.

@@ -274,7 +274,7 @@ def fit_layers(
     """Fit layers that read the same input; transforms are shared within this list only.
 
     Args:
-        layers: One or more.
+        layers: One or more, with those that read transforms of others in the list.
         dtype: Dtype in which tensors are stored.
         damping: Ridge added to the moments at one row per regressor, as a multiple of their mean
             diagonal: the fewer rows, the less they are trusted.

@@ -89,11 +89,12 @@ class FitWorkplace(Workplace):
         result.layers.update((key, FittedLayer({}, relative)) for key, relative in errors.items())
         named = {"bias": result.biases, "attention": result.attention}
         for key, tensor in tensors.items():
-            kind, layer, *leaf = key.split("/", 2)
+            kind, _, name = key.partition("/")
             if kind == "layer":
-                result.layers[layer].tensors[leaf[0]] = tensor
+                layer, _, leaf = name.partition("/")
+                result.layers[layer].tensors[leaf] = tensor
             else:
-                named[kind][layer] = tensor
+                named[kind][name] = tensor
         return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:

@@ -316,7 +316,8 @@ class Predictor:
             return
         named = {self.entries[layer.name].name: item for layer, item in statistics.items()}
         exact = [n for n, specs in self.offers.items() if structure_of(specs[0]).exact_losses]
-        for name in {*of_one_layer(self.offers)} - {*exact}:
+        # In one order, since processes fit together.
+        for name in (name for name in of_one_layer(self.offers) if name not in exact):
             for group in close_to(self.fraction, name, block, sites, self.entries):
                 self.fits.fit(group, sites, named)
         self.fits.drop(sites.values(), exact)

@@ -1,4 +1,7 @@
-"""The whole way from a dense model to a folder that ships: plan, convert, heal, export, measure."""
+"""The whole way from a dense model to a folder that ships: plan, convert, heal, export, measure.
+
+Open `stages.py` first: it calls the others in their order.
+"""
 
 from tcompress.compression.jobs import follow as follow
 from tcompress.compression.stages import compress as compress

@@ -43,7 +43,7 @@ from tcompress.options.method_options import NARROWING, AutoSpec
 from tcompress.planning.costs import Choice, path_of, plan_terms, unit_of
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, site_of
-from tcompress.planning.sites import module_path, offered_by, roles_of, structure_of
+from tcompress.planning.sites import couplings, module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
@@ -134,7 +134,7 @@ class Predictor:
 
     def run(self) -> Predictions:
         """Predict all losses; the model runs once over the calibration data, if there is any."""
-        inputs, recipe, source = self.inputs, self.inputs.recipe, self.inputs.source
+        inputs, recipe = self.inputs, self.inputs.recipe
         layers, singly, widths = list[Site](), list[Site](), list[WidthSite]()
         substitutes, fixed = list[Substitute](), set[str]()
         for block, statistics in self._weights() if inputs.data is None else self._walk():
@@ -142,9 +142,10 @@ class Predictor:
             if not recipe.by_loss:
                 continue
             sites: dict[str, Site] = {}
+            ruled = self._ruled(block)
             for layer in statistics:
                 entry = self.entries[layer.name]
-                if follows_rules(recipe, source, layer):
+                if layer in ruled:
                     fixed.add(entry.key)
                     continue
                 try:
@@ -239,6 +240,16 @@ class Predictor:
         shared = damped_inputs(sums, entries, calibration.damping)
         if shared:
             workdir.keep_moments("inputs", block, shared)
+
+    def _ruled(self, block: Block) -> set[Layer]:
+        """Layers that rules give a size, and those that have fewer channels in common with them."""
+        recipe, source = self.inputs.recipe, self.inputs.source
+        ruled = {layer for layer in block.layers if follows_rules(recipe, source, layer)}
+        for layers in united({*coupling.layers} for coupling in couplings(block) if ruled):
+            entries = [self.entries.get(layer.name) for layer in layers]
+            if layers & ruled and any(entry is not None and entry.is_narrow for entry in entries):
+                ruled |= layers
+        return ruled
 
     def _order_channels(
         self, block: Block, statistics: BlockStatistics

@@ -33,6 +33,7 @@ from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import joint
 from tests.support.conversions import (
     assert_same_without_a_cache,
+    by_role,
     calibration,
     distance,
     make,
@@ -316,6 +317,18 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
     }
     assert orders["values"].reductions
     assert not orders["values"].reductions.keys() & orders["heads"].reductions.keys()
+
+
+def test_a_rule_for_one_layer_holds_for_those_around_its_channels(tmp_path: Path) -> None:
+    rule = {"match": "up", "method": {"name": "svd"}, "target": 0.3}
+    width: dict[str, Any] = {"method": {"name": "width"}, "target": 0.8}
+    made = make("bert", tmp_path, "svd", aware=True, layers=[rule], **width)
+    planned = by_role(made.plan)
+    channels = planned["up"].parts[0].channels
+    assert channels is not None
+    assert channels.kept == 52
+    assert planned["down"].reads == channels
+    made.load()(**made.inputs())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])

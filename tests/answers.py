@@ -344,7 +344,10 @@ def _sha(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-VARYING = ("created", "seconds", "tool_version", "environment", "digest", "checksums", "sizes")
+VARYING = (
+    *("created", "seconds", "stage_seconds", "speed", "tool_version", "environment"),
+    *("digest", "checksums", "sizes"),
+)
 """Sections of the manifest that differ from run to run, or that follow from other files."""
 
 

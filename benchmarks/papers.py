@@ -78,6 +78,11 @@ ROWS = {
     "imdb-linear": Row("imdb-lprod", "imdb", IMDB, "linear"),
     "imdb-dense": Row("imdb-lprod", "imdb", IMDB, "dense"),
     "imdb-one-layer": Row("imdb-lprod", "imdb", IMDB, "one-layer"),
+    "ag-news-harmonic": Row("ag-news-lprod", "ag_news", AG, "harmonic"),
+    **{
+        f"imdb-{variant}": Row("imdb-lprod", "imdb", IMDB, variant)
+        for variant in ("learned", "exponential", "harmonic", "two-slices")
+    },
     "newsgroups": Row("newsgroups-tga", "newsgroups20"),
     "newsgroups-dot-product": Row("newsgroups-tga", "newsgroups20", variant="dot-product"),
     "newsgroups-additive": Row("newsgroups-tga", "newsgroups20", variant="additive"),

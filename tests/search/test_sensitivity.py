@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
@@ -14,6 +13,7 @@ from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
 from tcompress.search import predictions
 from tests.support.conversions import calibration, make, outputs
+from tests.support.depth import divergence
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build
 
@@ -71,21 +71,12 @@ def test_a_budget_is_shared_unevenly_and_loses_less_than_equal_shares(
         folder = tmp_path / allocation
         plan = _convert(source, folder, {**changes, "allocation": allocation}).manifest.plan
         small = AutoModelForMaskedLM.from_pretrained(folder).eval()
-        gaps = [_divergence(dense, small, batch) for batch in batches]
-        moved.append(sum(gaps) / len(gaps))
+        moved.append(divergence(dense, small, batches))
     assert moved[1] < moved[0]
     assert 0.93 * changes["target"] < plan.kept <= changes["target"]
     assert len(plan.layers) == 12  # none stays dense
     assert len({round(entry.parameters / entry.dense_parameters, 2) for entry in plan.layers}) > 3
     assert Artifact.open(folder).layers == plan.layers
-
-
-def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float:
-    """Kullback-Leibler divergence over tokens that are not padding."""
-    with torch.no_grad():
-        one, two = (model(**batch).logits.log_softmax(-1) for model in (dense, small))
-    rows = (one.exp() * (one - two)).sum(-1)
-    return float(rows[batch["attention_mask"].bool()].mean())
 
 
 FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")

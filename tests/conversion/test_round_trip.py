@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -203,16 +203,10 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def with_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """Converted models that have a head."""
-    return cache(lambda family: make(family, tmp_path_factory.mktemp(family)))
-
-
 @pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", HEADS)
-def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_auto_class_of_the_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     model = load_whole(HEADS[family], made.folder)
     assert type(model) is type(made.dense)
     assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) == 0
@@ -221,8 +215,8 @@ def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -
 
 @pytest.mark.often("vit")
 @pytest.mark.parametrize("family", HEADS)
-def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_the_base_of_a_model_with_a_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     base, info = AutoModel.from_pretrained(made.folder, output_loading_info=True)
     assert not info["mismatched_keys"]
     assert not any("tc_" in key or key.startswith("encoder.") for key in info["missing_keys"])
@@ -235,8 +229,8 @@ def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str],
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-def test_another_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_another_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     model, info = AutoModelForSequenceClassification.from_pretrained(
         made.folder, num_labels=3, output_loading_info=True
     )
@@ -276,9 +270,9 @@ def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
 @pytest.mark.parametrize("added", [False, True])
 def test_saved_without_its_head_or_with_one_added(
-    family: str, added: bool, with_head: Callable[[str], Made], tmp_path: Path
+    family: str, added: bool, models: Callable[[str, str], Made], tmp_path: Path
 ) -> None:
-    made = _base_alone(family, tmp_path) if added else with_head(family)
+    made = _base_alone(family, tmp_path) if added else models(family, "dct")
     kind = HEADS[family] if added else AutoModel
     model = kind.from_pretrained(made.folder)
     model.save_pretrained(tmp_path / "again")

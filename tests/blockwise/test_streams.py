@@ -30,6 +30,8 @@ from tests.support.conversions import calibration, distance, outputs, recipe, th
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
+Tiny = Callable[[str], Path]
+
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:
@@ -137,12 +139,11 @@ def test_errors_after_a_block_surface_in_the_main_thread() -> None:
     stream.close()
 
 
-def test_errors_of_the_model_leave_no_thread(tmp_path: Path) -> None:
-    build("llama").save_pretrained(tmp_path / "dense")
+def test_errors_of_the_model_leave_no_thread(tiny: Tiny, tmp_path: Path) -> None:
     data = calibration("llama")
     data.batches[1]["input_ids"][0, 0] = 10_000  # no such token
     with pytest.raises(IndexError):
-        convert(str(tmp_path / "dense"), recipe(aware=True), tmp_path / "out", data=data)
+        convert(str(tiny("llama")), recipe(aware=True), tmp_path / "out", data=data)
 
 
 def _run_in_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,28 +159,27 @@ def _run_in_order(order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("order", [(0, 0, 1), (0, 1, 0, 1)])
 def test_a_block_that_runs_twice_is_refused(
-    order: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    order: tuple[int, ...], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
     _run_in_order(order, monkeypatch)
     with pytest.raises(DataError, match="runs more than once") as failed:
-        _convert(tmp_path, calibration("bert"))
+        _convert(tiny("bert"), tmp_path, calibration("bert"))
     assert "--calib none" in (failed.value.hint or "")
 
 
 def test_blocks_are_fitted_in_the_order_in_which_they_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
     _run_in_order((1, 0), monkeypatch)
-    blocks = [entry.block for entry, _ in _convert(tmp_path, calibration("bert"))]
-    assert list(dict.fromkeys(blocks)) == ["bert.encoder.layer.1", "bert.encoder.layer.0"]
+    seen = _convert(tiny("bert"), tmp_path, calibration("bert"))
+    blocks = dict.fromkeys(entry.block for entry, _ in seen)
+    assert list(blocks) == ["bert.encoder.layer.1", "bert.encoder.layer.0"]
 
 
 Seen = list[tuple[LayerPlan, list[LayerMoments]]]
 
 
-def _convert(folder: Path, data: CalibrationData) -> Seen:
+def _convert(source: Path, folder: Path, data: CalibrationData) -> Seen:
     """Convert a saved model; gives what its layers were fitted on."""
     seen: Seen = []
 
@@ -190,7 +190,7 @@ def _convert(folder: Path, data: CalibrationData) -> Seen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_rewrite, "fit_layers", fit)
         output = folder / f"out{len(list(folder.iterdir()))}"
-        convert(str(folder / "dense"), recipe(aware=True), output, data=data)
+        convert(str(source), recipe(aware=True), output, data=data)
     return seen
 
 
@@ -236,16 +236,15 @@ RARER = ("llama", "bart", "whisper")
 
 @pytest.mark.often("opt")
 @pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
-def test_padding_is_left_out(case: str, tmp_path: Path) -> None:
+def test_padding_is_left_out(case: str, tiny: Tiny, tmp_path: Path) -> None:
     family = case.partition(",")[0]
-    build(family).save_pretrained(tmp_path / "dense")
     padded, single = [], []
     for seed in range(4):
         batch, alone = _padded(family, LENGTHS[case], seed)
         padded.append(batch)
         single.extend(alone)
-    one = _convert(tmp_path, CalibrationData(padded, [3], "padded", 8, 0, "a"))
-    two = _convert(tmp_path, CalibrationData(single, [6, 7], "single", 8, 0, "b"))
+    one = _convert(tiny(family), tmp_path, CalibrationData(padded, [3], "padded", 8, 0, "a"))
+    two = _convert(tiny(family), tmp_path, CalibrationData(single, [6, 7], "single", 8, 0, "b"))
     assert len(one) == len(two) > 0
     for (entry, with_padding), (other, without) in zip(one, two, strict=True):
         assert entry == other
@@ -325,10 +324,9 @@ def _routes(model: nn.Module, batches: Iterable[Mapping[str, Tensor]]) -> list[l
 
 
 def test_routing_is_that_of_the_dense_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dense, data = build("mixtral"), calibration("mixtral")
-    dense.save_pretrained(tmp_path / "dense")
     replayed: list[Tensor] = []
     own = StructuredExperts.forward
 
@@ -338,11 +336,11 @@ def test_routing_is_that_of_the_dense_model(
 
     with monkeypatch.context() as patch:
         patch.setattr(StructuredExperts, "forward", forward)
-        seen = _convert(tmp_path, data)
+        seen = _convert(tiny("mixtral"), tmp_path, data)
     wanted = _routes(dense, data.batches)
     # Only the first block runs whole in the compressed stream: nothing comes after the second.
     assert all(torch.equal(a, b[0]) for a, b in zip(replayed, wanted, strict=True))
-    small = type(dense).from_pretrained(tmp_path / "out1")
+    small = type(dense).from_pretrained(tmp_path / "out0")
     free = _routes(small, data.batches)
     assert any(not torch.equal(a[0], b[0]) for a, b in zip(free, wanted, strict=True))
     experts = [item for item in seen if item[0].kind == "experts"]

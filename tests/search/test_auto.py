@@ -26,7 +26,7 @@ from tcompress.search.budgets import BudgetProblem
 from tcompress.search.candidates import PARAMETERS, Candidate, Site
 from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions, WeightFits, blocks_to_fit
-from tests.support.cli import completed, run
+from tests.support.cli import run
 from tests.support.conversions import assert_wired, calibration, make
 from tests.support.numerics import quick
 
@@ -317,8 +317,3 @@ def test_reports_compare_with_equal_shares_and_single_methods(
     assert "shared out alike" in page
     assert f"All {len(found['layers'])} rewritten weights" in page
     assert found["layers"][0]["structure"] in page
-
-
-def test_dry_run_reads_no_weights_and_says_what_stands_in(folder: Path) -> None:
-    done = completed("convert", folder, "--method", "auto", "--target", "0.25", "--dry-run")
-    assert "by loss, measured when converting; the plan is provisional" in done.out

@@ -169,7 +169,7 @@ def test_dry_runs_show_the_budget(folder: Path) -> None:
         done = completed(*asked, option)
         name = option.partition("=")[0]
         assert name in done.out
-        assert "measured when converting" in done.out
+        assert "by loss, measured when converting; the plan is provisional" in done.out
     done = run(*asked, "--target-params=20K", "--calib=none")
     assert "alike for all layers" in done.out
 

@@ -272,20 +272,6 @@ def test_a_refused_family_says_why(tmp_path: Path) -> None:
         make_plan(recipe(), SourceModel.open(str(tmp_path)))
 
 
-def test_experts_keep_a_dense_router(planned: Planned) -> None:
-    plan = planned("mixtral")
-    assert [item.name for item in plan.left] == [
-        "model.layers.0.mlp.gate",
-        "model.layers.1.mlp.gate",
-    ]
-    experts = [layer for layer in plan.layers if layer.kind == "experts"]
-    assert [layer.experts for layer in experts] == [4] * 4
-    assert {layer.name for layer in experts} == {
-        "model.layers.0.block_sparse_moe.experts",
-        "model.layers.1.block_sparse_moe.experts",
-    }
-
-
 def test_the_method_is_named(planned: Planned, sources: Callable[[str], SourceModel]) -> None:
     assert planned("bert", "svd").method == "svd"
     chosen = Convert.model_validate({"method": SVD, "calibration": {"source": "none"}})

@@ -67,17 +67,6 @@ def test_seeds_are_told_apart_and_global_generators_are_left_alone(tmp_path: Pat
     assert one.store.fingerprint() == same.store.fingerprint() != two.store.fingerprint()
 
 
-def test_the_path_of_a_config_is_enough(tmp_path: Path) -> None:
-    folder = config_folder("bert", tmp_path / "bert")
-    source = SourceModel.open(str(folder / "config.json"), seed=0)
-    assert source.model_class.__name__ == "BertForMaskedLM"
-    assert source.revision is None
-    with pytest.raises(SourceError, match="is a file, but a model is a folder"):
-        SourceModel.open(str(folder / "config.json"))
-    with pytest.raises(SourceError, match="no weights"):
-        SourceModel.open(str(folder))
-
-
 def test_weights_that_are_there_are_not_read(tmp_path: Path) -> None:
     folder = config_folder("bert", tmp_path / "bert")
     (folder / "model.safetensors").write_bytes(b"damaged")

@@ -160,19 +160,13 @@ def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Pa
 
 def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """The texts of a batch without padding."""
-    found = []
-    for index in range(len(batch["input_ids"])):
-        lengths = {
-            prefix: int(batch[f"{prefix}attention_mask"][index].sum())
-            for prefix in ("", "decoder_")
-        }
-        found.append(
-            {
-                name: item[index : index + 1, : lengths["decoder_" * name.startswith("decoder_")]]
-                for name, item in batch.items()
-            }
-        )
-    return found
+
+    def alone(name: str, index: int) -> Tensor:
+        mask = batch[name.replace("input_ids", "attention_mask")]
+        return batch[name][index : index + 1, : int(mask[index].sum())]
+
+    rows = range(len(batch["input_ids"]))
+    return [{name: alone(name, index) for name in batch} for index in rows]
 
 
 @pytest.mark.slow

@@ -32,7 +32,6 @@ from tcompress.training.teacher import find_teacher
 from tests.support.conversions import Made, calibration, make
 from tests.support.depth import deep
 from tests.support.sentence_folders import base, with_text_settings
-from tests.support.tiny import TINY, build
 
 WIDTH: dict[str, Any] = {"method": {"name": "width"}}
 HALF: dict[str, Any] = {**WIDTH, "keep_neurons": 0.5}
@@ -190,17 +189,15 @@ def _recipe(**changes: Any) -> Convert:
 
 # ---------------------------------------------------------------- which key says it
 def test_other_keys_of_the_same_number_stay(tmp_path: Path) -> None:
-    options = {**TINY["bert"].options, "vocab_size": 128, "hidden_size": 64}
-    options |= {"intermediate_size": 128, "type_vocab_size": 64, "max_position_embeddings": 128}
-    kind = type(build("bert"))
-    kind(kind.config_class(**options)).save_pretrained(tmp_path)
+    options = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128}
+    options |= {"type_vocab_size": 64, "max_position_embeddings": 128}
+    deep("bert", 2, **options).build().save_pretrained(tmp_path)
     recipe = _recipe(keep_neurons=0.5)
     assert make_plan(recipe, SourceModel.open(str(tmp_path))).plain == {"intermediate_size": 64}
 
 
 def test_a_width_that_the_file_leaves_to_the_default_is_written(tmp_path: Path) -> None:
-    kind = type(build("gpt2"))
-    kind(kind.config_class(**{**TINY["gpt2"].options, "n_inner": None})).save_pretrained(tmp_path)
+    deep("gpt2", 2, n_inner=None).build().save_pretrained(tmp_path)
     recipe = _recipe(keep_neurons=0.5)
     assert make_plan(recipe, SourceModel.open(str(tmp_path))).plain == {"n_inner": 64}
 

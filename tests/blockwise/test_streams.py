@@ -26,6 +26,7 @@ from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.roles.find import find_roles
 from tcompress.structures.modules.experts import StructuredExperts
+from tests.support.calibrating import one_by_one
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
@@ -208,10 +209,11 @@ LENGTHS = {
 }
 
 
-def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed: int) -> Any:
-    """Two examples in one batch, with padding, and one by one, without."""
+def _padded(
+    family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed: int
+) -> dict[str, Tensor]:
+    """Two examples in one batch, with padding."""
     batch: dict[str, Tensor] = {}
-    singles: list[dict[str, Tensor]] = [{}, {}]
     drawn = TINY[family].inputs(2, max(max(own, default=1) for own in lengths), seed)
     for prefix, own in zip(("", "decoder_"), lengths, strict=True):
         if not own:
@@ -220,15 +222,8 @@ def _padded(family: str, lengths: tuple[tuple[int, ...], tuple[int, ...]], seed:
         mask = torch.arange(max(own)) < torch.tensor(own)[:, None]
         batch[f"{prefix}input_ids"] = ids * mask
         batch[f"{prefix}attention_mask"] = mask.long()
-        for index, single in enumerate(singles):
-            single[f"{prefix}input_ids"] = ids[index : index + 1, : own[index]]
-            single[f"{prefix}attention_mask"] = torch.ones(1, own[index], dtype=torch.long)
-    for name in ("pixel_values", "input_features"):
-        if name in drawn:
-            batch[name] = drawn[name]
-            for index, single in enumerate(singles):
-                single[name] = drawn[name][index : index + 1]
-    return batch, singles
+    others = ("pixel_values", "input_features")
+    return batch | {name: drawn[name] for name in others if name in drawn}
 
 
 RARER = ("llama", "bart", "whisper")
@@ -238,11 +233,8 @@ RARER = ("llama", "bart", "whisper")
 @pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
 def test_padding_is_left_out(case: str, tiny: Tiny, tmp_path: Path) -> None:
     family = case.partition(",")[0]
-    padded, single = [], []
-    for seed in range(4):
-        batch, alone = _padded(family, LENGTHS[case], seed)
-        padded.append(batch)
-        single.extend(alone)
+    padded = [_padded(family, LENGTHS[case], seed) for seed in range(4)]
+    single = [example for batch in padded for example in one_by_one(batch)]
     one = _convert(tiny(family), tmp_path, CalibrationData(padded, [3], "padded", 8, 0, "a"))
     two = _convert(tiny(family), tmp_path, CalibrationData(single, [6, 7], "single", 8, 0, "b"))
     assert len(one) == len(two) > 0

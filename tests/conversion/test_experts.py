@@ -18,6 +18,7 @@ from tcompress.fitting.block_rewrite import SplitSums
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles.find import find_roles
+from tests.support.calibrating import one_by_one
 from tests.support.conversions import distance, load_whole, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 
@@ -158,17 +159,6 @@ def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Pa
     assert errors[1] < errors[0]
 
 
-def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The texts of a batch without padding."""
-
-    def alone(name: str, index: int) -> Tensor:
-        mask = batch[name.replace("input_ids", "attention_mask")]
-        return batch[name][index : index + 1, : int(mask[index].sum())]
-
-    rows = range(len(batch["input_ids"]))
-    return [{name: alone(name, index) for name in batch} for index in rows]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in EXPERTS if name.startswith("list")])
 def test_padding_is_no_row_of_listed_experts(
@@ -191,7 +181,7 @@ def test_padding_is_no_row_of_listed_experts(
     names = [layer.name for layer in roles.layers if "expert_" in layer.name]
     assert len(names) == 2 * 2 * dense.config.num_experts
     padded = [EXPERTS[layout].inputs(4, 12, seed) for seed in range(3)]
-    alone = [text for batch in padded for text in _one_by_one(batch)]
+    alone = [text for batch in padded for text in one_by_one(batch)]
     recipe = {"calibration": {"source": "builtin", "output_moments": False}, **SVD}
     rows, groups = [], []
     for batches, held in ((padded, 1), (alone, 4)):

@@ -40,6 +40,8 @@ from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+Whole = Callable[[bool], Converted]  # conversions that nothing interrupted, without and with data
+Moment = tuple[str, int] | str  # a stage and a number of steps in it, or a function
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def source(tiny: Callable[[str], Path]) -> Path:
 
 
 # Where to kill, without and with data, and whether a line of the journal was written by then.
-MOMENTS: list[tuple[bool, tuple[str, int] | str, bool]] = [
+MOMENTS: list[tuple[bool, Moment, bool]] = [
     (False, ("writing", 1), True),  # the first tensor of the first file
     (False, ("writing", 40), True),  # inside a later file
     (False, "tcompress.conversion.converter.write_index", True),
@@ -68,12 +70,7 @@ RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.converter.
     ("aware", "moment", "begun"), tiered(MOMENTS, lambda row: row[1] not in RARER)
 )
 def test_killed_and_run_again(
-    aware: bool,
-    moment: tuple[str, int] | str,
-    begun: bool,
-    source: Path,
-    uninterrupted: Callable[[bool], Converted],
-    tmp_path: Path,
+    aware: bool, moment: Moment, begun: bool, source: Path, uninterrupted: Whole, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     family = "bert" if aware else None
@@ -87,7 +84,7 @@ def test_killed_and_run_again(
 
 @pytest.mark.parametrize("moment", ["publish", "discard"])
 def test_killed_around_the_last_rename(
-    moment: str, source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+    moment: str, source: Path, uninterrupted: Whole, tmp_path: Path
 ) -> None:
     """What is in the working folder before it is whole."""
     output, before = tmp_path / "out", moment == "publish"
@@ -120,11 +117,7 @@ def test_finished_work_is_not_done_again(
 @pytest.mark.often("False-40")
 @pytest.mark.parametrize(("aware", "after"), [(False, 40), (True, 14), (True, 40)])
 def test_an_interrupt_keeps_the_work(
-    aware: bool,
-    after: int,
-    source: Path,
-    uninterrupted: Callable[[bool], Converted],
-    tmp_path: Path,
+    aware: bool, after: int, source: Path, uninterrupted: Whole, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
     before = threads()
@@ -232,7 +225,7 @@ def test_an_adoption_that_was_cut_short(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_damaged_working_folder_is_no_obstacle(
-    source: Path, uninterrupted: Callable[[bool], Converted], tmp_path: Path
+    source: Path, uninterrupted: Whole, tmp_path: Path
 ) -> None:
     """A kill may cut off anything that was being written."""
     output = tmp_path / "out"
@@ -354,11 +347,7 @@ class _FullDisk(io.FileIO):
 @pytest.mark.often("False")
 @pytest.mark.parametrize("aware", [False, True])
 def test_a_full_disk(
-    aware: bool,
-    source: Path,
-    uninterrupted: Callable[[bool], Converted],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    aware: bool, source: Path, uninterrupted: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out"
     own = Path.open

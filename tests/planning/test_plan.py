@@ -14,7 +14,6 @@ from tcompress.artifact.format import parse_plan, quantization_section
 from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel, WeightStore
-from tcompress.options import Convert
 from tcompress.planning.entries import LayerPlan, Plan
 from tcompress.planning.planner import _matrices, make_plan
 from tests.support.conversions import (
@@ -270,13 +269,6 @@ def test_a_refused_family_says_why(tmp_path: Path) -> None:
     transformers.SuperPointForKeypointDetection(config).save_pretrained(tmp_path)
     with pytest.raises(PlanError, match="no layer of this `superpoint` model is supported"):
         make_plan(recipe(), SourceModel.open(str(tmp_path)))
-
-
-def test_the_method_is_named(planned: Planned, sources: Callable[[str], SourceModel]) -> None:
-    assert planned("bert", "svd").method == "svd"
-    chosen = Convert.model_validate({"method": SVD, "calibration": {"source": "none"}})
-    assert make_plan(chosen, sources("bert"), "svd, rank 4").method == "svd, rank 4"
-    assert planned("bert").family == "bert"
 
 
 @pytest.mark.parametrize(("source", "wanted"), [("none", "dct"), ("builtin", "fitted")])

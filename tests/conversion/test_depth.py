@@ -119,8 +119,8 @@ def test_stages_of_a_backbone_go_with_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("aware", [False, True])
 def test_with_a_structure(family: str, aware: bool, tmp_path: Path) -> None:
-    more = {"calibration": {"source": "builtin"}} if aware else {}
-    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)), **SVD, **more)
+    changes = AWARE if aware else SVD
+    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)), **changes)
 
 
 def test_a_model_without_structures_is_plain(tmp_path: Path) -> None:

@@ -18,20 +18,14 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import find_roles
-from tests.support.conversions import calibration, make
+from tests.support.conversions import calibration, make, recipe
 from tests.support.model_folders import edited, save_tokenizer
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SVD = {"method": {"name": "svd"}, "target": 0.5}
-
-
-def _recipe(**changes: Any) -> Convert:
-    return Convert.model_validate({"calibration": {"source": "builtin"}, **SVD, **changes})
 
 
 def _claiming(model: Any, folder: Path, name: str) -> SourceModel:
@@ -42,14 +36,15 @@ def _claiming(model: Any, folder: Path, name: str) -> SourceModel:
     return SourceModel.open(str(folder))
 
 
-@pytest.mark.parametrize("changes", [SVD, {"drop_layers": 1, "method": None, "target": None}])
+@pytest.mark.parametrize("changes", [{}, {"drop_layers": 1, "method": None, "target": None}])
 def test_an_encoder_saved_without_the_head_that_it_names(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """As many sentence encoders are."""
     source = _claiming(build("mpnet").mpnet, tmp_path / "dense", "MPNetForMaskedLM")
     assert source.model_class.__name__ == "MPNetModel"
-    convert(source, _recipe(**changes), tmp_path / "out", data=calibration("mpnet"))
+    chosen = recipe("svd", aware=True, **changes)
+    convert(source, chosen, tmp_path / "out", data=calibration("mpnet"))
     named = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     assert named == ["MPNetModel"]
     model, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -64,7 +59,7 @@ def test_a_language_model_whose_head_is_not_stored_is_no_language_model(tmp_path
     )
     said = "names a `LlamaForCausalLM`, but nothing is stored of its head: it is taken as a `Llama"
     assert said in inspect_model(name, plan=True).warnings[0]
-    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    done = convert(name, recipe("svd"), tmp_path / "out")
     assert said in done.manifest.plan.warnings[0]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaModel"]
@@ -81,7 +76,8 @@ def test_a_head_that_is_tied_is_there(tmp_path: Path) -> None:
 def test_a_model_without_its_pooler(tmp_path: Path) -> None:
     build("vit").vit.save_pretrained(tmp_path / "dense")
     assert SourceModel.open(str(tmp_path / "dense")).keymap.missing
-    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=calibration("vit"))
+    chosen = recipe("svd", aware=True)
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=calibration("vit"))
     layers = done.manifest.plan.layers
     assert len({entry.parameters / entry.dense_parameters for entry in layers}) > 2
 
@@ -93,7 +89,7 @@ def test_old_buffers_stay_behind(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "dense", state_dict=state)
     source = SourceModel.open(str(tmp_path / "dense"))
     assert len(source.keymap.stale) == 2
-    done = convert(source, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    done = convert(source, recipe("svd"), tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert not [name for name in stored if name.endswith(".attn.bias")]
     assert done.manifest.plan.layers
@@ -171,12 +167,11 @@ def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) ->
     """All is said at once, before anything is done, by whatever opens the model."""
     family, change, config, said = WRONG[case]
     name = _stored_otherwise(tmp_path / "dense", family, change, **config)
-    data_free = _recipe(calibration={"source": "none"})
     for use in (
         lambda: inspect_model(name, plan=case == "head"),  # headers do not tell that it is missing
         lambda: report_of(name),
         lambda: SourceModel.open(name, converted=True),  # as `evaluate`, `bench`, `finetune` do
-        lambda: convert(name, data_free, tmp_path / "out"),
+        lambda: convert(name, recipe("svd"), tmp_path / "out"),
     ):
         with pytest.raises(SourceError) as refused:
             use()
@@ -188,7 +183,7 @@ def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) ->
 
 def test_weights_beyond_the_config_stay_behind_and_are_named(tmp_path: Path) -> None:
     name = _stored_otherwise(tmp_path / "dense", "llama", lambda _: None, num_hidden_layers=1)
-    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    done = convert(name, recipe("svd"), tmp_path / "out")
     note = "has no place for `model.layers.1` (9 tensors)"
     assert note in done.manifest.plan.warnings[0]
     assert note in inspect_model(name).warnings[0]
@@ -243,11 +238,8 @@ def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
     save_tokenizer(tmp_path / "dense")
-    done = convert(
-        str(tmp_path / "dense"),
-        _recipe(method={"name": "lprod", "p": 2, "transform": "dct"}, target=None),
-        tmp_path / "out",
-    )
+    chosen = recipe(aware=True, method={"name": "lprod", "p": 2, "transform": "dct"})
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out")
     note = done.manifest.plan.warnings[-1]
     assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
 

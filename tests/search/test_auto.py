@@ -33,8 +33,7 @@ from tests.support.numerics import quick
 pytestmark = pytest.mark.usefixtures("one_thread")
 AUTO: dict[str, Any] = {"method": {"name": "auto"}, "target": 0.4}
 PREDICTED = {**AUTO, "method": {"name": "auto", "trials": False}}
-OFFER = ["lowrank", "tt", "lprod"]
-ALL = {**AUTO, "method": {"name": "auto", "offer": OFFER, "trials": False}}
+ALL = {**AUTO, "method": {"name": "auto", "offer": ["lowrank", "tt", "lprod"], "trials": False}}
 
 
 @pytest.fixture(scope="module")

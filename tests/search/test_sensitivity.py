@@ -22,17 +22,14 @@ MIXED = {"method": {"name": "lprod", "p": 8, "transform": "dct"}, "target": 0.5}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _aware(**changes: Any) -> Convert:
-    return Convert.model_validate({"calibration": {"source": "builtin"}, **changes})
-
-
 @pytest.fixture(scope="module")
 def source(tiny: Callable[[str], Path]) -> Path:
     return tiny("bert")
 
 
 def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
-    return convert(str(source), _aware(**changes), output, data=calibration("bert"), **options)
+    recipe = Convert.model_validate(changes)
+    return convert(str(source), recipe, output, data=calibration("bert"), **options)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def test_what_asks_for_a_backward_pass() -> None:
         ({"method": {"name": "lprod", "p": 4}, **asked}, True, False),
     ]
     for changes, first, second in rows:
-        chosen = _aware(**changes)
+        chosen = Convert.model_validate(changes)
         assert (chosen.measures_sensitivity, chosen.by_loss) == (first, second), changes
 
 

@@ -30,6 +30,7 @@ from tests.support.conversions import (
     calibration,
     densified,
     distance,
+    first_outputs,
     load_whole,
     outputs,
     structured,
@@ -161,14 +162,7 @@ def test_fits_aim_at_the_whole_model(tmp_path: Path) -> None:
 
 def _output(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Outputs of a layer for tokens that are not padding."""
-    found: list[torch.Tensor] = []
-    handle = model.get_submodule(name).register_forward_hook(
-        lambda module, args, output: found.append(output)
-    )
-    with torch.no_grad():
-        model(**batch)
-    handle.remove()
-    return found[0][batch["attention_mask"].bool()]
+    return first_outputs(model, [name], batch)[name][batch["attention_mask"].flatten().bool()]
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """Every family and every structure: convert, load, compare with a dense model, save, load."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from tests.support.conversions import (
     dense_weight,
     densified,
     distance,
+    first_outputs,
     load_whole,
     make,
     outputs,
@@ -124,24 +123,6 @@ def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> No
     Artifact.open(tmp_path / "again")
 
 
-def _first_outputs(
-    model: nn.Module, names: Iterable[str], batch: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Rows that layers return when they first run: later calls need not read tokens."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, _: nn.Module, args: Any, result: Tensor) -> None:
-        found.setdefault(name, result.reshape(-1, result.shape[-1]).double())
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names
-    ]
-    outputs(model, batch)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 def _real_rows(batch: Mapping[str, Tensor], entry: LayerPlan) -> Tensor | slice:
     """Rows of a layer's output that are not padding."""
     in_decoder = "decoder" in entry.block and "decoder_input_ids" in batch
@@ -167,7 +148,7 @@ def test_reported_errors_are_those_of_the_loaded_model(family: str, tmp_path: Pa
     rows: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for index, batch in enumerate(data.batches):
         kind = "held_out" if index in data.holdout else "calibration"
-        one, two = (_first_outputs(model, layers, batch) for model in (made.dense, small))
+        one, two = (first_outputs(model, layers, batch) for model in (made.dense, small))
         for name, entry in layers.items():
             real = _real_rows(batch, entry)
             rows[kind, name].append((one[name][real], two[name][real]))

@@ -97,27 +97,6 @@ def test_any_number_of_processes_comes_to_the_same_bytes(tmp_path: Path) -> None
     assert found[2] == found[0]
 
 
-@pytest.mark.slow
-def test_a_killed_process_ends_all_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "bert")
-    (tmp_path / "convert.py").write_text(_CONVERT, encoding="utf-8")
-    arguments = (str(tmp_path / "convert.py"), str(tmp_path), json.dumps({"svd": _CASES["svd"]}))
-    _finished(1, *arguments, str(tmp_path / "whole"))
-    process = _launch(2, *arguments, str(tmp_path / "cut"))
-    started, partial = time.monotonic(), tmp_path / "cut" / ".svd.partial" / "journal.jsonl"
-    while not partial.exists() and process.poll() is None and time.monotonic() < started + 60:
-        time.sleep(0.02)
-    workers = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(random.Random(0).choice([*map(int, workers.stdout.split())]), signal.SIGKILL)
-    process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert not (tmp_path / "cut" / "svd").exists()
-    _finished(2, *arguments, str(tmp_path / "cut"))
-    assert _checksums(tmp_path / "cut") == _checksums(tmp_path / "whole")
-
-
 @pytest.mark.fuzz
 def test_a_rank_killed_at_any_moment(tmp_path: Path) -> None:
     """Twenty times: the launcher ends all, at most one message is ours, the command goes on."""

@@ -212,9 +212,8 @@ def test_an_interrupted_search_goes_on(
     after: int, folder: Path, whole: Callable[[], Converted], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    progress = Interrupt(KeyboardInterrupt(), after)
     with pytest.raises(KeyboardInterrupt):
-        _convert(folder, output, _recipe(), progress=progress)
+        _convert(folder, output, _recipe(), progress=Interrupt(after))
     again = _convert(folder, output, _recipe())
     assert again.resumed
     assert contents(output) == contents(whole().folder)

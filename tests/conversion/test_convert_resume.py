@@ -122,7 +122,7 @@ def test_an_interrupt_keeps_the_work(
     output = tmp_path / "out"
     before = threads()
     with pytest.raises(KeyboardInterrupt):
-        run(source, output, aware, progress=Interrupt(KeyboardInterrupt(), after))
+        run(source, output, aware, progress=Interrupt(after))
     assert threads() == before
     assert_nothing_loads(output)
     again = run(source, output, aware)
@@ -146,7 +146,7 @@ def test_changed_input_starts_afresh(
     tiny = dataclasses.replace(TINY["bert"], options=options) if "." in change else TINY["bert"]
     tiny.build().save_pretrained(source)
     with pytest.raises(KeyboardInterrupt):
-        run(source, output, True, progress=Interrupt(KeyboardInterrupt(), 60))
+        run(source, output, True, progress=Interrupt(60))
     recipe, data = several_files(True), calibration("bert")
     if change == "recipe":
         recipe = several_files(True, keep=["down"])
@@ -230,7 +230,7 @@ def test_a_damaged_working_folder_is_no_obstacle(
     """A kill may cut off anything that was being written."""
     output = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        run(source, output, True, progress=Interrupt(KeyboardInterrupt(), 60))
+        run(source, output, True, progress=Interrupt(60))
     folder = partial_folder(output)
     block = next((folder / "blocks").glob("*.safetensors"))
     block.write_bytes(block.read_bytes()[:50])

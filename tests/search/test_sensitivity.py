@@ -99,7 +99,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     output = tmp_path / "out"
     passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})
     with pytest.raises(KeyboardInterrupt):
-        _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), passes + 3))
+        _convert(source, output, SVD, progress=Interrupt(passes + 3))
     assert not list((partial_folder(output) / "scratch").iterdir())
 
     def walk(*_: object) -> None:
@@ -117,7 +117,7 @@ def test_a_backward_pass_that_was_cut_short_is_made_again(
     for after in (1, 3):
         output = tmp_path / f"out{after}"
         with pytest.raises(KeyboardInterrupt):
-            _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), after))
+            _convert(source, output, SVD, progress=Interrupt(after))
         _convert(source, output, SVD)
         assert contents(output) == contents(whole().folder)
 

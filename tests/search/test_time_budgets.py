@@ -111,14 +111,6 @@ def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert TimingCache.of(CPU, "a model").values == {}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"since": 0, "values": {"dense": "x"}}', "\0"])
-def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
-    TimingCache.of(CPU, "a model").keep()
-    [file] = kept.iterdir()
-    file.write_text(text)
-    assert TimingCache.of(CPU, "a model").values == {}
-
-
 @pytest.mark.slow
 def test_milliseconds_are_another_way_to_say_it(counted: None, tmp_path: Path) -> None:
     made = _made(tmp_path / "one", speedup=1.25)

@@ -421,10 +421,6 @@ def test_layers_that_read_one_input_share_its_transform(option: str, planned: Pl
     }
 
 
-def test_factors_without_a_transform_share_nothing(planned: Planned) -> None:
-    assert set(_shares(planned("llama", "svd")).values()) == {(1, None)}
-
-
 def test_cross_attention_shares_the_encoders_states(planned: Planned) -> None:
     shares = _shares(planned("bart"), "model.decoder.layers.0")
     assert shares["q"] == (3, None)

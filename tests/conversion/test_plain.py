@@ -1,7 +1,6 @@
 """Plain models: narrower, and nothing but what the family's own config can say."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.training.teacher import find_teacher
 from tests.support.conversions import Made, calibration, make
 from tests.support.depth import deep
+from tests.support.other_python import there
 from tests.support.sentence_folders import base, with_text_settings
 
 WIDTH: dict[str, Any] = {"method": {"name": "width"}}
@@ -56,11 +56,11 @@ KEYS: dict[str, dict[str, int]] = {
 }
 
 LOAD = """
-import sys
+import json, sys
 sys.modules["tcompress"] = None  # importing it fails
 import torch, transformers
 from safetensors.torch import load_file
-for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
+for folder, name in json.loads(sys.argv[1]):
     kind = getattr(transformers, name)
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), (folder, info)
@@ -68,6 +68,7 @@ for folder, name in zip(sys.argv[1::2], sys.argv[2::2]):
         found = model.eval()(**load_file(f"{folder}/../inputs.safetensors"))
     tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
     torch.save(tensors, f"{folder}/../outputs.pt")
+print("\\n" + json.dumps(None))
 """
 
 
@@ -102,11 +103,8 @@ def pairs(
         one = make(family, folder / "plain", plain=True, **asked)
         found[family] = Pair(one, make(family, folder / "usual", **asked))
         save_file(one.inputs(), one.folder / "../inputs.safetensors")
-        arguments += [str(one.folder), type(one.dense).__name__]
-    ran = subprocess.run(
-        [sys.executable, "-I", "-c", LOAD, *arguments], capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
+        arguments.append((str(one.folder), type(one.dense).__name__))
+    there(sys.executable, LOAD, *arguments)
     return found
 
 

@@ -76,11 +76,8 @@ def test_a_budget_is_shared_unevenly_and_loses_less_than_equal_shares(
     assert Artifact.open(folder).layers == plan.layers
 
 
-FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
-
-
 @pytest.mark.often("phi3")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "t5", "whisper", "deberta-v2"])
 def test_families(family: str, tmp_path: Path) -> None:
     """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
     made = make(family, tmp_path, "svd", aware=True, target=0.5, method={"name": "svd"})

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 from tcompress.artifact.format import parse_plan, quantization_section
@@ -231,12 +230,8 @@ def test_fused_layers_have_parts(
 
 def _unknown(folder: Path) -> SourceModel:
     """A model of a family without a table of roles."""
-    config = transformers.SplinterConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-        intermediate_size=64, max_position_embeddings=64,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.SplinterModel(config).save_pretrained(folder)
+    tiny = TinyModel("SplinterConfig", "SplinterModel", TINY["bert"].options)
+    tiny.build().save_pretrained(folder)
     return SourceModel.open(str(folder))
 
 

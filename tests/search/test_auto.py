@@ -276,9 +276,8 @@ def test_with_fewer_blocks_and_within_bytes(folder: Path, tmp_path: Path) -> Non
 def test_layers_with_rules_keep_their_method(folder: Path, tmp_path: Path) -> None:
     rules = {"layers": [{"match": "value", "method": {"name": "tt"}, "target": 0.3}]}
     plan = _convert(folder, tmp_path / "out", {**PREDICTED, **rules}).manifest.plan
-    for entry in plan.layers:
-        if "value" in entry.name:
-            assert entry.parts[0].terms[0].structure == "tt"
+    values = [entry for entry in plan.layers if "value" in entry.name]
+    assert [entry.parts[0].terms[0].structure for entry in values] == ["tt"] * 2
 
 
 def test_dimensions_that_nothing_divides_get_what_fits_them(tmp_path: Path) -> None:

@@ -175,27 +175,24 @@ def test_padding_is_no_row_of_listed_experts(
     monkeypatch.setattr(SplitSums, "add", counted)
     dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")
-    (tmp_path / "scratch").mkdir()
     source, device = SourceModel.open(str(tmp_path / "dense")), torch.device("cpu")
     roles = find_roles(source.meta_model())
     names = [layer.name for layer in roles.layers if "expert_" in layer.name]
     assert len(names) == 2 * 2 * dense.config.num_experts
     padded = [EXPERTS[layout].inputs(4, 12, seed) for seed in range(3)]
     alone = [text for batch in padded for text in one_by_one(batch)]
-    recipe = {"calibration": {"source": "builtin", "output_moments": False}, **SVD}
+    chosen = {**SVD, "allocation": "uniform", "calibration": {"output_moments": False}}
+    recipe = Convert.model_validate(chosen)
     rows, groups = [], []
     for batches, held in ((padded, 1), (alone, 4)):
         read = input_moments(source, roles, names, batches, device)
-        walk = BackwardWalk(
-            source, roles, batches, OutputSampler(None), tmp_path / "scratch", device
-        )
+        walk = BackwardWalk(source, roles, batches, OutputSampler(None), tmp_path, device)
         for walked in (read, walk.run()):
             found = {name: worth.rows for _, block in walked for name, worth in block.items()}
             rows.append({name: found[name] for name in names})
         holdout = list(range(len(batches) - held, len(batches)))
         data = CalibrationData(batches, holdout, "tiny", 12, 144, layout)
-        chosen = Convert.model_validate({**recipe, "allocation": "uniform"})
-        convert(str(tmp_path / "dense"), chosen, tmp_path / f"{held}", data=data)
+        convert(str(tmp_path / "dense"), recipe, tmp_path / f"{held}", data=data)
         groups.append([*fitted.values()])
         fitted.clear()
     assert rows[0] == rows[1] == rows[2] == rows[3]

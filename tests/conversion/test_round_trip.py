@@ -190,7 +190,6 @@ def test_auto_class_of_the_head(family: str, models: Callable[[str, str], Made])
     made = models(family, "dct")
     model = load_whole(HEADS[family], made.folder)
     assert type(model) is type(made.dense)
-    assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) == 0
     _assert_filled(model, made)
 
 

@@ -196,11 +196,6 @@ def test_layers_that_would_not_shrink_are_left(planned: Planned) -> None:
     assert {item.reason for item in plan.left} == {"it would not shrink: 100% of 1,024"}
 
 
-def test_padding_of_widths_that_p_does_not_divide(planned: Planned) -> None:
-    plan = planned("bert", method={"name": "lprod", "p": 5, "pad": True})
-    assert len(plan.layers) == 12
-
-
 PARTS = [
     ("gpt2", "qkv", {"q": 32, "k": 32, "v": 32}),
     ("phi3", "qkv", {"q": 32, "k": 16, "v": 16}),

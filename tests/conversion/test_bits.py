@@ -41,11 +41,11 @@ from tests.support.cli import completed, run
 from tests.support.conversions import calibration, load_whole, outputs
 from tests.support.converted import converted
 from tests.support.evaluation import encoder
-from tests.support.model_folders import model_folder, save_tokenizer
+from tests.support.model_folders import save_tokenizer
 from tests.support.numerics import quick
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
-from tests.support.training import texts, train
+from tests.support.training import small, texts, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,9 +267,7 @@ def test_healing_rounds_again(tmp_path: Path) -> None:
 
 def test_training_sees_weights_as_they_will_be_stored(tmp_path: Path) -> None:
     """What was validated last is what is written, and so what the next run begins with."""
-    model_folder("llama", tmp_path / "llama", processor=False)
-    rounded = converted("llama", tmp_path, method=None, bits=4).folder
-    save_tokenizer(rounded)
+    rounded = small("llama", tmp_path, method=None, bits=4)
     given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
     first = train(rounded, tmp_path / "first", steps=6, learning_rate=3e-3, **given)
     assert first.facts.best_step > 0
@@ -281,11 +279,9 @@ def test_training_sees_weights_as_they_will_be_stored(tmp_path: Path) -> None:
 
 def test_healing_begins_with_whole_weights_and_writes_few_bits(tmp_path: Path) -> None:
     """Of what was validated: the next run begins with the same number."""
-    model_folder("llama", tmp_path / "llama", processor=False)
     table = {"method": {"name": "svd"}, "target": 0.5}  # has no moments to be rounded by
     options = {"method": {"name": "svd"}, "target": 0.5, "embeddings": table}
-    whole = converted("llama", tmp_path, **options).folder
-    save_tokenizer(whole)
+    whole = small("llama", tmp_path, **options)
     given = {"data": texts(tmp_path), "task": "causal-lm", "objectives": {"task": 1.0}}
     options = {**given, "train": "blocks"}
     first = train(whole, tmp_path / "first", steps=6, bits=4, learning_rate=3e-3, **options)

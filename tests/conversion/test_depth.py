@@ -30,17 +30,19 @@ from tests.support.conversions import (
     calibration,
     densified,
     distance,
+    first_outputs,
     load_whole,
     outputs,
     structured,
 )
-from tests.support.depth import deep, drawn, idle_llama, stacks, without
+from tests.support.depth import deep, divergence, drawn, idle_llama, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
 from tests.support.tiers import tiered
 from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SVD: dict[str, Any] = {"method": {"name": "svd"}, "target": 0.5}
+AWARE: dict[str, Any] = {"calibration": {"source": "builtin"}, **SVD}
 NONE: dict[str, Any] = {"calibration": {"source": "none"}}
 
 
@@ -118,8 +120,8 @@ def test_stages_of_a_backbone_go_with_blocks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", TINY)
 @pytest.mark.parametrize("aware", [False, True])
 def test_with_a_structure(family: str, aware: bool, tmp_path: Path) -> None:
-    more = {"calibration": {"source": "builtin"}} if aware else {}
-    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)), **SVD, **more)
+    changes = AWARE if aware else SVD
+    _assert_left(deep(family), tmp_path, KEPT.get(family, (1, 3)), **changes)
 
 
 def test_a_model_without_structures_is_plain(tmp_path: Path) -> None:
@@ -142,8 +144,7 @@ def test_fits_aim_at_the_whole_model(tmp_path: Path) -> None:
     """Outputs of the dense block, from what the blocks before it leave of its input."""
     tiny = deep("llama")
     dense, source = _saved(tiny, tmp_path / "dense")
-    recipe = _recipe(keep_layers=[1, 3], calibration={"source": "builtin"}, **SVD)
-    recipe = recipe.model_copy(update={"allocation": "uniform"})
+    recipe = _recipe(keep_layers=[1, 3], allocation="uniform", **AWARE)
     data = drawn(tiny)
     done = convert(source, recipe, tmp_path / "out", data=data)
     small: Any = AutoModelForCausalLM.from_pretrained(done.folder)
@@ -161,14 +162,7 @@ def test_fits_aim_at_the_whole_model(tmp_path: Path) -> None:
 
 def _output(model: nn.Module, name: str, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Outputs of a layer for tokens that are not padding."""
-    found: list[torch.Tensor] = []
-    handle = model.get_submodule(name).register_forward_hook(
-        lambda module, args, output: found.append(output)
-    )
-    with torch.no_grad():
-        model(**batch)
-    handle.remove()
-    return found[0][batch["attention_mask"].bool()]
+    return first_outputs(model, [name], batch)[name][batch["attention_mask"].flatten().bool()]
 
 
 @pytest.mark.slow
@@ -176,15 +170,14 @@ def test_what_is_left_makes_up_for_what_is_gone(tmp_path: Path) -> None:
     """Fitted to the whole model, outputs are nearer to its own than fitted to the cut one."""
     tiny = deep("llama")
     dense, source = _saved(tiny, tmp_path / "dense")
-    aware = {"calibration": {"source": "builtin"}, **SVD}
     cut: Any = without(dense, "model.layers", (0, 3))
     cut.config.num_hidden_layers = 2
     cut.save_pretrained(tmp_path / "cut")
     data = drawn(tiny, 9)
-    whole = convert(source, _recipe(keep_layers=[0, 3], **aware), tmp_path / "one", data=data)
-    alone = convert(str(tmp_path / "cut"), _recipe(**aware), tmp_path / "two", data=data)
+    whole = convert(source, _recipe(keep_layers=[0, 3], **AWARE), tmp_path / "one", data=data)
+    alone = convert(str(tmp_path / "cut"), _recipe(**AWARE), tmp_path / "two", data=data)
     moved = [
-        _divergence(dense, AutoModelForCausalLM.from_pretrained(done.folder), data.batches[8:])
+        divergence(dense, AutoModelForCausalLM.from_pretrained(done.folder), data.batches[8:])
         for done in (whole, alone)
     ]
     assert moved[0] < moved[1]
@@ -213,25 +206,14 @@ def test_losses_are_those_of_models_without_the_block(tmp_path: Path) -> None:
     for index, item in enumerate(found):
         kept = [other for other in range(3) if other != index]
         cut = without(dense, "bert.encoder.layer", kept)
-        assert item.loss == pytest.approx(_divergence(dense, cut, data.batches[:2]), rel=1e-4)
+        assert item.loss == pytest.approx(divergence(dense, cut, data.batches[:2]), rel=1e-4)
         block = dense.get_submodule(item.path)
         assert item.parameters == sum(part.numel() for part in block.parameters())
     gone = frozenset({found[0].path})
     after = _block_losses(source, data, gone)
     cut = without(dense, "bert.encoder.layer", (2,))
     assert [item.path for item in after] == [item.path for item in found[1:]]
-    assert after[0].loss == pytest.approx(_divergence(dense, cut, data.batches[:2]), rel=1e-4)
-
-
-def _divergence(dense: Any, cut: Any, batches: Any) -> float:
-    """Twice the Kullback-Leibler divergence, summed over tokens that are not padding."""
-    total = 0.0
-    for batch in batches:
-        with torch.no_grad():
-            one, two = (model(**batch).logits.log_softmax(-1) for model in (dense, cut))
-        rows = 2 * (one.exp() * (one - two)).sum(-1)
-        total += float(rows[batch["attention_mask"].bool()].sum())
-    return total
+    assert after[0].loss == pytest.approx(divergence(dense, cut, data.batches[:2]), rel=1e-4)
 
 
 def test_memory_and_samples_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +288,6 @@ def test_without_data_blocks_are_spread(tmp_path: Path) -> None:
 
 
 # Going on after a kill
-AWARE: dict[str, Any] = {"calibration": {"source": "builtin"}, **SVD}
 RESUMED = {
     "one": _recipe(drop_layers=1, max_shard_size="20KB", **AWARE),
     "weighed": _recipe(drop_layers="auto", **AWARE),

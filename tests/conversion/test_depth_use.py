@@ -11,7 +11,7 @@ from transformers import AutoModel
 import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.cli.convert import default_output
-from tcompress.errors import ArtifactError, FitError, PlanError, RecipeError
+from tcompress.errors import ArtifactError, FitError, PlanError
 from tcompress.exports.dense import export_dense
 from tcompress.latency.benchmark import baseline_of
 from tcompress.models import SourceModel, WeightStore
@@ -87,14 +87,6 @@ def test_options_take_the_place_of_a_recipe_s() -> None:
     assert (alone.method, alone.keep_layers, alone.label) == (None, (1, 3), "depth")
     assert default_output("bert-base", made) == "bert-base-svd-r4-drop2"
     assert default_output("bert-base", conversion({"keep_layers": ["t:1,2"]})) == "bert-base-keep2"
-
-
-def test_in_python(bert: str) -> None:
-    assert tcompress.plan(bert, keep_layers=[1, 3]).method == "depth"
-    assert tcompress.plan(bert, keep_layers=[1, 3], target=0.9).method == "svd + depth"
-    assert tcompress.plan(bert, method="none", drop_layers=1).method == "depth"
-    with pytest.raises(RecipeError, match="`p` needs a method"):
-        tcompress.plan(bert, method="none", drop_layers=1, p=4)
 
 
 # What the model says

@@ -18,6 +18,7 @@ from tcompress.fitting.block_rewrite import SplitSums
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles.find import find_roles
+from tests.support.calibrating import one_by_one
 from tests.support.conversions import distance, load_whole, outputs
 from tests.support.tiny import EXPERTS, TinyModel
 
@@ -158,23 +159,6 @@ def test_calibrated_experts_are_nearer_on_their_tokens(layout: str, tmp_path: Pa
     assert errors[1] < errors[0]
 
 
-def _one_by_one(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The texts of a batch without padding."""
-    found = []
-    for index in range(len(batch["input_ids"])):
-        lengths = {
-            prefix: int(batch[f"{prefix}attention_mask"][index].sum())
-            for prefix in ("", "decoder_")
-        }
-        found.append(
-            {
-                name: item[index : index + 1, : lengths["decoder_" * name.startswith("decoder_")]]
-                for name, item in batch.items()
-            }
-        )
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in EXPERTS if name.startswith("list")])
 def test_padding_is_no_row_of_listed_experts(
@@ -191,27 +175,24 @@ def test_padding_is_no_row_of_listed_experts(
     monkeypatch.setattr(SplitSums, "add", counted)
     dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")
-    (tmp_path / "scratch").mkdir()
     source, device = SourceModel.open(str(tmp_path / "dense")), torch.device("cpu")
     roles = find_roles(source.meta_model())
     names = [layer.name for layer in roles.layers if "expert_" in layer.name]
     assert len(names) == 2 * 2 * dense.config.num_experts
     padded = [EXPERTS[layout].inputs(4, 12, seed) for seed in range(3)]
-    alone = [text for batch in padded for text in _one_by_one(batch)]
-    recipe = {"calibration": {"source": "builtin", "output_moments": False}, **SVD}
+    alone = [text for batch in padded for text in one_by_one(batch)]
+    chosen = {**SVD, "allocation": "uniform", "calibration": {"output_moments": False}}
+    recipe = Convert.model_validate(chosen)
     rows, groups = [], []
     for batches, held in ((padded, 1), (alone, 4)):
         read = input_moments(source, roles, names, batches, device)
-        walk = BackwardWalk(
-            source, roles, batches, OutputSampler(None), tmp_path / "scratch", device
-        )
+        walk = BackwardWalk(source, roles, batches, OutputSampler(None), tmp_path, device)
         for walked in (read, walk.run()):
             found = {name: worth.rows for _, block in walked for name, worth in block.items()}
             rows.append({name: found[name] for name in names})
         holdout = list(range(len(batches) - held, len(batches)))
         data = CalibrationData(batches, holdout, "tiny", 12, 144, layout)
-        chosen = Convert.model_validate({**recipe, "allocation": "uniform"})
-        convert(str(tmp_path / "dense"), chosen, tmp_path / f"{held}", data=data)
+        convert(str(tmp_path / "dense"), recipe, tmp_path / f"{held}", data=data)
         groups.append([*fitted.values()])
         fitted.clear()
     assert rows[0] == rows[1] == rows[2] == rows[3]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, Gemma3Config, Gemma3ForConditionalGeneration
@@ -19,37 +18,33 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
-from tcompress.options import Convert
 from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import find_roles
-from tests.support.conversions import calibration
+from tests.support.conversions import calibration, make, recipe
 from tests.support.model_folders import edited, save_tokenizer
 from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SVD = {"method": {"name": "svd"}, "target": 0.5}
 
 
-def _recipe(**changes: Any) -> Convert:
-    return Convert.model_validate({"calibration": {"source": "builtin"}, **SVD, **changes})
-
-
-def _claims(folder: Path, name: str) -> None:
+def _claiming(model: Any, folder: Path, name: str) -> SourceModel:
+    """A model that is saved under the name of another class."""
+    model.save_pretrained(folder)
     with edited(folder / "config.json") as config:
         config["architectures"] = [name]
+    return SourceModel.open(str(folder))
 
 
-@pytest.mark.parametrize("changes", [SVD, {"drop_layers": 1, "method": None, "target": None}])
+@pytest.mark.parametrize("changes", [{}, {"drop_layers": 1, "method": None, "target": None}])
 def test_an_encoder_saved_without_the_head_that_it_names(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """As many sentence encoders are."""
-    build("mpnet").mpnet.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
-    _claims(tmp_path / "dense", "MPNetForMaskedLM")
-    source = SourceModel.open(str(tmp_path / "dense"))
+    source = _claiming(build("mpnet").mpnet, tmp_path / "dense", "MPNetForMaskedLM")
     assert source.model_class.__name__ == "MPNetModel"
-    convert(source, _recipe(**changes), tmp_path / "out", data=calibration("mpnet"))
+    chosen = recipe("svd", aware=True, **changes)
+    convert(source, chosen, tmp_path / "out", data=calibration("mpnet"))
     named = json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
     assert named == ["MPNetModel"]
     model, info = AutoModel.from_pretrained(tmp_path / "out", output_loading_info=True)
@@ -64,7 +59,7 @@ def test_a_language_model_whose_head_is_not_stored_is_no_language_model(tmp_path
     )
     said = "names a `LlamaForCausalLM`, but nothing is stored of its head: it is taken as a `Llama"
     assert said in inspect_model(name, plan=True).warnings[0]
-    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    done = convert(name, recipe("svd"), tmp_path / "out")
     assert said in done.manifest.plan.warnings[0]
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["architectures"] == ["LlamaModel"]
@@ -74,20 +69,17 @@ def test_a_language_model_whose_head_is_not_stored_is_no_language_model(tmp_path
 
 
 def test_a_head_that_is_tied_is_there(tmp_path: Path) -> None:
-    build("gpt2").transformer.save_pretrained(tmp_path / "dense")  # type: ignore[attr-defined]
-    _claims(tmp_path / "dense", "GPT2LMHeadModel")
-    source = SourceModel.open(str(tmp_path / "dense"))
+    source = _claiming(build("gpt2").transformer, tmp_path, "GPT2LMHeadModel")
     assert source.model_class.__name__ == "GPT2LMHeadModel"
 
 
 def test_a_model_without_its_pooler(tmp_path: Path) -> None:
-    model: Any = build("vit").vit  # type: ignore[attr-defined]
-    model.save_pretrained(tmp_path / "dense")
+    build("vit").vit.save_pretrained(tmp_path / "dense")
     assert SourceModel.open(str(tmp_path / "dense")).keymap.missing
-    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=calibration("vit"))
-    assert (
-        len({entry.parameters / entry.dense_parameters for entry in done.manifest.plan.layers}) > 2
-    )
+    chosen = recipe("svd", aware=True)
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=calibration("vit"))
+    layers = done.manifest.plan.layers
+    assert len({entry.parameters / entry.dense_parameters for entry in layers}) > 2
 
 
 def test_old_buffers_stay_behind(tmp_path: Path) -> None:
@@ -97,9 +89,9 @@ def test_old_buffers_stay_behind(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "dense", state_dict=state)
     source = SourceModel.open(str(tmp_path / "dense"))
     assert len(source.keymap.stale) == 2
-    done = convert(source, _recipe(calibration={"source": "none"}), tmp_path / "out")
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert not [name for name in file.keys() if name.endswith(".attn.bias")]  # noqa: SIM118
+    done = convert(source, recipe("svd"), tmp_path / "out")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name in stored if name.endswith(".attn.bias")]
     assert done.manifest.plan.layers
 
 
@@ -107,8 +99,7 @@ def _stored_otherwise(
     folder: Path, family: str, change: Callable[[dict[str, Tensor]], object], **config: Any
 ) -> str:
     """Writes a tiny model with other tensors, and other words in its config."""
-    model = build(family)
-    model.save_pretrained(folder)
+    build(family).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
@@ -176,12 +167,11 @@ def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) ->
     """All is said at once, before anything is done, by whatever opens the model."""
     family, change, config, said = WRONG[case]
     name = _stored_otherwise(tmp_path / "dense", family, change, **config)
-    data_free = _recipe(calibration={"source": "none"})
     for use in (
         lambda: inspect_model(name, plan=case == "head"),  # headers do not tell that it is missing
         lambda: report_of(name),
         lambda: SourceModel.open(name, converted=True),  # as `evaluate`, `bench`, `finetune` do
-        lambda: convert(name, data_free, tmp_path / "out"),
+        lambda: convert(name, recipe("svd"), tmp_path / "out"),
     ):
         with pytest.raises(SourceError) as refused:
             use()
@@ -193,19 +183,16 @@ def test_weights_that_the_config_does_not_describe(case: str, tmp_path: Path) ->
 
 def test_weights_beyond_the_config_stay_behind_and_are_named(tmp_path: Path) -> None:
     name = _stored_otherwise(tmp_path / "dense", "llama", lambda _: None, num_hidden_layers=1)
-    done = convert(name, _recipe(calibration={"source": "none"}), tmp_path / "out")
+    done = convert(name, recipe("svd"), tmp_path / "out")
     note = "has no place for `model.layers.1` (9 tensors)"
     assert note in done.manifest.plan.warnings[0]
     assert note in inspect_model(name).warnings[0]
-    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
-        assert not [key for key in file.keys() if ".layers.1." in key]  # noqa: SIM118
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [key for key in stored if ".layers.1." in key]
 
 
 def test_a_class_that_nobody_knows(tmp_path: Path) -> None:
-    model: Any = build("bert").bert  # type: ignore[attr-defined]
-    model.save_pretrained(tmp_path)
-    _claims(tmp_path, "Foo")
-    (note,) = SourceModel.open(str(tmp_path)).notes[:1]
+    (note,) = _claiming(build("bert").bert, tmp_path, "Foo").notes[:1]
     assert note == "nobody knows the class `Foo`: a `BertModel` is taken instead"
 
 
@@ -214,17 +201,12 @@ def test_whole_models_are_whole(family: str, sources: Callable[[str], SourceMode
     assert sources(family).notes == ()
 
 
-@pytest.mark.parametrize("changes", [SVD, {"target": None, "max_error": 0.1}])
-def test_budgets_by_loss_of_experts_alone(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_budgets_by_loss_of_experts_alone(tmp_path: Path) -> None:
     """Nothing predicts what they lose."""
-    build("mixtral").save_pretrained(tmp_path / "dense")
-    recipe, data = _recipe(only=["experts_*"], **changes), calibration("mixtral")
-    if recipe.target is None:
-        with pytest.raises(PlanError, match="no error is predicted for any of these layers"):
-            convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data)
-        return
-    plan = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=data).manifest.plan
-    assert 0.3 < plan.kept <= 0.5
+    only: dict[str, Any] = {"aware": True, "only": ["experts_*"]}
+    assert 0.3 < make("mixtral", tmp_path / "target", "svd", target=0.5, **only).plan.kept <= 0.5
+    with pytest.raises(PlanError, match="no error is predicted for any of these layers"):
+        make("mixtral", tmp_path / "error", "svd", target=None, max_error=0.1, **only)
 
 
 def test_outputs_of_calibration_are_held_one_at_a_time(
@@ -256,11 +238,8 @@ def test_layers_that_no_data_reaches_are_named(tmp_path: Path) -> None:
     torch.manual_seed(0)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "dense")
     save_tokenizer(tmp_path / "dense")
-    done = convert(
-        str(tmp_path / "dense"),
-        _recipe(method={"name": "lprod", "p": 2, "transform": "dct"}, target=None),
-        tmp_path / "out",
-    )
+    chosen = recipe(aware=True, method={"name": "lprod", "p": 2, "transform": "dct"})
+    done = convert(str(tmp_path / "dense"), chosen, tmp_path / "out")
     note = done.manifest.plan.warnings[-1]
     assert note.startswith("the calibration data does not reach 6 of 13 layers (such as ")
 

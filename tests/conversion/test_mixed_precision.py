@@ -1,17 +1,20 @@
 """Passes over the data whose products are bfloat16."""
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from tcompress.conversion import converter
 from tcompress.conversion.converter import convert
+from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tests.support.conversions import Told, calibration, make
 from tests.support.tiers import tiered
-from tests.support.tiny import TINY, build
+from tests.support.tiny import TINY
 
 CASES = [*product(TINY, ("svd", "width"))]
 OFTEN = [("bert", "svd"), ("tcompress_text", "svd")]
@@ -34,24 +37,16 @@ def test_errors_are_about_those_of_float32(family: str, option: str, tmp_path: P
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_processors_without_such_products_are_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+    fast: bool,
+    sources: Callable[[str], SourceModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(converter, "multiplies_bfloat16", lambda: fast)
-    build("bert").save_pretrained(tmp_path / "dense")
+    monkeypatch.setattr(converter, "choose", Mock(side_effect=InterruptedError))
     asked = {"method": {"name": "svd"}, "target": 0.5, "device": "cpu"}
     recipe = Convert.model_validate({**asked, "calibration": {"mixed_precision": "bf16"}})
-    told = Told()
-
-    def stop(*_: object) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr(converter, "choose", stop)
+    told, data = Told(), calibration("bert")
     with pytest.raises(InterruptedError):
-        convert(
-            str(tmp_path / "dense"),
-            recipe,
-            tmp_path / "small",
-            data=calibration("bert"),
-            progress=told,
-        )
+        convert(sources("bert"), recipe, tmp_path / "small", data=data, progress=told)
     assert any("--mixed-precision" in text for text in told.texts) is not fast

@@ -1,11 +1,9 @@
 """Every family and every structure: convert, load, compare with a dense model, save, load."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from collections.abc import Callable, Mapping
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from tests.support.conversions import (
     dense_weight,
     densified,
     distance,
+    first_outputs,
     load_whole,
     make,
     outputs,
@@ -124,24 +123,6 @@ def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> No
     Artifact.open(tmp_path / "again")
 
 
-def _first_outputs(
-    model: nn.Module, names: Iterable[str], batch: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Rows that layers return when they first run: later calls need not read tokens."""
-    found: dict[str, Tensor] = {}
-
-    def keep(name: str, _: nn.Module, args: Any, result: Tensor) -> None:
-        found.setdefault(name, result.reshape(-1, result.shape[-1]).double())
-
-    handles = [
-        model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names
-    ]
-    outputs(model, batch)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 def _real_rows(batch: Mapping[str, Tensor], entry: LayerPlan) -> Tensor | slice:
     """Rows of a layer's output that are not padding."""
     in_decoder = "decoder" in entry.block and "decoder_input_ids" in batch
@@ -167,7 +148,7 @@ def test_reported_errors_are_those_of_the_loaded_model(family: str, tmp_path: Pa
     rows: dict[tuple[str, str], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for index, batch in enumerate(data.batches):
         kind = "held_out" if index in data.holdout else "calibration"
-        one, two = (_first_outputs(model, layers, batch) for model in (made.dense, small))
+        one, two = (first_outputs(model, layers, batch) for model in (made.dense, small))
         for name, entry in layers.items():
             real = _real_rows(batch, entry)
             rows[kind, name].append((one[name][real], two[name][real]))
@@ -203,26 +184,19 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def with_head(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Made]:
-    """Converted models that have a head."""
-    return cache(lambda family: make(family, tmp_path_factory.mktemp(family)))
-
-
 @pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", HEADS)
-def test_auto_class_of_the_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_auto_class_of_the_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     model = load_whole(HEADS[family], made.folder)
     assert type(model) is type(made.dense)
-    assert distance(outputs(model, made.inputs()), outputs(made.load(), made.inputs())) == 0
     _assert_filled(model, made)
 
 
 @pytest.mark.often("vit")
 @pytest.mark.parametrize("family", HEADS)
-def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_the_base_of_a_model_with_a_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     base, info = AutoModel.from_pretrained(made.folder, output_loading_info=True)
     assert not info["mismatched_keys"]
     assert not any("tc_" in key or key.startswith("encoder.") for key in info["missing_keys"])
@@ -235,8 +209,8 @@ def test_the_base_of_a_model_with_a_head(family: str, with_head: Callable[[str],
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
-def test_another_head(family: str, with_head: Callable[[str], Made]) -> None:
-    made = with_head(family)
+def test_another_head(family: str, models: Callable[[str, str], Made]) -> None:
+    made = models(family, "dct")
     model, info = AutoModelForSequenceClassification.from_pretrained(
         made.folder, num_labels=3, output_loading_info=True
     )
@@ -276,9 +250,9 @@ def test_a_base_model_alone(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["bert", "llama", "mixtral"])
 @pytest.mark.parametrize("added", [False, True])
 def test_saved_without_its_head_or_with_one_added(
-    family: str, added: bool, with_head: Callable[[str], Made], tmp_path: Path
+    family: str, added: bool, models: Callable[[str, str], Made], tmp_path: Path
 ) -> None:
-    made = _base_alone(family, tmp_path) if added else with_head(family)
+    made = _base_alone(family, tmp_path) if added else models(family, "dct")
     kind = HEADS[family] if added else AutoModel
     model = kind.from_pretrained(made.folder)
     model.save_pretrained(tmp_path / "again")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForSequenceClassification, GPT2Config
 
-from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.reader import Artifact, verify_files
 from tcompress.attention.module import ReplacementModule
 from tcompress.errors import SourceError
@@ -66,17 +65,6 @@ def test_seeds_are_told_apart_and_global_generators_are_left_alone(tmp_path: Pat
     assert not torch.equal(one.store.tensor(key), two.store.tensor(key))
     assert torch.equal(torch.rand(1), wanted)
     assert one.store.fingerprint() == same.store.fingerprint() != two.store.fingerprint()
-
-
-def test_the_path_of_a_config_is_enough(tmp_path: Path) -> None:
-    folder = config_folder("bert", tmp_path / "bert")
-    source = SourceModel.open(str(folder / "config.json"), seed=0)
-    assert source.model_class.__name__ == "BertForMaskedLM"
-    assert source.revision is None
-    with pytest.raises(SourceError, match="is a file, but a model is a folder"):
-        SourceModel.open(str(folder / "config.json"))
-    with pytest.raises(SourceError, match="no weights"):
-        SourceModel.open(str(folder))
 
 
 def test_weights_that_are_there_are_not_read(tmp_path: Path) -> None:
@@ -249,19 +237,6 @@ def test_without_a_method_the_dense_model_is_written(tmp_path: Path) -> None:
         assert torch.equal(model.get_parameter(name), parameter), name
     assert "quantization_config" not in (made.folder / "config.json").read_text()
     assert made.manifest.plan.method == "dense"
-
-
-def test_the_manifest_says_how_it_began(tmp_path: Path) -> None:
-    made = scratch(tmp_path / "made", method=LPROD, seed=7)
-    manifest = read_manifest(made.folder)
-    assert (manifest.source.init, manifest.source.seed) == ("random", 7)
-    assert (manifest.format_version, manifest.calibration.name) == (3, "none")
-    assert manifest.is_untrained
-    assert all(errors == {} for errors in manifest.fit.values())
-    card = (made.folder / "README.md").read_text()
-    assert "All weights began at random, with seed 7; no teacher. Not trained" in card
-    assert "base_model" not in card
-    assert "error" not in card.partition("```")[0]
 
 
 def test_seeds_decide_the_structures_too(tmp_path: Path) -> None:

@@ -4,17 +4,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import tcompress
-from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.conversion.converter import convert
+from tcompress.conversion.converter import Converted, convert
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import plan_depth, within
 from tests.support.depth import change_of, deep, drawn, idle_llama
+from tests.support.tiny import TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+IDLE = deep("llama", 5)
 
 
 def _recipe(**changes: Any) -> Convert:
@@ -23,17 +24,24 @@ def _recipe(**changes: Any) -> Convert:
 
 
 # Real conversions
+def _converted(tiny: TinyModel, folder: Path, batches: int = 3, **changes: Any) -> Converted:
+    """Convert `<folder>/dense`, which is written unless it is there, to `<folder>/out`."""
+    if not (folder / "dense").exists():
+        tiny.build().save_pretrained(folder / "dense")
+    data = drawn(tiny, batches)
+    return convert(str(folder / "dense"), _recipe(**changes), folder / "out", data=data)
+
+
 @pytest.fixture
 def idle(tmp_path: Path) -> Path:
-    """A language model whose first and third blocks do nothing."""
+    """The folder of a language model whose first and third blocks do nothing."""
     idle_llama(tmp_path / "dense")
-    return tmp_path / "dense"
+    return tmp_path
 
 
 @pytest.mark.slow
-def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path: Path) -> None:
-    recipe = _recipe(method={"name": "auto"}, target=0.35, drop_layers=None)
-    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
+def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path) -> None:
+    done = _converted(IDLE, idle, 16, method={"name": "auto"}, target=0.35, drop_layers=None)
     sizes = dict.fromkeys(range(5), 0)
     for entry in done.manifest.plan.layers:
         sizes[int(entry.block[-1])] += entry.parameters
@@ -42,25 +50,23 @@ def test_idle_blocks_become_nothing_where_that_is_on_offer(idle: Path, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [{"name": "svd"}, {"name": "auto", "offer": ["svd", "lprod"]}])
-def test_idle_blocks_pay_for_the_others(idle: Path, method: dict[str, Any], tmp_path: Path) -> None:
-    recipe = _recipe(method=method, target=0.35)
-    done = convert(str(idle), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
+def test_idle_blocks_pay_for_the_others(idle: Path, method: dict[str, Any]) -> None:
+    done = _converted(IDLE, idle, 16, method=method, target=0.35)
     plan = done.manifest.plan
     kept = plan.depth.stacks[0].kept
     numbers = {f"model.layers.{place}": number for place, number in enumerate(kept)}
     idle_ones = [e for e in plan.layers if numbers[e.block] in (1, 3)]
     assert sum(e.parameters for e in idle_ones) < 0.2 * plan.structured_rewritten
-    whole = tcompress.plan(str(idle), method="svd", target=0.5).dense_rewritten
+    whole = tcompress.plan(str(idle / "dense"), method="svd", target=0.5).dense_rewritten
     left = sum(item.parameters for item in plan.left)
     assert 0.3 < (plan.structured_rewritten + left) / whole <= 0.35
     loaded = AutoModelForCausalLM.from_pretrained(done.folder)
     assert loaded.config.num_hidden_layers == len(kept)
-    assert not list(tmp_path.glob(".*"))
+    assert not list(idle.glob(".*"))
 
 
-def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
-    done = convert(str(idle), _recipe(target=0.6), tmp_path / "out", data=drawn(deep("llama", 5)))
-    plan = done.manifest.plan
+def test_dropping_alone_may_meet_the_budget(idle: Path) -> None:
+    plan = _converted(IDLE, idle, target=0.6).manifest.plan
     assert plan.depth.stacks[0].kept == (0, 2, 4)
     assert plan.depth.weighed[2] == pytest.approx(0, abs=1e-6)
     assert not plan.changes_model
@@ -70,26 +76,18 @@ def test_dropping_alone_may_meet_the_budget(idle: Path, tmp_path: Path) -> None:
 def test_change_is_that_of_the_model_written(tmp_path: Path) -> None:
     """The change measured block by block is the one of whole passes of the saved model."""
     tiny = deep("llama", 4)
-    dense = tiny.build()
-    dense.save_pretrained(tmp_path / "dense")
-    data = drawn(tiny)
-    done = convert(str(tmp_path / "dense"), _recipe(), tmp_path / "out", data=data)
+    done = _converted(tiny, tmp_path)
     depth = done.manifest.plan.depth
-    told = depth.weighed[depth.blocks - depth.kept]
-    model = AutoModelForCausalLM.from_pretrained(done.folder)
-    sampler = sampler_of(SourceModel.open(str(tmp_path / "dense")))
-    assert told == pytest.approx(change_of(dense, model, data, sampler), rel=1e-3)
+    change = change_of(tmp_path / "dense", done.folder, drawn(tiny))
+    assert depth.weighed[depth.blocks - depth.kept] == pytest.approx(change, rel=1e-3)
 
 
 def test_a_first_block_that_has_to_stay(tmp_path: Path) -> None:
-    tiny = deep("modernbert", 3)
-    dense = tiny.build()
-    dense.save_pretrained(tmp_path / "dense")
-    done = convert(str(tmp_path / "dense"), _recipe(target=0.7), tmp_path / "out", data=drawn(tiny))
+    done = _converted(deep("modernbert", 3), tmp_path, target=0.7)
     depth = done.manifest.plan.depth
     assert depth.chosen == "measured"
     assert depth.stacks[0].kept[0] == 0
-    assert type(dense).from_pretrained(done.folder) is not None
+    AutoModelForMaskedLM.from_pretrained(done.folder)  # it loads
 
 
 @pytest.mark.parametrize(
@@ -111,10 +109,6 @@ def test_a_fraction_of_all_blocks(budget: Any, share: float | None, tmp_path: Pa
 
 def test_whole_model_budgets_are_met(tmp_path: Path) -> None:
     tiny = deep("bert", 4)
-    dense = tiny.build()
-    dense.save_pretrained(tmp_path / "dense")
-    limit = int(0.8 * sum(item.numel() for item in dense.parameters()))
-    recipe = _recipe(target=None, target_params=limit)
-    done = convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(tiny))
-    plan = done.manifest.plan
+    limit = int(0.8 * sum(item.numel() for item in tiny.build().parameters()))
+    plan = _converted(tiny, tmp_path, target=None, target_params=limit).manifest.plan
     assert plan.parameters - plan.saved <= limit

@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tcompress.conversion.converter import convert
 from tcompress.errors import PlanError
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.convert_options import RESOURCES as OPTIONS
 from tcompress.planning.entries import Plan
@@ -18,10 +16,11 @@ from tcompress.progress import Silent
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.resources import RESOURCES
 from tcompress.search.search import Measurements
-from tests.support.conversions import calibration
+from tests.support.conversions import calibration, make
 from tests.support.counted_clock import counted_clock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH: dict[str, Any] = {"method": {"name": "width"}}
 # By option: what is in reach of the tiny encoder, and what is not.
 ROWS: dict[str, tuple[Any, Any]] = {"speedup": (1.3, 60), "latency": ("28ms", "0.001ms")}
 ROW = pytest.mark.parametrize("name", ROWS)
@@ -34,10 +33,6 @@ def counted() -> Any:
         yield
 
 
-def _recipe(name: str, value: Any, method: str = "width") -> Convert:
-    return Convert.model_validate({"method": {"name": method}, name: value})
-
-
 def test_every_option_has_a_row() -> None:
     assert set(ROWS) == set(OPTIONS)
 
@@ -45,10 +40,10 @@ def test_every_option_has_a_row() -> None:
 @FIRST
 @ROW
 def test_candidates_and_what_is_beside_them_add_up_to_the_model(
-    tiny: Any, name: str, tmp_path: Path
+    sources: Any, name: str, tmp_path: Path
 ) -> None:
-    source = SourceModel.open(str(tiny("bert")))
-    recipe = _recipe(name, ROWS[name][0], "auto")
+    source = sources("bert")
+    recipe = Convert.model_validate({"method": {"name": "auto"}, name: ROWS[name][0]})
     plan = make_plan(recipe, source)
     device, data = torch.device("cpu"), calibration("bert")
     with FitWorkplace(tmp_path / "out", "", device).working() as workdir:
@@ -68,10 +63,8 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
 
 @FIRST
 @ROW
-def test_a_plan_takes_no_more_than_is_allowed(tiny: Any, name: str, tmp_path: Path) -> None:
-    recipe = _recipe(name, ROWS[name][0])
-    made = convert(str(tiny("bert")), recipe, tmp_path / "out", data=calibration("bert"))
-    plan = made.manifest.plan
+def test_a_plan_takes_no_more_than_is_allowed(name: str, tmp_path: Path) -> None:
+    plan = make("bert", tmp_path, aware=True, **WIDTH, **{name: ROWS[name][0]}).plan
     assert plan.budget is not None
     assert plan.budget.kind == name
     assert plan.budget.chosen == "loss"
@@ -80,8 +73,7 @@ def test_a_plan_takes_no_more_than_is_allowed(tiny: Any, name: str, tmp_path: Pa
 
 @FIRST
 @ROW
-def test_out_of_reach_says_how_far_it_is(tiny: Any, name: str, tmp_path: Path) -> None:
-    recipe = _recipe(name, ROWS[name][1])
+def test_out_of_reach_says_how_far_it_is(name: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="out of reach"):
-        convert(str(tiny("bert")), recipe, tmp_path / "out", data=calibration("bert"))
-    assert not (tmp_path / "out").exists()
+        make("bert", tmp_path, aware=True, **WIDTH, **{name: ROWS[name][1]})
+    assert not (tmp_path / "small").exists()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForMaskedLM
 
 from tcompress.artifact.reader import Artifact
@@ -14,6 +13,7 @@ from tcompress.conversion.converter import Converted, convert
 from tcompress.options import Convert
 from tcompress.search import predictions
 from tests.support.conversions import calibration, make, outputs
+from tests.support.depth import divergence
 from tests.support.interrupted import Interrupt, contents, partial_folder
 from tests.support.tiny import TINY, build
 
@@ -22,17 +22,14 @@ MIXED = {"method": {"name": "lprod", "p": 8, "transform": "dct"}, "target": 0.5}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def _aware(**changes: Any) -> Convert:
-    return Convert.model_validate({"calibration": {"source": "builtin"}, **changes})
-
-
 @pytest.fixture(scope="module")
 def source(tiny: Callable[[str], Path]) -> Path:
     return tiny("bert")
 
 
 def _convert(source: Path, output: Path, changes: dict[str, Any], **options: Any) -> Converted:
-    return convert(str(source), _aware(**changes), output, data=calibration("bert"), **options)
+    recipe = Convert.model_validate(changes)
+    return convert(str(source), recipe, output, data=calibration("bert"), **options)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def test_what_asks_for_a_backward_pass() -> None:
         ({"method": {"name": "lprod", "p": 4}, **asked}, True, False),
     ]
     for changes, first, second in rows:
-        chosen = _aware(**changes)
+        chosen = Convert.model_validate(changes)
         assert (chosen.measures_sensitivity, chosen.by_loss) == (first, second), changes
 
 
@@ -71,8 +68,7 @@ def test_a_budget_is_shared_unevenly_and_loses_less_than_equal_shares(
         folder = tmp_path / allocation
         plan = _convert(source, folder, {**changes, "allocation": allocation}).manifest.plan
         small = AutoModelForMaskedLM.from_pretrained(folder).eval()
-        gaps = [_divergence(dense, small, batch) for batch in batches]
-        moved.append(sum(gaps) / len(gaps))
+        moved.append(divergence(dense, small, batches))
     assert moved[1] < moved[0]
     assert 0.93 * changes["target"] < plan.kept <= changes["target"]
     assert len(plan.layers) == 12  # none stays dense
@@ -80,28 +76,15 @@ def test_a_budget_is_shared_unevenly_and_loses_less_than_equal_shares(
     assert Artifact.open(folder).layers == plan.layers
 
 
-def _divergence(dense: Any, small: Any, batch: dict[str, torch.Tensor]) -> float:
-    """Kullback-Leibler divergence over tokens that are not padding."""
-    with torch.no_grad():
-        one, two = (model(**batch).logits.log_softmax(-1) for model in (dense, small))
-    rows = (one.exp() * (one - two)).sum(-1)
-    return float(rows[batch["attention_mask"].bool()].mean())
-
-
-FAMILIES = ("phi3", "mixtral", "t5", "whisper", "deberta-v2")
-
-
 @pytest.mark.often("phi3")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["phi3", "mixtral", "t5", "whisper", "deberta-v2"])
 def test_families(family: str, tmp_path: Path) -> None:
     """Fused projections, experts, decoders that read encoders, sounds, layers that run twice."""
     made = make(family, tmp_path, "svd", aware=True, target=0.5, method={"name": "svd"})
-    plan = made.plan
-    sizes = [entry.parameters / entry.dense_parameters for entry in plan.layers]
-    own = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts is None]
-    assert len({round(size, 2) for size in own}) > 1
-    experts = [size for size, entry in zip(sizes, plan.layers, strict=True) if entry.experts]
-    assert all(abs(size - 0.5) < 0.1 for size in experts)  # no budget sizes them
+    layers = made.plan.layers
+    sizes = [(entry.parameters / entry.dense_parameters, entry.experts) for entry in layers]
+    assert len({round(size, 2) for size, experts in sizes if experts is None}) > 1
+    assert all(abs(size - 0.5) < 0.1 for size, experts in sizes if experts)  # no budget sizes them
     assert all(bool(item.isfinite().all()) for item in outputs(made.load(), made.inputs()))
 
 
@@ -111,7 +94,7 @@ def test_an_interrupted_run_goes_on_with_the_sizes_it_had(
     output = tmp_path / "out"
     passes = 2 * len({entry.block for entry in whole().manifest.plan.layers})
     with pytest.raises(KeyboardInterrupt):
-        _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), passes + 3))
+        _convert(source, output, SVD, progress=Interrupt(passes + 3))
     assert not list((partial_folder(output) / "scratch").iterdir())
 
     def walk(*_: object) -> None:
@@ -129,7 +112,7 @@ def test_a_backward_pass_that_was_cut_short_is_made_again(
     for after in (1, 3):
         output = tmp_path / f"out{after}"
         with pytest.raises(KeyboardInterrupt):
-            _convert(source, output, SVD, progress=Interrupt(KeyboardInterrupt(), after))
+            _convert(source, output, SVD, progress=Interrupt(after))
         _convert(source, output, SVD)
         assert contents(output) == contents(whole().folder)
 

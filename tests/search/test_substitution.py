@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,12 @@ from tcompress.blockwise.output_sampler import LEFT_OUT, VARIANTS, OutputSampler
 from tcompress.conversion.converter import convert
 from tcompress.conversion.estimate import estimate
 from tcompress.data.sentences import PLAIN
-from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.search import substitution
 from tcompress.search.substitution import Substitute, SubstitutionWalk
-from tests.support.conversions import calibration
+from tests.support.conversions import calibration, make
 from tests.support.depth import deep, drawn, idle_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -87,9 +87,8 @@ def test_substitutes_in_idle_blocks_change_nothing(
 
 @pytest.mark.parametrize("method", ["svd", "width"])
 def test_a_substitute_changes_what_the_model_with_it_does(
-    tiny: object, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = tiny("bert")  # type: ignore[operator]
     seen: list[float] = []
     own = SubstitutionWalk.changes
 
@@ -98,18 +97,17 @@ def test_a_substitute_changes_what_the_model_with_it_does(
         return [0.0] * len(items)
 
     monkeypatch.setattr(SubstitutionWalk, "changes", changes)
-    recipe = Convert.model_validate({"method": {"name": method}, "target": 0.5})
-    made = convert(str(source), recipe, tmp_path / method, data=calibration("bert"))
+    made = make("bert", tmp_path, aware=True, method={"name": method}, target=0.5)
     assert min(seen) > 0
-    assert made.manifest.plan.budget.error > 0  # predictions stand where nothing was found
+    assert made.plan.budget.error > 0  # predictions stand where nothing was found
 
 
 @pytest.mark.often("llama")
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt2", "t5"])
 def test_a_dry_run_says_how_many_candidates_are_tried(
-    tiny: object, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, sources: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = SourceModel.open(str(tiny(family)))  # type: ignore[operator]
+    source = sources(family)
     tried: list[int] = []
 
     def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ from tcompress.timing_model import clocks
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 from tcompress.timing_model.random_weights import RandomWeights
 from tcompress.timing_model.timing_cache import TimingCache
-from tests.support.cli import run
+from tests.support.cli import completed, run
 from tests.support.conversions import make
 from tests.support.counted_clock import counted_clock
 from tests.support.depth import deep
@@ -80,9 +80,10 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_what_was_timed_is_not_timed_again(kept: Path, tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    source = SourceModel.open(str(tmp_path / "dense"))
+def test_what_was_timed_is_not_timed_again(
+    kept: Path, sources: Callable[[str], SourceModel]
+) -> None:
+    source = sources("bert")
     plan = make_plan(Convert.model_validate({"method": {"name": "svd"}, "target": 0.5}), source)
 
     def times(work: str) -> list[float]:
@@ -107,14 +108,6 @@ def test_times_last_for_a_day(kept: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert TimingCache.of(CPU, "another").values == {}
     now = time.time()
     monkeypatch.setattr("tcompress.timing_model.timing_cache.time.time", lambda: now + 25 * 3600)
-    assert TimingCache.of(CPU, "a model").values == {}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"since": 0, "values": {"dense": "x"}}', "\0"])
-def test_a_broken_file_of_times_is_none(kept: Path, text: str) -> None:
-    TimingCache.of(CPU, "a model").keep()
-    [file] = kept.iterdir()
-    file.write_text(text)
     assert TimingCache.of(CPU, "a model").values == {}
 
 
@@ -223,10 +216,8 @@ def test_times_between_sizes_are_interpolated() -> None:
     assert asked == [0, 25, 50, 75, 100]
 
 
-def test_a_real_pass_is_timed(tmp_path: Path) -> None:
-    build("bert").save_pretrained(tmp_path / "dense")
-    source = SourceModel.open(str(tmp_path / "dense"))
-    clock = ModelClock(source, Workload.read("2x8"), CPU)
+def test_a_real_pass_is_timed(sources: Callable[[str], SourceModel]) -> None:
+    clock = ModelClock(sources("bert"), Workload.read("2x8"), CPU)
     assert clock.rows == 16
     assert clock.seconds > 0
     assert min(clock.speedups(Plan(layers=()), Plan(layers=()))) > 0
@@ -238,10 +229,10 @@ def test_a_real_pass_is_timed(tmp_path: Path) -> None:
 
 @pytest.mark.often("bert")
 @pytest.mark.parametrize("family", ["bert", "t5", "gpt2", "vit"])
-def test_models_of_any_depth_take_the_memory_of_a_ring(family: str, tmp_path: Path) -> None:
-    model = build(family)
-    model.save_pretrained(tmp_path / "dense")
-    source = SourceModel.open(str(tmp_path / "dense"))
+def test_models_of_any_depth_take_the_memory_of_a_ring(
+    family: str, sources: Callable[[str], SourceModel]
+) -> None:
+    model, source = build(family), sources(family)
     largest = 4 * max(own.numel() for own in model.parameters())
     weights = RandomWeights(CPU, torch.float32, ring_bytes=largest)
     drawn = [weights.model(source, source.config) for _ in range(3)]
@@ -283,8 +274,7 @@ def test_several_speeds_are_models_of_one_measurement(
     walked = Mock(side_effect=predictions.BackwardWalk)
     monkeypatch.setattr(predictions, "BackwardWalk", walked)
     options = ("--method", "width", "--at", "4x8", "--calib-samples", "200", "--device", "cpu")
-    done = run("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
-    assert done.code == 0, done.err
+    done = completed("convert", "dense", "--speedup", "1.2,1.4", *options, "-o", "out")
     assert walked.call_count == 1
     names = {line.lstrip("*t ").split()[0] for line in done.lines}
     assert {"dense", "width-1.2x", "width-1.4x", "drop1"} <= names
@@ -296,8 +286,7 @@ def test_several_speeds_are_models_of_one_measurement(
         assert 0 < rows[name]["quality"] < rows["dense"]["quality"] == 1
         AutoModel.from_pretrained(f"out/{name}")
     assert rows["drop1"]["quality"] is not None
-    alone = run("convert", "dense", "--speedup", "1.4", *options, "-o", "alone")
-    assert alone.code == 0
+    completed("convert", "dense", "--speedup", "1.4", *options, "-o", "alone")
     one, other = (load_file(f"{name}/model.safetensors") for name in ("alone", "out/width-1.4x"))
     assert all(torch.equal(one[name], other[name]) for name in one)
     planned = run("convert", "dense", "--speedup", "1.2,1.4", *options, "--dry-run")
@@ -308,8 +297,7 @@ def test_a_speed_is_predicted_alike_beside_others(counted: None, own_folder: Non
     headed("bert", Path("dense"), "BertModel", num_hidden_layers=2)
     options = ("--at", "4x8", "--calib-samples", "200", "--device", "cpu")
     for speeds, out in (("2.2", "alone"), ("1.05,2.2", "both")):
-        done = run("convert", "dense", "--speedup", speeds, *options, "-o", out)
-        assert done.code == 0, done.err
+        completed("convert", "dense", "--speedup", speeds, *options, "-o", out)
     alone, beside = (
         json.loads(Path(folder, "tcompress.json").read_text())["plan"]
         for folder in ("alone", "both/auto-2.2x")

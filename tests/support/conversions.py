@@ -2,7 +2,7 @@
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -147,6 +147,24 @@ def outputs(model: nn.Module, inputs: Mapping[str, Tensor]) -> list[Tensor]:
     """All tensors of floats that a model returns, caches left out."""
     with torch.no_grad():
         return list(_floats(model(**inputs)))
+
+
+def first_outputs(
+    model: nn.Module, names: Iterable[str], batch: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Rows that layers return when they first run: later calls need not read tokens."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, args: Any, result: Tensor) -> None:
+        found.setdefault(name, result.reshape(-1, result.shape[-1]).double())
+
+    handles = [
+        model.get_submodule(name).register_forward_hook(partial(keep, name)) for name in names
+    ]
+    outputs(model, batch)
+    for handle in handles:
+        handle.remove()
+    return found
 
 
 def _floats(value: Any) -> Iterator[Tensor]:

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
-from tcompress.blockwise.output_sampler import OutputSampler
+from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.data.calibration import CalibrationData
+from tcompress.models import SourceModel
 from tcompress.roles.find import find_roles
 from tests.support.tiny import TINY, TinyModel
 
@@ -83,12 +85,24 @@ def drawn(tiny: TinyModel, batches: int = 3) -> CalibrationData:
     return CalibrationData(made, [batches - 1], "tiny", 4 * batches, 32 * batches, "deep")
 
 
-def change_of(dense: Any, model: Any, data: CalibrationData, sampler: OutputSampler) -> float:
-    """How far a model is from the dense one, per sample held out, by whole passes."""
-    change, samples = 0.0, 0
+def divergence(dense: Any, model: Any, batches: Sequence[Mapping[str, Tensor]]) -> float:
+    """Twice the Kullback-Leibler divergence, summed over tokens that are not padding."""
+    total = 0.0
+    for batch in batches:
+        with torch.no_grad():
+            one, two = (item(**batch).logits.log_softmax(-1) for item in (dense, model))
+        rows = 2 * (one.exp() * (one - two)).sum(-1)
+        total += float(rows[batch["attention_mask"].bool()].sum())
+    return total
+
+
+def change_of(dense: Path, converted: Path, data: CalibrationData) -> float:
+    """How far a language model is from the dense one, per sample held out, by whole passes."""
+    one, two = (AutoModelForCausalLM.from_pretrained(folder) for folder in (dense, converted))
+    sampler, change, samples = sampler_of(SourceModel.open(str(dense))), 0.0, 0
     with torch.no_grad():
         for index in data.holdout:
             batch = sampler.with_variants(data.batches[index])
-            change += sampler.change(dense(**batch), model(**batch), batch)
+            change += sampler.change(one(**batch), two(**batch), batch)
             samples += len(batch["input_ids"])
     return change / samples

@@ -75,15 +75,15 @@ def _timeless(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 class Interrupt(Silent):
-    """A progress that raises something after some steps."""
+    """A progress that is interrupted after some steps."""
 
-    def __init__(self, error: BaseException, after: int) -> None:
-        self.error, self.left = error, after
+    def __init__(self, after: int) -> None:
+        self.left = after
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         self.left -= 1
         if not self.left:
-            raise self.error
+            raise KeyboardInterrupt
 
 
 class Killer:

@@ -30,6 +30,7 @@ from tcompress.training.schedule import (
 )
 from tcompress.training.setup import drop_nothing
 from tests.support.evaluation import pairs_file
+from tests.support.tiny import TINY, build
 from tests.support.training import (
     assert_alike,
     batch_of,
@@ -313,8 +314,6 @@ def test_other_threads_do_not_hear_signals() -> None:
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "bart", "deberta-v2", "vit"])
 def test_dropout_off(family: str) -> None:
     """A model in training computes what it computes in evaluation."""
-    from tests.support.tiny import TINY, build
-
     model: nn.Module = build(family)
     for module in model.modules():
         for name, value in vars(module).items():

@@ -41,14 +41,9 @@ def trained(kind: str) -> Tokenizer:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Write a model of a kind; its embedding has more rows than its tokenizer has tokens."""
     root = tmp_path_factory.mktemp("vocabularies")
-
-    def write(kind: str) -> Path:
-        path = root / kind.replace(" ", "-")
-        if not path.exists():
-            KINDS[kind].folder(path, trained(kind), padding=13)
-        return path
-
-    return write
+    return cache(
+        lambda kind: KINDS[kind].folder(root / kind.replace(" ", "-"), trained(kind), padding=13)
+    )
 
 
 @pytest.fixture

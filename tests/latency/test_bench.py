@@ -235,11 +235,6 @@ def test_equal_passes_are_replaced(folder: Path) -> None:
     assert read_manifest(folder).speed == [*others, newer]
 
 
-def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
-    assert not record(tmp_path, "speed", [speed()], same_pass)
-    assert not list(tmp_path.iterdir())
-
-
 # -- the machine
 def test_peak_memory_is_what_the_pass_holds_at_once() -> None:
     x = torch.zeros(256, 256)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
-from tcompress.errors import DataError, InputError
+from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.progress import listening
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
@@ -333,21 +333,6 @@ def test_pictures(place: Path, tmp_path: Path) -> None:
     data = _load(place / "vit", "image-classification", source=[str(rows)])
     assert sorted(_all(data)) == ["labels", "pixel_values"]
     assert tokens_in(_all(data)) == len(data.train)
-    damaged = tmp_path / "bad"
-    damaged.mkdir()
-    for index in range(4):
-        (damaged / f"{index}.png").write_bytes(b"\x89PNG no picture %d" % index)
-    with pytest.raises(InputError, match="cannot be decoded"):
-        _all(_load(place / "vit", source=[str(damaged)]))
-
-
-def test_pictures_with_labels_in_folders(place: Path, tmp_path: Path) -> None:
-    """Each class has a folder of its own."""
-    (tmp_path / "all").mkdir()
-    for name in ("cat", "dog"):
-        pictures(tmp_path / "all" / name, 6)
-    data = _load(place / "vit", "image-classification", source=[str(tmp_path / "all")])
-    assert data.labels.names == ("cat", "dog")
 
 
 def test_validation_batches_are_longest_first(place: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from tcompress.artifact.checksums import seal
@@ -247,8 +248,6 @@ def test_full_disk(
 
 def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     """A resumed run may find other ones, as on devices that round differently each time."""
-    import torch
-
     kept = Checkpoints(tmp_path)
     kept.keep_best({"a": torch.zeros(1)}, 0)
     kept.keep_best({"a": torch.ones(1)}, 3)

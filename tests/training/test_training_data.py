@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
@@ -118,8 +119,6 @@ def test_causal_windows(place: Path, tmp_path: Path) -> None:
 
 
 def _ids(folder: Path, text: str) -> list[int]:
-    from transformers import AutoTokenizer
-
     found: list[int] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     return found
 

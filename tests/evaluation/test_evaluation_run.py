@@ -138,8 +138,6 @@ def test_dtypes(place: Path) -> None:
     assert found.metrics[0].value == pytest.approx(exact.metrics[0].value, abs=0.1)
     with pytest.raises(InputError, match="`dtype` is `int8`, allowed is one of `float32`"):
         sts("bert", dtype="int8")
-    with pytest.raises(InputError, match="`device` is `tpu9`, allowed is text like"):
-        sts("bert", device="tpu9")
 
 
 def test_models_with_other_tokens(place: Path) -> None:

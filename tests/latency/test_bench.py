@@ -130,12 +130,6 @@ def test_models_with_other_inputs_cannot_be_compared(sources: Sources) -> None:
     assert caught.value.message.endswith("/bert` takes token ids under a full mask")
 
 
-def test_lengths_beyond_the_models(sources: Sources) -> None:
-    inputs = RandomInputs.of(sources("bert"), sources("bert"))
-    assert inputs.fitting((32, 128)) == (32,)
-    assert inputs.fitting((100, 200)) == (64,)
-
-
 # -- whole runs
 @pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])

@@ -96,15 +96,6 @@ def test_model_that_cannot_be_measured_does_not_stop_others(
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.often("2x-True")
-@pytest.mark.parametrize(("threshold", "missed"), [("0.0x", False), ("2x", True)])
-def test_threshold_is_missed_if_no_cell_reaches_it(threshold: str, missed: bool) -> None:
-    found = run(recipe(targets=[0.5], evaluate=[{**STS, "threshold": threshold}]))
-    assert found.missed is missed
-    assert bool(found.cells[0].missed) is missed
-
-
-@pytest.mark.usefixtures("quick")
 @pytest.mark.grid
 def test_output_that_is_no_sweep_is_left_alone() -> None:
     Path("out").mkdir()

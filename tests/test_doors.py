@@ -150,11 +150,9 @@ ADAPTED = {
 }
 
 
-@pytest.mark.skipif(not find_spec("peft"), reason="PEFT is not installed")
 @pytest.mark.parametrize("option", ADAPTED)
 def test_lora_is_trained_and_merged(option: str, tmp_path: Path) -> None:
-    import peft
-
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
     made = make("llama", tmp_path, option)
     ids, inputs = made.inputs(seed=3)["input_ids"], made.inputs(seed=4)
     base = outputs(made.load(), inputs)
@@ -192,10 +190,8 @@ def _trained(model: Any, ids: Tensor) -> list[float]:
     return losses
 
 
-@pytest.mark.skipif(not find_spec("peft"), reason="PEFT is not installed")
 def test_kept_weights_follow_an_adapter(tmp_path: Path) -> None:
-    import peft
-
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
     made = make("llama", tmp_path, "svd")
     inputs, config = made.inputs(), {"r": 2, "init_lora_weights": False, "target_modules": []}
     lora = peft.LoraConfig(**config, target_parameters=["q_proj.tc_a"])

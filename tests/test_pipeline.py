@@ -1,6 +1,5 @@
 """`tcompress run` with a whole recipe: convert, train, measure, report."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +8,14 @@ import yaml
 
 from tcompress.artifact.manifest import read_manifest
 from tests.support.cli import Ran, error, run
-from tests.support.evaluation import classifier, labelled_file, one_thread
+from tests.support.evaluation import classifier, labelled_file
+from tests.support.scratch import BERT
 
 
 @pytest.fixture(autouse=True)
-def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(tmp_path)
-    classifier(tmp_path / "bert")
-    labelled_file(tmp_path / "rows.jsonl")
-    with one_thread():
-        yield
+def _models(own_folder: None, one_thread: None) -> None:
+    classifier(Path("bert"))
+    labelled_file(Path("rows.jsonl"))
 
 
 def _recipe(**changes: Any) -> Path:
@@ -146,10 +143,7 @@ def test_data_of_finished_stages_may_be_gone() -> None:
 
 
 def test_a_share_of_a_dense_model_that_there_is_not() -> None:
-    sizes = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1,
-             "num_attention_heads": 2, "intermediate_size": 32, "num_labels": 2,
-             "class": "BertForSequenceClassification",
-             "tokenizer": {"words": "builtin", "size": 100}}  # fmt: skip
+    sizes = {**BERT, "tokenizer": {"words": "builtin", "size": 100}}
     _recipe(model=None, architecture=sizes, convert={"init": "random"})
     done = _run()
     assert done.err == error(

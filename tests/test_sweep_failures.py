@@ -23,7 +23,6 @@ from tests.support.sweeps import (  # noqa: F401 - fixtures
     sweep_folder,
     sweep_models,
 )
-from tests.support.tiers import tiered
 
 pytestmark = pytest.mark.usefixtures("sweep_folder")
 
@@ -43,12 +42,9 @@ class Stopping(Silent):
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.often("writing-left0")
 @pytest.mark.parametrize(
-    ("stage", "left"),
-    tiered(
-        [("writing", ["convert", "evaluate"]), ("svd-25", ["evaluate"])],
-        lambda row: row[0] == "writing",
-    ),
+    ("stage", "left"), [("writing", ["convert", "evaluate"]), ("svd-25", ["evaluate"])]
 )
 def test_interrupt_loses_the_cell_in_work_at_most(
     stage: str, left: list[str], monkeypatch: pytest.MonkeyPatch
@@ -97,16 +93,6 @@ def test_model_that_cannot_be_measured_does_not_stop_others(
     found = run(recipe())
     assert [(item.name, item.status) for item in found.stopped] == [("svd-50", "failed")]
     assert [row.name for row in found.front.rows] == ["dense", "svd-25"]
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("threshold", "missed"), tiered([("0.0x", False), ("2x", True)], lambda row: row[1])
-)
-def test_threshold_is_missed_if_no_cell_reaches_it(threshold: str, missed: bool) -> None:
-    found = run(recipe(targets=[0.5], evaluate=[{**STS, "threshold": threshold}]))
-    assert found.missed is missed
-    assert bool(found.cells[0].missed) is missed
 
 
 @pytest.mark.usefixtures("quick")

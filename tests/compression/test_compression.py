@@ -21,8 +21,7 @@ from tests.support.model_folders import sentences, text_file
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def place(tmp_path: Path, own_folder: None) -> Path:
     encoder(tmp_path / "bert")
     text_file(tmp_path / "texts.txt", sentences(60))
     pairs_file(tmp_path / "pairs.jsonl", 40)

@@ -1,7 +1,6 @@
 """Measuring models on volumes and series."""
 
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from scipy.stats import mannwhitneyu
 
 from tcompress.api import evaluate
@@ -24,6 +22,7 @@ from tcompress.own_models.grid import (
     TCompressGridForForecasting,
     TCompressGridForImageClassification,
 )
+from tests.support.cli import shown
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
 from tests.support.tiny import HORIZON, SERIES
@@ -143,9 +142,7 @@ def test_forecasts(tmp_path: Path) -> None:
             ]
             assert naive[name]["mse"] == pytest.approx(np.square(gaps).mean(), rel=1e-5)
             assert naive[name]["mae"] == pytest.approx(np.abs(gaps).mean(), rel=1e-5)
-        shown = StringIO()
-        Console(file=shown, width=120).print(score_table([scores]))
-        assert "context mean (no model)" in shown.getvalue()
+        assert "context mean (no model)" in shown(score_table([scores]), width=120)
     assert scores.unit == "windows"
 
 

@@ -134,36 +134,18 @@ def test_long_and_empty_texts(tmp_path: Path) -> None:
     assert list(found) == ["accuracy", "macro_f1", "matthews"]
 
 
-def embedding(folder: Path, text: str, how: str = "mean") -> np.ndarray:
+def embedding(folder: Path, text: str) -> np.ndarray:
     model, tokenizer = loaded(folder, "AutoModel")
     with torch.no_grad():
         states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].numpy()
-    vector = states[0] if how == "cls" else states.mean(0)
+    vector = states.mean(0)
     return vector / np.linalg.norm(vector)
 
 
-@pytest.mark.parametrize("how", ["mean", "cls"])
-def test_similarity(how: str, tmp_path: Path) -> None:
-    """Other ways of pooling have tests of their own."""
-    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
-    folder = encoder(tmp_path / "model", pooling=pooling if how == "cls" else None)
-    data = pairs_file(tmp_path / "pairs.jsonl", 12)
-    prepared, _, found = measured("sts", folder, data)
-    rows = rows_of(data)
-    cosines = [
-        embedding(folder, row["sentence1"], how) @ embedding(folder, row["sentence2"], how)
-        for row in rows
-    ]
-    scores = [row["score"] for row in rows]
-    assert prepared.facts["pooling"] == how + (" (default)" if how == "mean" else "")
-    assert found["spearman"] == pytest.approx(scipy.stats.spearmanr(cosines, scores).statistic)
-    assert found["pearson"] == pytest.approx(
-        scipy.stats.pearsonr(cosines, scores).statistic, abs=1e-4
-    )
-
-
-def test_unknown_pooling_is_refused(tmp_path: Path) -> None:
+def test_pooling_is_told_of_and_unknown_pooling_is_refused(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl")
+    folder = encoder(tmp_path / "first", pooling={"pooling_mode": "cls"})
+    assert ready("sts", folder, data)[0].facts["pooling"] == "cls"
     folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
     with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
         ready("sts", folder, data)

@@ -10,13 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from tcompress.artifact.manifest import Speed, read_manifest, record
+from tcompress.artifact.manifest import read_manifest, record
 from tcompress.errors import InputError
 from tcompress.latency import benchmark, paired_timing
 from tcompress.latency.benchmark import bench, same_pass
 from tcompress.latency.paired_timing import threads
 from tcompress.latency.passes import Pass, spread, turns
-from tcompress.latency.sizes import Cell, RandomInputs, cells
+from tcompress.latency.sizes import RandomInputs
 from tcompress.models import SourceModel
 from tcompress.options import Bench
 from tests.support.cli import completed, run
@@ -47,16 +47,6 @@ Sources = Callable[[str], SourceModel]
 def folder(tmp_path: Path) -> Path:
     """A conversion, beside what it was made from."""
     return converted("bert", tmp_path).folder
-
-
-# -- the grid
-def test_eager_passes_come_first() -> None:
-    assert cells((1, 8), (4,), ("compiled", "eager")) == [
-        Cell(1, 4, "eager"),
-        Cell(8, 4, "eager"),
-        Cell(1, 4, "compiled"),
-        Cell(8, 4, "compiled"),
-    ]
 
 
 # -- the order
@@ -140,12 +130,6 @@ def test_models_with_other_inputs_cannot_be_compared(sources: Sources) -> None:
     assert caught.value.message.endswith("/bert` takes token ids under a full mask")
 
 
-def test_lengths_beyond_the_models(sources: Sources) -> None:
-    inputs = RandomInputs.of(sources("bert"), sources("bert"))
-    assert inputs.fitting((32, 128)) == (32,)
-    assert inputs.fitting((100, 200)) == (64,)
-
-
 # -- whole runs
 @pytest.mark.often("gpt2")
 @pytest.mark.parametrize("family", ["gpt2", "t5", "whisper", "clip"])
@@ -195,14 +179,8 @@ def test_other_heads_are_noted(tmp_path: Path) -> None:
 def test_what_was_measured_before_an_error_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = paired_timing.PairedTiming.measure
-
-    def failing(self: paired_timing.PairedTiming, cell: Cell) -> Speed:
-        if cell.batch == 2:
-            raise InputError("too large")
-        return measure(self, cell)
-
-    monkeypatch.setattr(paired_timing.PairedTiming, "measure", failing)
+    measured = Mock(side_effect=[speed(1), InputError("too large")])
+    monkeypatch.setattr(paired_timing.PairedTiming, "measure", measured)
     with pytest.raises(InputError, match="too large"):
         bench([str(folder)], settings=Bench(**FEW))
     assert [item.batch for item in read_manifest(folder).speed] == [1]
@@ -249,11 +227,6 @@ def test_equal_passes_are_replaced(folder: Path) -> None:
     newer = speed(ratio=3.0, protocol={**MACHINE, "repeats": 9})
     assert record(folder, "speed", [newer], same_pass)
     assert read_manifest(folder).speed == [*others, newer]
-
-
-def test_a_folder_without_manifest_is_left_alone(tmp_path: Path) -> None:
-    assert not record(tmp_path, "speed", [speed()], same_pass)
-    assert not list(tmp_path.iterdir())
 
 
 # -- the machine

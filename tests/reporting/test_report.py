@@ -2,14 +2,12 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel
 
 import tcompress  # noqa: F401 - lets Transformers load converted models
 from tcompress.errors import ArtifactError
@@ -18,11 +16,10 @@ from tcompress.models.store import SafetensorsShard
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import amount
 from tcompress.reporting.tree import Amount, ModelReport
+from tests.support.conversions import make
 from tests.support.converted import converted
 from tests.support.model_folders import edited
-from tests.support.tiny import TINY, build, named
-
-FITTED = {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}
+from tests.support.tiny import TINY, build
 
 
 def amounts(report: ModelReport, part: str) -> tuple[int, int]:
@@ -46,7 +43,7 @@ def test_the_parameters_by_part(tmp_path: Path) -> None:
 
 
 def test_generators_are_counted(tmp_path: Path) -> None:
-    report = report_of(converted("llama", tmp_path, method=FITTED).folder)
+    report = report_of(make("llama", tmp_path, "fitted").folder)
     query, key = report.layers[:2]
     assert query.structure == "lprod p=4 fitted b=4x2"
     assert query.parameters.now == 32 * 32 // 4 + 2 * 8 * 6
@@ -129,27 +126,13 @@ def test_no_weight_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert report_of(tmp_path / "qwen3_moe").parameters.total.kept == 1.0
 
 
-MACS_OF: dict[str, dict[str, Any] | None] = {
-    "dense": None,
-    "dct": {},
-    "fitted": {"method": FITTED},
-    "svd": {"method": {"name": "svd"}, "target": 0.5},
-    "tt": {"method": {"name": "tt", "order": 3, "rank": 4, "apply": "rebuild"}},
-}
-
-
 @pytest.mark.often("llama-dense")
-@pytest.mark.parametrize("option", MACS_OF)
+@pytest.mark.parametrize("option", ["dense", "dct", "fitted", "svd", "tt-3"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "t5"])
 def test_multiply_adds_are_those_that_run(tmp_path: Path, family: str, option: str) -> None:
-    length, options = 12, MACS_OF[option]
-    if options is None:
-        folder = tmp_path / family
-        build(family).save_pretrained(folder)
-    else:
-        folder = converted(family, tmp_path, **options).folder
-    kind = named(TINY[family].model)
-    model: PreTrainedModel = kind.from_pretrained(folder, attn_implementation="eager").eval()
+    length, made = 12, make(family, tmp_path, "dct" if option == "dense" else option)
+    folder = made.source if option == "dense" else made.folder
+    model = made.load(folder, attn_implementation="eager").eval()
     inputs = TINY[family].inputs(batch=1, length=length, seed=0)
     counter = FlopCounterMode(display=False)
     with torch.no_grad():

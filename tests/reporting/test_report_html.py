@@ -295,13 +295,10 @@ def test_a_dense_model_shows_what_others_were_compared_with(
 ) -> None:
     dense = report_of(folder / "gpt2", 16)
     own = metric(0.4, None, name="pearson")
-    compared = metric(0.85, 0.9)
     around = Interval(low=0.88, high=0.92)
     facts = {"baseline": str(folder / "gpt2"), "baseline_interval": around}
-    renamed = compared.difference.model_copy(update=facts)
-    converted = bare.model_copy(
-        update={"metrics": (compared.model_copy(update={"difference": renamed}), metric(0.1, 0.2))}
-    )
+    compared = metric(0.85, difference=metric(0.85, 0.9).difference.model_copy(update=facts))
+    converted = bare.model_copy(update={"metrics": (compared, metric(0.1, 0.2))})
     lent = with_baselines([dense.model_copy(update={"metrics": (own,)}), converted])
     assert lent[1] == converted
     assert [(item.name, item.value) for item in lent[0].metrics] == [

@@ -86,11 +86,8 @@ def test_what_stands_for_several_models(bare: ModelReport) -> None:
 
 
 def test_a_baseline_that_is_not_the_dense_model_is_named(bare: ModelReport) -> None:
-    own = metric()
-    other = own.model_copy(
-        update={"difference": own.difference.model_copy(update={"baseline": "elsewhere/rival"})}
-    )
-    shown = bare.model_copy(update={"metrics": (other,)})
+    rival = metric().difference.model_copy(update={"baseline": "elsewhere/rival"})
+    shown = bare.model_copy(update={"metrics": (metric(difference=rival),)})
     assert "accuracy, against rival" in [row.label for row in rows_of(shown)]
 
 

@@ -38,9 +38,7 @@ def classifier(
 
 def turn_labels(folder: Path, labels: Sequence[str]) -> None:
     """Write a classifier again with its labels in another order."""
-    from transformers import AutoModelForSequenceClassification
-
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
     order = [model.config.label2id[name] for name in labels]
     for parameter in model.classifier.parameters():
         parameter.data = parameter.data[order].clone()

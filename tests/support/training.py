@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -22,8 +21,10 @@ from tcompress.training.batches import loader
 from tcompress.training.finetuning import Finetuned, finetune
 from tcompress.training.losses import Losses
 from tcompress.training.setup import set_up
+from tcompress.training.tasks import TASKS
 from tcompress.training.teacher import find_teachers
 from tcompress.training.teacher_outputs import TeacherOutputs
+from tcompress.training.training_data import Data, load_data
 from tests.support.converted import converted
 from tests.support.evaluation import classifier, encoder
 from tests.support.interrupted import die, until_killed
@@ -48,6 +49,18 @@ def train(model: Path, output: Path, *, force: bool = False, **changes: Any) -> 
     """Train a model; `progress`, `say` and settings as in `settings`."""
     more = {name: changes.pop(name) for name in ("progress", "say") if name in changes}
     return finetune(str(model), settings(**changes), output, force=force, **more)
+
+
+def taught(model: Path, task: str, data: dict[str, Any], **more: Any) -> Finetuned:
+    """Train a model on labels alone, into a folder `out` beside it."""
+    options = {"task": task, "teacher": "none", "data": data, "learning_rate": 3e-3, **more}
+    return train(model, model.with_name("out"), **options)
+
+
+def data_of(model: Path, task: str | None = None, **data: Any) -> Data:
+    """The data of a run."""
+    options = settings(data=data).data
+    return load_data(SourceModel.open(str(model)), options, TASKS[task]() if task else None, seed=0)
 
 
 def small(family: str, folder: Path, **recipe: Any) -> Path:
@@ -127,15 +140,6 @@ def weights(folder: Path) -> str:
 def curve(done: Finetuned) -> list[tuple[int, float | None, float | None]]:
     """What does not depend on time."""
     return [(point.step, point.loss, point.validation) for point in done.facts.curve]
-
-
-def assert_alike(one: Finetuned, two: Finetuned, tolerance: float = 1e-4) -> None:
-    """The courses of two runs are the same, up to rounding."""
-    assert len(one.facts.curve) == len(two.facts.curve)
-    for (step, *numbers), (other, *wanted) in zip(curve(one), curve(two), strict=True):
-        assert step == other
-        for number, want in zip(numbers, wanted, strict=True):
-            assert number == (want if want is None else pytest.approx(want, rel=tolerance))
 
 
 class AtStep(Silent):

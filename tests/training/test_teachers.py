@@ -4,11 +4,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import normalize
 from torch.testing import assert_close
 
@@ -75,16 +74,11 @@ def _options(place: Path, *teachers: str) -> dict[str, Any]:
 def test_an_encoder_learns_from_those_that_are_not_alike(
     teachers: tuple[str, ...], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    passes: list[str] = []
-    outputs = TextTeacher.outputs
-
-    def counted(self: TextTeacher, *given: Any) -> Tensor:
-        passes.append(Path(self.source.id).name)
-        return outputs(self, *given)
-
-    monkeypatch.setattr(TextTeacher, "outputs", counted)
+    outputs = create_autospec(TextTeacher.outputs, side_effect=TextTeacher.outputs)
+    monkeypatch.setattr(TextTeacher, "outputs", outputs)
     options = _options(place, *teachers)
     done = train(place / "student", tmp_path / "out", **options, steps=12)
+    passes = [Path(call.args[0].source.id).name for call in outputs.call_args_list]
     assert passes == [*teachers]  # once for all texts, however many steps there are
     facts = done.facts
     assert facts.teacher == " + ".join(options["teacher"])

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoTokenizer
 
 from tcompress.data.calibration import builtin_texts
 from tcompress.data.inputs import IGNORED
-from tcompress.errors import DataError, InputError
+from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.progress import listening
 from tcompress.training.batches import Encoded, LengthBatches, in_order, loader
 from tcompress.training.losses import examples_in, pieces, tokens_in
-from tcompress.training.tasks import TASKS
 from tcompress.training.training_data import Data, check_training_data, load_data
 from tests.support.conversions import Told
 from tests.support.evaluation import (
@@ -31,7 +31,7 @@ from tests.support.evaluation import (
 )
 from tests.support.model_folders import model_folder, save_tokenizer, sentences, text_file
 from tests.support.tiny import IMAGE
-from tests.support.training import picture_rows, pictures, settings
+from tests.support.training import data_of, picture_rows, pictures, settings
 
 LENGTHS = [index * 7 % 23 + 1 for index in range(50)]
 
@@ -93,11 +93,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _load(model: Path, task: str | None = None, **data: Any) -> Data:
-    options = settings(data=data).data
-    return load_data(SourceModel.open(str(model)), options, TASKS[task]() if task else None, seed=0)
-
-
 def _all(data: Data, part: str = "train", size: int = 64) -> dict[str, torch.Tensor]:
     found = getattr(data, part)
     return next(iter(loader(found, data.pad, [list(range(min(size, len(found))))])))
@@ -107,7 +102,7 @@ def test_causal_windows(place: Path, tmp_path: Path) -> None:
     """Texts follow one another; labels are the next tokens; only the tail may be shorter."""
     texts = sentences(30)
     path = text_file(tmp_path / "t.txt", texts)
-    data = _load(place / "gpt2", "causal-lm", source=[path], validation=path, max_length=10)
+    data = data_of(place / "gpt2", "causal-lm", source=[path], validation=path, max_length=10)
     batch = _all(data)
     ids, labels, mask = (batch[name] for name in ("input_ids", "labels", "attention_mask"))
     lengths = mask.sum(1).tolist()
@@ -124,22 +119,20 @@ def test_causal_windows(place: Path, tmp_path: Path) -> None:
 
 
 def _ids(folder: Path, text: str) -> list[int]:
-    from transformers import AutoTokenizer
-
     found: list[int] = AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     return found
 
 
 def test_healing_a_writing_model_reads_windows_too(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
-    batch = _all(_load(place / "gpt2", source=[path], max_length=10))
+    batch = _all(data_of(place / "gpt2", source=[path], max_length=10))
     assert "labels" not in batch
     assert batch["attention_mask"].sum(1).float().mean() > 9
 
 
 def test_masks_are_drawn_anew_in_each_epoch(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
-    data = _load(place / "bert", "masked-lm", source=[path], max_length=64)
+    data = data_of(place / "bert", "masked-lm", source=[path], max_length=64)
     first, again = _all(data), _all(data)
     data.train.epoch = 1
     later = _all(data)
@@ -162,12 +155,12 @@ def test_masks_are_drawn_anew_in_each_epoch(place: Path, tmp_path: Path) -> None
 def test_a_model_without_mask_token(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
     with pytest.raises(DataError, match="has no mask token"):
-        _load(place / "encoder", "masked-lm", source=[path])
+        data_of(place / "encoder", "masked-lm", source=[path])
 
 
 def test_pairs_are_two_rows_each(place: Path, tmp_path: Path) -> None:
     path = pairs_file(tmp_path / "pairs.jsonl", 20)
-    data = _load(place / "encoder", "sts", source=[str(path)], holdout=0.25)
+    data = data_of(place / "encoder", "sts", source=[str(path)], holdout=0.25)
     assert (len(data.train), len(data.validation)) == (15, 5)
     batch = _all(data)
     assert (len(batch["labels"]), len(batch["input_ids"]), examples_in(batch)) == (15, 30, 15)
@@ -183,7 +176,7 @@ def test_pairs_are_two_rows_each(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("parts", [1, 2, 4, 99])
 def test_pieces_keep_pairs_together(parts: int, place: Path, tmp_path: Path) -> None:
     path = pairs_file(tmp_path / "pairs.jsonl", 20)
-    batch = _all(_load(place / "encoder", "sts", source=[str(path)], holdout=0.25))
+    batch = _all(data_of(place / "encoder", "sts", source=[str(path)], holdout=0.25))
     cut = list(pieces(batch, parts))
     assert len(cut) == min(parts, 15)
     assert max(len(piece["labels"]) for piece in cut) == -(-15 // len(cut))
@@ -199,7 +192,7 @@ def test_texts_in_pairs_are_one_row_for_a_classifier(tmp_path: Path) -> None:
         tmp_path / "nli.jsonl", premise=texts[:10], hypothesis=texts[10:], label=[0, 1] * 5
     )
     model = classifier(tmp_path / "bert")
-    batch = _all(_load(model, "classification", source=[str(path)], max_length=64))
+    batch = _all(data_of(model, "classification", source=[str(path)], max_length=64))
     alone = [len(_ids(model, text)) for text in texts[:10]]
     assert len(batch["input_ids"]) == len(batch["labels"])
     assert batch["attention_mask"].sum(1).max() > max(alone)
@@ -210,24 +203,24 @@ def test_several_sources_are_joined(place: Path, tmp_path: Path) -> None:
     one, two = (
         text_file(tmp_path / f"{n}.txt", part) for n, part in enumerate((texts[:10], texts[10:]))
     )
-    both = _load(place / "encoder", source=[one, two], max_length=64)
+    both = data_of(place / "encoder", source=[one, two], max_length=64)
     assert both.name == "0.txt:text + 1.txt:text"
     assert len(both.train) + len(both.validation) == 30
-    assert both.fingerprint != _load(place / "encoder", source=[one]).fingerprint
+    assert both.fingerprint != data_of(place / "encoder", source=[one]).fingerprint
     rows = rows_file(tmp_path / "rows.jsonl", one=texts[:9], two=texts[:9])
-    joined = _load(place / "encoder", source=[str(rows)], columns={"text": "one+two"})
+    joined = data_of(place / "encoder", source=[str(rows)], columns={"text": "one+two"})
     assert "one+two" in joined.name
 
 
 def test_long_documents_are_several_samples(place: Path, tmp_path: Path) -> None:
     line = " ".join(sentences(200))
     source = [text_file(tmp_path / "one.txt", [line])]
-    data = _load(place / "encoder", source=source, max_length=18)
+    data = data_of(place / "encoder", source=source, max_length=18)
     parts = [_all(data, part, 10**4) for part in ("train", "validation")]
     read = sum(int(part["attention_mask"].sum()) - 2 * len(part["input_ids"]) for part in parts)
     assert read >= 0.98 * len(line.split())
     with listening(heard := Told()):
-        assert len(_load(place / "encoder", source=source, samples=9, max_length=18).train) < 9
+        assert len(data_of(place / "encoder", source=source, samples=9, max_length=18).train) < 9
     assert heard.texts == [
         "one.txt: texts longer than 18 tokens: 1; further samples cut off them: 8; what is beyond "
         "is not read"
@@ -238,36 +231,37 @@ def test_sources_with_other_classes(place: Path, tmp_path: Path) -> None:
     one = labelled_file(tmp_path / "one.jsonl", classes=("a", "b"))
     two = labelled_file(tmp_path / "two.jsonl", classes=("a", "b", "c"))
     with pytest.raises(DataError, match="do not go together: they have 2 and 3 classes"):
-        _load(place / "encoder", "classification", source=[str(one), str(two)])
+        data_of(place / "encoder", "classification", source=[str(one), str(two)])
 
 
 def test_validation_data_number_classes_alike(place: Path, tmp_path: Path) -> None:
     """Names are numbered by what is there, which may be less in held-out data."""
     train = rows_file(tmp_path / "train.jsonl", text=sentences(6), label=list("abcabc"))
     held = rows_file(tmp_path / "held.jsonl", text=sentences(3), label=list("cac"))
-    data = _load(place / "encoder", "classification", source=[str(train)], validation=str(held))
+    data = data_of(place / "encoder", "classification", source=[str(train)], validation=str(held))
     assert data.validation.labels.tolist() == [2, 0, 2]
     other = rows_file(tmp_path / "other.jsonl", text=sentences(3), label=list("cad"))
     with pytest.raises(DataError, match="has the classes `d`, which"):
-        _load(place / "encoder", "classification", source=[str(train)], validation=str(other))
+        data_of(place / "encoder", "classification", source=[str(train)], validation=str(other))
 
 
 def test_held_out_examples_are_not_trained_on(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
-    data = _load(place / "encoder", source=[path], holdout=0.3, max_length=64)
+    how: dict[str, Any] = {"source": [path], "holdout": 0.3, "max_length": 64}
+    data = data_of(place / "encoder", **how)
     parts = [
         {tuple(row["input_ids"].tolist()) for (row,) in map(part.__getitem__, range(len(part)))}
         for part in (data.train, data.validation)
     ]
     assert [len(part) for part in parts] == [21, 9]
     assert not parts[0] & parts[1]
-    few = _load(place / "encoder", source=[path], holdout=0.3, validation_samples=4, max_length=64)
+    few = data_of(place / "encoder", **how, validation_samples=4)
     assert (len(few.train), len(few.validation)) == (26, 4)
 
 
 def test_too_little_data(place: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves nothing to train on"):
-        _load(place / "encoder", source=[text_file(tmp_path / "t.txt", ["one text"])])
+        data_of(place / "encoder", source=[text_file(tmp_path / "t.txt", ["one text"])])
 
 
 def test_validation_data_without_a_token_to_predict(place: Path, tmp_path: Path) -> None:
@@ -276,15 +270,15 @@ def test_validation_data_without_a_token_to_predict(place: Path, tmp_path: Path)
     train = text_file(tmp_path / "t.txt", sentences(30))
     held = text_file(tmp_path / "v.txt", ["fox"])
     with pytest.raises(DataError, match="leaves nothing to validate on"):
-        _load(save, "causal-lm", source=[train], validation=held)
+        data_of(save, "causal-lm", source=[train], validation=held)
 
 
 def test_builtin_text(place: Path) -> None:
-    data = _load(place / "encoder")
+    data = data_of(place / "encoder")
     assert data.name == "builtin text"
     assert len(data.train) + len(data.validation) == len(builtin_texts())
     with pytest.raises(DataError, match="the data `builtin` has no labels"):
-        _load(place / "encoder", "sts")
+        data_of(place / "encoder", "sts")
 
 
 def test_a_teacher_writes_its_own_data(place: Path, tmp_path: Path) -> None:
@@ -304,14 +298,14 @@ def test_a_teacher_writes_its_own_data(place: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a `BertModel` writes no text"):
         load_data(writer, options, None, 0, writer)
     with pytest.raises(DataError, match="the data `teacher` has no labels"):
-        _load(place / "encoder", "sts", source=["teacher"])
+        data_of(place / "encoder", "sts", source=["teacher"])
 
 
 def test_sources_are_seen_as_often_as_their_weights_say(place: Path, tmp_path: Path) -> None:
     one = text_file(tmp_path / "one.txt", ["fox " * i for i in range(1, 11)])
     two = text_file(tmp_path / "two.txt", ["dog " * i for i in range(1, 11)])
-    plain = _load(place / "encoder", source=[one, two], holdout=0.5)
-    found = _load(place / "encoder", source=[one, two], holdout=0.5, weights=[2.5, 0.3])
+    plain = data_of(place / "encoder", source=[one, two], holdout=0.5)
+    found = data_of(place / "encoder", source=[one, two], holdout=0.5, weights=[2.5, 0.3])
     assert (len(plain.train), len(found.train)) == (10, 12 + 2)
     rows = [tuple(found.train[place][0]["input_ids"].tolist()) for place in range(14)]
     assert sorted(Counter(rows[:12]).values()) == [2] * 3 + [3] * 2
@@ -325,34 +319,19 @@ def test_sources_are_seen_as_often_as_their_weights_say(place: Path, tmp_path: P
 
 def test_pictures(place: Path, tmp_path: Path) -> None:
     folder = pictures(tmp_path / "pictures", 10)
-    batch = _all(_load(place / "vit", source=[str(folder)]))
+    batch = _all(data_of(place / "vit", source=[str(folder)]))
     assert {name: value.shape for name, value in batch.items()} == {
         "pixel_values": (8, 3, IMAGE, IMAGE)
     }
     rows = picture_rows(tmp_path / "p.parquet", 12)
-    data = _load(place / "vit", "image-classification", source=[str(rows)])
+    data = data_of(place / "vit", "image-classification", source=[str(rows)])
     assert sorted(_all(data)) == ["labels", "pixel_values"]
     assert tokens_in(_all(data)) == len(data.train)
-    damaged = tmp_path / "bad"
-    damaged.mkdir()
-    for index in range(4):
-        (damaged / f"{index}.png").write_bytes(b"\x89PNG no picture %d" % index)
-    with pytest.raises(InputError, match="cannot be decoded"):
-        _all(_load(place / "vit", source=[str(damaged)]))
-
-
-def test_pictures_with_labels_in_folders(place: Path, tmp_path: Path) -> None:
-    """Each class has a folder of its own."""
-    (tmp_path / "all").mkdir()
-    for name in ("cat", "dog"):
-        pictures(tmp_path / "all" / name, 6)
-    data = _load(place / "vit", "image-classification", source=[str(tmp_path / "all")])
-    assert data.labels.names == ("cat", "dog")
 
 
 def test_validation_batches_are_longest_first(place: Path, tmp_path: Path) -> None:
     path = text_file(tmp_path / "t.txt", sentences(30))
-    data = _load(place / "encoder", source=[path], max_length=64)
+    data = data_of(place / "encoder", source=[path], max_length=64)
     order = [index for batch in in_order(data.train, 7) for index in batch]
     assert sorted(order) == list(range(len(data.train)))
     lengths = [data.train.lengths[index] for index in order]

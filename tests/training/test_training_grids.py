@@ -1,7 +1,6 @@
 """Training models on volumes and series."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,32 +8,18 @@ import torch
 
 from tcompress.conversion.converter import convert
 from tcompress.errors import DataError
-from tcompress.models import SourceModel
-from tcompress.training.finetuning import Finetuned
 from tcompress.training.tasks import TASKS
-from tcompress.training.training_data import Data, load_data
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
 from tests.support.own_models import recipe_for
 from tests.support.tiny import HORIZON, SERIES, VOLUME
-from tests.support.training import settings, train
-
-
-def _load(model: Path, task: str | None, **data: Any) -> Data:
-    chosen = None if task is None else TASKS[task]()
-    return load_data(SourceModel.open(str(model)), settings(data=data).data, chosen, 0)
-
-
-def _taught(model: Path, task: str, data: dict[str, Any], **more: Any) -> Finetuned:
-    """Trains a model on labels alone."""
-    options = {"task": task, "teacher": "none", "data": data, "learning_rate": 3e-3, **more}
-    return train(model, model.with_name("out"), **options)
+from tests.support.training import data_of, taught, train
 
 
 def test_a_classifier_of_volumes_learns(tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid", tmp_path / "model")
     data = {"source": [str(volume_file(tmp_path / "v.parquet", 60))], "holdout": 0.3}
-    done = _taught(model, "volume-classification", data, steps=40)
+    done = taught(model, "volume-classification", data, steps=40)
     assert done.facts.validation == "auc"
     assert done.facts.best > 0.95
     assert done.facts.curve[-1].loss < 0.7 * done.facts.curve[1].loss  # type: ignore[operator]
@@ -46,7 +31,7 @@ def test_a_converted_forecaster_learns(name: str, tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid-series", tmp_path / "model")
     convert(str(model), recipe_for(name), tmp_path / "small")
     data = {"source": [str(series_file(tmp_path / "s.csv"))], "validation_samples": 20}
-    done = _taught(tmp_path / "small", "forecasting", data, steps=60, evaluate_every=20)
+    done = taught(tmp_path / "small", "forecasting", data, steps=60, evaluate_every=20)
     assert done.facts.validation == "mae"
     assert done.facts.best < 0.6 * float(done.facts.curve[0].validation or 0)
 
@@ -70,7 +55,7 @@ def test_healing_reads_no_labels(kind: str, tmp_path: Path) -> None:
 def test_files_with_parts_are_validated_on_their_own(tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid-series", tmp_path / "model")
     series = str(series_file(tmp_path / "s.csv"))
-    data = _load(model, "forecasting", source=[series])
+    data = data_of(model, "forecasting", source=[series])
     assert (len(data.train), len(data.validation)) == (210 - 19, 30 - 3)
     (row,) = data.validation[0]
     assert row["past_values"].shape == (SERIES[1], SERIES[0])
@@ -80,7 +65,7 @@ def test_files_with_parts_are_validated_on_their_own(tmp_path: Path) -> None:
     assert np.array_equal(before["labels"], row["past_values"][-HORIZON:])
     model = grid_folder("tcompress_grid", tmp_path / "volumes")
     archive = str(archive_file(tmp_path / "v.npz"))
-    data = _load(model, "volume-classification", source=[archive])
+    data = data_of(model, "volume-classification", source=[archive])
     assert (len(data.train), len(data.validation)) == (24, 23)
     (row,) = data.train[0]
     assert row["grid_values"].shape == (1, *VOLUME)
@@ -90,12 +75,12 @@ def test_files_with_parts_are_validated_on_their_own(tmp_path: Path) -> None:
 def test_volumes_are_joined_and_series_are_not(tmp_path: Path) -> None:
     model = grid_folder("tcompress_grid", tmp_path / "model")
     one, two = (volume_file(tmp_path / f"{name}.parquet", 10) for name in "ab")
-    data = _load(model, "volume-classification", source=[str(one), str(two)], holdout=0.2)
+    data = data_of(model, "volume-classification", source=[str(one), str(two)], holdout=0.2)
     assert (len(data.train), len(data.validation)) == (16, 4)
     model = grid_folder("tcompress_grid-series", tmp_path / "series")
     paths = [str(series_file(tmp_path / f"{name}.csv")) for name in "ab"]
     with pytest.raises(DataError, match="are series, of which one can be trained on"):
-        _load(model, "forecasting", source=paths)
+        data_of(model, "forecasting", source=paths)
 
 
 def test_tasks_and_models_that_do_not_go_together(tmp_path: Path) -> None:
@@ -107,12 +92,12 @@ def test_tasks_and_models_that_do_not_go_together(tmp_path: Path) -> None:
         (classifier(tmp_path / "bert"), "forecasting", "reads neither volumes nor series"),
     ):
         with pytest.raises(DataError, match=message):
-            _load(model, task, source=[volumes])
+            data_of(model, task, source=[volumes])
     other = grid_folder("tcompress_grid", tmp_path / "other", input_size=(8, 8, 8))
     with pytest.raises(DataError, match=r"inputs of shape \(1, 8, 8, 4\), the model takes"):
-        _load(other, "volume-classification", source=[volumes])
+        data_of(other, "volume-classification", source=[volumes])
     with pytest.raises(DataError, match="the data `builtin` has no volumes or series"):
-        _load(grid, None)
+        data_of(grid, None)
 
 
 def test_areas_are_means_over_classes_that_occur() -> None:

@@ -9,12 +9,10 @@ import torch
 from tcompress.api import evaluate
 from tcompress.data.examples import Examples, Needs, load_examples
 from tcompress.errors import DataError
-from tcompress.models import SourceModel
 from tcompress.training.tasks import TASKS, WRONG_PAIRS
-from tcompress.training.training_data import load_data
 from tests.support.evaluation import encoder, rows_file
 from tests.support.model_folders import sentences
-from tests.support.training import settings, train
+from tests.support.training import data_of, taught
 
 PAIRS = Needs((2, 2))
 
@@ -49,9 +47,7 @@ def test_held_out_pairs_are_not_among_those_trained_on(tmp_path: Path) -> None:
     encoder(tmp_path / "model")
     texts = sentences(60)
     data = rows_file(tmp_path / "rows.jsonl", context=texts[:30], response=texts[30:])
-    task = TASKS["response-selection"]()
-    options = settings(data={"source": [str(data)], "holdout": 0.2}).data
-    found = load_data(SourceModel.open(str(tmp_path / "model")), options, task, seed=0)
+    found = data_of(tmp_path / "model", "response-selection", source=[str(data)], holdout=0.2)
     assert found.labels.names == ("other response", "right response")
     for part, rows in ((found.train, 22), (found.validation, 8)):
         assert part.labels.tolist() == [1] * rows + [0] * WRONG_PAIRS * rows
@@ -64,14 +60,8 @@ def test_learns_to_choose(tmp_path: Path) -> None:
     texts = sentences(40)
     data = rows_file(tmp_path / "rows.jsonl", context=texts, response=texts)
     options: Any = {"steps": 60, "batch_size": 16, "evaluate_every": 30, "learning_rate": 2e-3}
-    made = train(
-        tmp_path / "model",
-        tmp_path / "out",
-        task="response-selection",
-        teacher="none",
-        data={"source": [str(data)], "max_length": 48},
-        **options,
-    )
+    read = {"source": [str(data)], "max_length": 48}
+    made = taught(tmp_path / "model", "response-selection", read, **options)
     assert made.facts.curve[-1].loss < made.facts.curve[1].loss
     assert made.facts.best > made.facts.curve[0].validation
     score = evaluate([str(tmp_path / "out")], "response-selection", str(data), save=False)[0]

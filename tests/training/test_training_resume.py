@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable
+from functools import cache
 from itertools import count
 from pathlib import Path
 from pkgutil import resolve_name
@@ -9,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from tcompress.artifact.checksums import seal
@@ -64,13 +66,11 @@ def _run(kind: str, place: Path) -> tuple[Path, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def whole(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Finetuned]:
     """Uninterrupted runs to compare with."""
-    made: dict[str, Finetuned] = {}
 
+    @cache
     def of(kind: str) -> Finetuned:
-        if kind not in made:
-            model, options = _run(kind, place)
-            made[kind] = train(model, tmp_path_factory.mktemp("whole") / "out", **options)
-        return made[kind]
+        model, options = _run(kind, place)
+        return train(model, tmp_path_factory.mktemp("whole") / "out", **options)
 
     return of
 
@@ -114,21 +114,6 @@ def test_killed_and_run_again(
     assert again.resumed is begun
     _assert_same(again, whole(kind))
     assert not partial_folder(output).exists()
-
-
-@pytest.mark.slow
-def test_killed_while_a_checkpoint_is_written(
-    place: Path, whole: Callable[[str], Finetuned], tmp_path: Path
-) -> None:
-    """The one before counts."""
-    model, options = _run("heal", place)
-    output = tmp_path / "out"
-    train_until_killed(model, output, 5, **options)
-    last = partial_folder(output) / "checkpoints" / "step-00000004"
-    half = last.with_name("step-00000006.tmp")
-    half.mkdir()
-    (half / "run.json").write_text('{"step": 6, "cur')
-    _assert_same(train(model, output, **options), whole("heal"))
 
 
 def test_interrupted_twice(place: Path, whole: Callable[[str], Finetuned], tmp_path: Path) -> None:
@@ -263,8 +248,6 @@ def test_full_disk(
 
 def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     """A resumed run may find other ones, as on devices that round differently each time."""
-    import torch
-
     kept = Checkpoints(tmp_path)
     kept.keep_best({"a": torch.zeros(1)}, 0)
     kept.keep_best({"a": torch.ones(1)}, 3)

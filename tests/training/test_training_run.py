@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
@@ -31,6 +32,7 @@ from tests.support.training import (
     small,
     small_classifier,
     small_encoder,
+    taught,
     texts,
     train,
     weights,
@@ -190,10 +192,8 @@ def test_a_task_is_learnt(tmp_path: Path) -> None:
     words = ["fox", "tree"] * 30
     lines = [f"w{20 + index} {word} w{30 + index // 2}" for index, word in enumerate(words)]
     path = rows_file(tmp_path / "rows.jsonl", text=lines, label=words)
-    done = train(
-        encoder(tmp_path / "bert"), tmp_path / "out", task="classification", steps=40,
-        learning_rate=5e-3, evaluate_every=10, dropout=False, data={"source": [str(path)]},
-    )  # fmt: skip
+    how = {"steps": 40, "learning_rate": 5e-3, "evaluate_every": 10, "dropout": False}
+    done = taught(encoder(tmp_path / "bert"), "classification", {"source": [str(path)]}, **how)
     assert done.facts.best == 1.0
     model = AutoModelForSequenceClassification.from_pretrained(done.folder)
     tokens = AutoTokenizer.from_pretrained(done.folder)("w50 tree w35", return_tensors="pt")
@@ -320,8 +320,6 @@ def test_a_task_without_its_own_loss_is_validated_by_the_others(
 @pytest.mark.slow
 def test_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What accelerate's loggers are told."""
-    from accelerate import Accelerator
-
     told: list[tuple[int, dict[str, float]]] = []
     monkeypatch.setattr(Accelerator, "log", lambda self, values, step: told.append((step, values)))
     train(small_encoder(tmp_path), tmp_path / "out", data=texts(tmp_path))
@@ -401,9 +399,7 @@ def test_a_metric_is_best_where_it_is_highest(
 ) -> None:
     path = pairs_file(tmp_path / "rows.jsonl")
     _with_validations([0.1, 0.5, 0.3], monkeypatch)
-    done = train(
-        encoder(tmp_path / "bert"), tmp_path / "out", task="sts", data={"source": [str(path)]}
-    )
+    done = taught(encoder(tmp_path / "bert"), "sts", {"source": [str(path)]})
     assert (done.facts.best_step, done.facts.best) == (2, 0.5)
 
 

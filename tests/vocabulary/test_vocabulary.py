@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,9 @@ def trained(kind: str) -> Tokenizer:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Write a model of a kind; its embedding has more rows than its tokenizer has tokens."""
     root = tmp_path_factory.mktemp("vocabularies")
-
-    def write(kind: str) -> Path:
-        path = root / kind.replace(" ", "-")
-        if not path.exists():
-            KINDS[kind].folder(path, trained(kind), padding=13)
-        return path
-
-    return write
+    return cache(
+        lambda kind: KINDS[kind].folder(root / kind.replace(" ", "-"), trained(kind), padding=13)
+    )
 
 
 @pytest.fixture
@@ -64,21 +59,26 @@ def cut(model: Path, data: str | None, output: Path, **options: Any) -> Converte
 # Tokenizers
 
 
+def cut_tokenizer(old: Tokenizer, texts: Sequence[str]) -> tuple[Tokenizer, dict[int, int], Any]:
+    """A tokenizer of what must stay and what texts need, with new ids by old ones and its model."""
+    settings = json.loads(old.to_str())
+    pieces = read_pieces(settings, "here")
+    added = {token["content"]: token["id"] for token in settings["added_tokens"]}
+    used = {token for text in texts for token in old.encode(text).tokens} | added.keys()
+    parts = [pieces.needs(piece) for piece in used & pieces.ids.keys()]
+    kept = {pieces.ids[piece] for piece in pieces.required.union(*parts)}
+    assert len(kept) < 0.9 * len(pieces.ids)
+    numbers = {was: now for now, was in enumerate(sorted({*kept, *added.values()}))}
+    model = pieces.cut({pieces.names[was]: numbers[was] for was in sorted(kept)})
+    new = Tokenizer.from_str(json.dumps(tokenizer_json(settings, model, numbers)))
+    return new, numbers, model
+
+
 @pytest.mark.often(*SOME)
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_kept_pieces_are_written_as_before(kind: str) -> None:
     old = trained(kind)
-    settings = json.loads(old.to_str())
-    pieces = read_pieces(settings, "here")
-    used = {token for text in TEXTS[:NEEDED] for token in old.encode(text).tokens}
-    added = {token["content"]: token["id"] for token in settings["added_tokens"]}
-    chosen = {*pieces.required, *(used & pieces.ids.keys()), *(added.keys() & pieces.ids.keys())}
-    kept = {pieces.ids[part] for piece in chosen for part in pieces.needs(piece)}
-    assert len(kept) < 0.9 * len(pieces.ids)
-    numbers = {was: now for now, was in enumerate(sorted({*kept, *added.values()}))}
-    left = {piece: numbers[pieces.ids[piece]] for piece in pieces.ids if pieces.ids[piece] in kept}
-    model = pieces.cut(dict(sorted(left.items(), key=lambda item: item[1])))
-    new = Tokenizer.from_str(json.dumps(tokenizer_json(settings, model, numbers)))
+    new, numbers, model = cut_tokenizer(old, TEXTS[:NEEDED])
     assert new.get_vocab_size() == len(numbers)
     same = 0
     for text in SAMPLE:
@@ -90,7 +90,7 @@ def test_texts_of_kept_pieces_are_written_as_before(kind: str) -> None:
     assert NEEDED <= same < len(SAMPLE)
     if model["type"] == "BPE":  # no merge makes what has gone, and all that stays can be made
         made = {"".join(pair) for pair in map(tuple, model["merges"])}
-        assert made <= left.keys()
+        assert made <= model["vocab"].keys()
         again = [new.encode(TEXTS[index]).tokens for index in range(NEEDED)]
         assert again == [old.encode(TEXTS[index]).tokens for index in range(NEEDED)]
 
@@ -99,14 +99,7 @@ def test_texts_of_kept_pieces_are_written_as_before(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_text_can_be_written_where_only_what_must_stay_stays(kind: str) -> None:
     old = trained(kind)
-    settings = json.loads(old.to_str())
-    pieces = read_pieces(settings, "here")
-    names = {token["content"] for token in settings["added_tokens"]} & pieces.ids.keys()
-    kept = sorted(pieces.ids[piece] for piece in {*pieces.required, *names})
-    added = [token["id"] for token in settings["added_tokens"]]
-    numbers = {was: now for now, was in enumerate(sorted({*kept, *added}))}
-    model = pieces.cut({pieces.names[was]: numbers[was] for was in kept})
-    new = Tokenizer.from_str(json.dumps(tokenizer_json(settings, model, numbers)))
+    new, *_ = cut_tokenizer(old, [])
     for text in SAMPLE:
         one, two = old.encode(text), new.encode(text)
         assert old.decode(one.ids) == new.decode(two.ids)

@@ -46,7 +46,6 @@ from tests.support.conversions import (
     make,
     outputs,
 )
-from tests.support.embeddings import ALONE, METHODS, made
 from tests.support.model_folders import save_tokenizer
 from tests.support.numerics import alike
 from tests.support.structure_cases import Case, marked_cases
@@ -55,6 +54,14 @@ from tests.support.tiers import tiered
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.training import texts, train
 from tests.support.typed import conversion
+
+METHODS: dict[str, dict[str, Any]] = {
+    "svd": {"method": {"name": "svd"}, "target": 0.5},
+    "tt": {"method": {"name": "tt"}, "target": 0.5},
+    "qtt": {"method": {"name": "qtt", "rank": 4}},
+    "tucker": {"method": {"name": "tucker"}, "target": 0.5},
+}
+ALONE: dict[str, Any] = {"method": None, "target": None}
 
 # What each family ties to its table: a head with a bias, without one, none, other tables.
 TABLES = {
@@ -69,6 +76,11 @@ ROWS = tiered(product(TABLES, METHODS), lambda row: row[1] == "svd" or row[0] in
 def recipe(**changes: Any) -> Convert:
     """A recipe that rewrites the table, and nothing else unless asked to."""
     return Convert.model_validate({**ALONE, "embeddings": METHODS["svd"], **changes})
+
+
+def made(family: str, folder: Path, table: str = "svd", *, aware: bool = False, **more: Any) -> Any:
+    options = {**ALONE, "embeddings": METHODS[table], **more}
+    return make(family, folder, aware=aware, **options)
 
 
 def tables(model: nn.Module) -> list[StructuredEmbedding]:

@@ -103,11 +103,7 @@ SECOND_ORDER = {"wide", "dct-in", "dft-both", "learned-out", "fitted-in", "fitte
 
 @pytest.mark.parametrize("case", [c for c in all_cases() if c.name in SECOND_ORDER], ids=str)
 def test_second_gradients_are_derivatives(case: Case) -> None:
-    assert torch.autograd.gradgradcheck(*_function_of(case), fast_mode=True)
-
-
-def _function_of(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]:
-    """A layer as a function of its input and tensors, and where to differentiate it."""
+    """Of a layer as a function of its input and tensors."""
     layer = make_layer(case.layout())
     named = {name: tensor for name, tensor in layer.named_parameters() if tensor.numel()}
 
@@ -115,7 +111,8 @@ def _function_of(case: Case) -> tuple[Callable[..., Tensor], tuple[Tensor, ...]]
         return torch.func.functional_call(layer, dict(zip(named, tensors, strict=True)), (x,))
 
     start = [randn(3, case.inputs, seed=3), *(tensor.detach() for tensor in named.values())]
-    return apply, tuple(tensor.clone().requires_grad_() for tensor in start)
+    inputs = tuple(tensor.clone().requires_grad_() for tensor in start)
+    assert torch.autograd.gradgradcheck(apply, inputs, fast_mode=True)
 
 
 @every_case

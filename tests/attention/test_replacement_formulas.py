@@ -80,13 +80,6 @@ def test_edges_begin_short_beside_trained_weights(pretrained: bool, decay: float
     torch.testing.assert_close(first, torch.full((HEADS,), expected))
 
 
-def test_windows_hold_filters_of_order_two() -> None:
-    near = BaseAttention(HEADS, HEADS, WIDTH, window=4)
-    assert replacement_named("graph").layout(GraphSpec(), near).filter_order == 2
-    with pytest.raises(Refusal, match="beyond the window"):
-        replacement_named("graph").layout(GraphSpec(name="tsa", filter_order=3), near)
-
-
 # ---------------------------------------------------------------- Kronecker
 def _mask(word: str, size: int) -> NDArray[np.bool_]:
     """What a row of an axis may see."""
@@ -190,27 +183,6 @@ def test_directions_of_the_regularised_kernel_are_orthogonal_and_of_one_length()
     np.testing.assert_allclose(first, width * np.eye(width), atol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "smreg"])
-@pytest.mark.parametrize(("mask", "seen"), [("causal", (0, 1, 2)), ("window:1", (1, 2, 3))])
-def test_a_masked_axis_hides_places(mask: str, seen: tuple[int, ...], kernel: Any) -> None:
-    """Along one axis alone, row 2 of 5 depends on what its mask shows and on nothing else."""
-    host = BaseAttention(HEADS, HEADS, WIDTH, tokens=15, grid=(3, 5))
-    spec = KroneckerSpec(kernel=kernel, features=6, axes=(1,), masks=(mask,))
-    kind = replacement_named("kronecker")
-    layout = kind.layout(spec, host)
-    tensors = {"scale": torch.zeros(1, HEADS).double()}
-    tensors |= {key: value.double() for key, value in kind.constants(layout).items()}
-    q, k, v = (randn(1, HEADS, 15, WIDTH, seed=s) for s in range(3))
-    mixed = kind.apply(q, k, v, tensors, layout, Visible()).unflatten(2, (3, 5))
-    for place in range(5):
-        others = [x.unflatten(2, (3, 5)).clone() for x in (q, k, v)]
-        for x in others:
-            x[:, :, :, place] += 1
-        now = kind.apply(*(x.flatten(2, 3) for x in others), tensors, layout, Visible())
-        same = torch.equal(now.unflatten(2, (3, 5))[:, :, :, 2], mixed[:, :, :, 2])
-        assert same is (place not in seen)
-
-
 def test_axes_that_are_not_mixed_pass_values_through() -> None:
     host = BaseAttention(HEADS, HEADS, WIDTH, tokens=6, grid=(2, 3))
     kind, v = replacement_named("kronecker"), randn(1, HEADS, 6, WIDTH)
@@ -240,11 +212,6 @@ def test_axes_and_masks_that_mean_nothing_are_refused(
 @pytest.mark.parametrize(
     ("spec", "host", "reason"),
     [
-        (
-            KroneckerSpec(axes=(0, 1, 2, 3)),
-            CASES["hot-image"][1],
-            "`axes` names `2`, `3`, and a grid of 2 x 3 has 2 axes: allowed are `0`, `1`",
-        ),
         (KroneckerSpec(grid=(4, 4), fold=4), TEXT, "both given"),
         (KroneckerSpec(fold=4), BaseAttention(HEADS, HEADS, WIDTH, window=4), "sees only 4 others"),
         (

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tcompress.attention.additive import additive_scores
 from tcompress.errors import RecipeError
 from tcompress.models import SourceModel
 from tcompress.options import parse_recipe
@@ -19,17 +17,6 @@ from tcompress.structures.tt import TensorTrain, TTSpec
 from tests.support.cli import run
 from tests.support.converted import recipe
 from tests.support.evaluation import labelled_file
-from tests.support.numerics import randn
-
-
-def test_additive_scores_are_those_of_the_network() -> None:
-    q, k, w = randn(1, 2, 5, 3), randn(1, 2, 4, 3, seed=1), randn(2, 3, seed=2)
-    scores = additive_scores(q, k, w)
-    for head in range(2):
-        for one in range(5):
-            for other in range(4):
-                inner = (q[0, head, one] + k[0, head, other]).tanh()
-                torch.testing.assert_close(scores[0, head, one, other], w[head] @ inner)
 
 
 @pytest.mark.parametrize(

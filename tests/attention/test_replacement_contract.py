@@ -353,7 +353,7 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
     own = next(item for item in model.modules() if isinstance(item, ReplacementModule))
     seen: list[Tensor] = []
     handle = own.register_forward_hook(lambda module, args, out: seen.append(module.segments))
-    pair = _states(model, token_type_ids=TYPES)
+    _states(model, token_type_ids=TYPES)
     handle.remove()
     assert torch.equal(seen[0], TYPES)
     q, k, v = (
@@ -366,7 +366,6 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
         alone = own(q, k, v)
         own.segments = None
     assert not torch.allclose(told, alone)
-    assert pair.shape == (1, 12, model.config.hidden_size)  # type: ignore[union-attr]
 
 
 def test_a_pass_without_types_forgets_those_before(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,9 +42,9 @@ def test_chains_of_heads_need_the_width_of_a_head() -> None:
     assert kind.layout(spec, Site(16, 24, "in", role="up", head=5)).chains == 1
 
 
-def _sets(folder: Path) -> list[str]:
-    file = labelled_file(folder / "rows.jsonl", classes=range(8))
-    said: dict[str, Any] = {
+def test_sizes_and_accuracies_of_variants_stand_side_by_side(tmp_path: Path) -> None:
+    file = labelled_file(tmp_path / "rows.jsonl", classes=range(8))
+    said = {
         "architecture.tokenizer": f"{{words: {file}, size: 40}}",
         "architecture.num_labels": 7,
         "finetune.data.source": f"[{file}]",
@@ -55,14 +54,11 @@ def _sets(folder: Path) -> list[str]:
         "evaluate.1.data": file,
         "evaluate.0.limit": "5",
         "evaluate.1.limit": "6",
+        "sweep.variants": "[tsa+d8, add+d4]",
+        "evaluate.0.threshold": "'1.1'",
     }
-    return [part for key, value in said.items() for part in ("--set", f"{key}={value}")]
-
-
-def test_sizes_and_accuracies_of_variants_stand_side_by_side(tmp_path: Path) -> None:
-    said = [*_sets(tmp_path), "--set", "sweep.variants=[tsa+d8, add+d4]"]
-    said += ["--set", "evaluate.0.threshold='1.1'"]
-    done = run("run", "scratch/r8-sizes", "-o", tmp_path / "out", *said, columns=160)
+    sets = (f"--set={key}={value}" for key, value in said.items())
+    done = run("run", "scratch/r8-sizes", "-o", tmp_path / "out", *sets, columns=160)
     assert done.code == 3, done.err  # all miss it
     assert "Missed: tsa-d8: " in done.out
     assert "Missed: add-d4: " in done.out

@@ -42,7 +42,6 @@ from tcompress.linalg.transforms import (
     mix_tubes,
     nearest_block,
     rotate,
-    rotate_back,
 )
 from tcompress.structures import Site, structure
 from tests.support.numerics import quick
@@ -382,13 +381,6 @@ def test_blocks_are_orthogonal_from_low_precision_generators(dtype: torch.dtype)
     blocks = build_blocks(randn(2, 3, 28).to(dtype), 8)
     assert blocks.dtype == torch.float64
     assert_close(blocks @ blocks.mT, torch.eye(8).double().expand_as(blocks))
-
-
-@pytest.mark.parametrize("stages", [Stages(12, 4, 1), Stages(12, 2, 2), Stages(12, 4, 3)])
-def test_rotating_back_is_the_inverse(stages: Stages) -> None:
-    blocks, x = build_blocks(randn(*stages.generators_shape), stages.block), randn(5, 12, seed=1)
-    assert_close(rotate_back(rotate(x, blocks), blocks), x)
-    assert_close(rotate(x, blocks).norm(dim=1), x.norm(dim=1))
 
 
 def test_rows_a_page_apart_are_kept_apart_and_rotated_alike() -> None:

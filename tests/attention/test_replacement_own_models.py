@@ -26,7 +26,6 @@ from tests.support.own_models import (
     Workshop,
     recipe_for,
 )
-from tests.support.tiers import tiered
 
 PAIRS = [
     (family, name) for family in FAMILIES for name in REPLACEMENTS if (family, name) not in REASONS
@@ -36,9 +35,6 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("shop"))
-
-
-OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tcompress_grid")
 
 
 @pytest.mark.often(
@@ -52,9 +48,7 @@ OFTEN = ("bert", "gpt_neox", "whisper", "vit", "videomae", "tcompress_text", "tc
     "tcompress_text-tucker",
     "tcompress_text-multilinear",
 )
-@pytest.mark.parametrize(
-    ("family", "name"), tiered(PAIRS, lambda row: row[0] in OFTEN or row[1] == "tga")
-)
+@pytest.mark.parametrize(("family", "name"), PAIRS)
 def test_what_is_saved_loads_and_computes_the_same(
     family: str, name: str, shop: Workshop, tmp_path: Path
 ) -> None:

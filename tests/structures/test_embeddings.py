@@ -50,7 +50,6 @@ from tests.support.model_folders import save_tokenizer
 from tests.support.numerics import alike
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import make_layer, randn, reference_of
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.training import texts, train
 from tests.support.typed import conversion
@@ -69,8 +68,6 @@ TABLES = {
     "gpt2": 1, "gpt_neox": 0, "opt": 1, "llama": 0, "qwen3": 0, "t5": 3, "clip": 0,
     "bart": 3, "gemma3": 1,
 }  # fmt: skip
-OFTEN = ("bert", "t5")
-ROWS = tiered(product(TABLES, METHODS), lambda row: row[1] == "svd" or row[0] in OFTEN)
 
 
 def recipe(**changes: Any) -> Convert:
@@ -175,7 +172,7 @@ def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
 
 # ---------------------------------------------------------------- whole models
 @pytest.mark.often("llama-svd", "bert-tt", "gpt2-svd", "t5-tucker")
-@pytest.mark.parametrize(("family", "method"), ROWS)
+@pytest.mark.parametrize(("family", "method"), product(TABLES, METHODS))
 def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, method)
     model = assert_wired(found)

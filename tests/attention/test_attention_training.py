@@ -110,11 +110,6 @@ def test_a_model_with_another_attention_is_timed(tmp_path: Path) -> None:
 
 
 LENGTH = 8
-FIXED = {
-    "attention": {"name": "multilinear", "length": LENGTH},
-    "method": {"name": "svd"},
-    "target": 0.5,
-}
 
 
 def test_texts_are_cut_to_the_length_from_calibration_to_evaluation(tmp_path: Path) -> None:
@@ -122,7 +117,12 @@ def test_texts_are_cut_to_the_length_from_calibration_to_evaluation(tmp_path: Pa
     (dense / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
     words = tmp_path / "words.txt"
     words.write_text("\n".join(f"w{n} " * 30 for n in range(40)))
-    recipe = FIXED | {"calibration": {"source": str(words), "samples": 40}}
+    recipe = {
+        "attention": {"name": "multilinear", "length": LENGTH},
+        "method": {"name": "svd"},
+        "target": 0.5,
+        "calibration": {"source": str(words), "samples": 40},
+    }
     made = convert(str(dense), Convert.model_validate(recipe), tmp_path / "made").folder
     long = {name: [f"{text} " * 30 for text in sentences(6)] for name in ("sentence1", "sentence2")}
     pairs = rows_file(tmp_path / "pairs.jsonl", **long, score=range(6))

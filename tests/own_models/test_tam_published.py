@@ -1,6 +1,5 @@
 """TAM as published: padding, attention maps, and mistakes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,9 @@ def _model(kind: Any = TCompressTamForSequenceClassification, **options: Any) ->
     return model
 
 
-def _batch(lengths: Sequence[tuple[int, int, int]] = LENGTHS) -> dict[str, Tensor]:
-    longest = max(map(sum, lengths))
-    rows = [[text for text, count in enumerate(row) for _ in range(count)] for row in lengths]
+def _batch() -> dict[str, Tensor]:
+    longest = max(map(sum, LENGTHS))
+    rows = [[text for text, count in enumerate(row) for _ in range(count)] for row in LENGTHS]
     types = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
     ids = torch.randint(5, 30, mask.shape, generator=torch.Generator().manual_seed(1))

@@ -44,7 +44,7 @@ from tests.support.replacements import (
 def test_multiply_adds_are_those_of_a_real_pass(name: str) -> None:
     layout = layout_of(name)
     kind = replacement_named(layout.mechanism)
-    tensors = tensors_of(name) | {k: t.double() for k, t in kind.constants(layout).items()}
+    tensors = tensors_of(name)
     for tokens in {CASES[name][2], 5 if CASES[name][1].tokens is None else CASES[name][2]}:
         own = [x[:1, :, :tokens] for x in inputs_of(name)]
         with FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
@@ -230,10 +230,6 @@ def test_hosts_that_do_not_suit_are_refused(
 
 
 # ---------------------------------------------------------------- TAM and multilinear
-def _tam(core: Any, **options: Any) -> TamLayout:
-    return TamLayout(heads=1, key_heads=1, head_dim=3, core=core, **options)
-
-
 @pytest.mark.parametrize("core", ["aligned", "cp"])
 def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
     """The first text says the semantics, summed over its tokens; scores weigh values directly."""
@@ -242,7 +238,8 @@ def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
     first = torch.tensor([[True, True, False, False, False]])
     valid = torch.tensor([[[[True, True, True, True, False]]]])
     tensors = {"core": g, "semantic_weight": weight, "semantic_bias": bias}
-    layout = _tam(core, cores=2, normalize="none")
+    sizes: dict[str, Any] = {"heads": 1, "key_heads": 1, "head_dim": 3, "cores": 2}
+    layout = TamLayout(**sizes, core=core, normalize="none")
     found = replacement_named("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
     queries, keys = array(q[0, 0]), array(k[0, 0, :4])
     semantics = array(q[0, 0, :2] @ weight[0].T + bias[0])

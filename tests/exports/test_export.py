@@ -26,7 +26,6 @@ from tests.support.training import train
 
 SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
 FITTED = {"method": {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}}
-HALF = {"keep": ["experts_gate_up"]}
 RECIPES: dict[str, dict[str, Any]] = {
     "bert": FITTED,
     "gpt2": SUM,
@@ -34,7 +33,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "t5": FITTED,
     "vit": {},
     "mixtral": FITTED,
-    "qwen3_moe": HALF,
+    "qwen3_moe": {"keep": ["experts_gate_up"]},
     "phi3": SUM,
     "electra": {"method": {"name": "tt", "rank": 4, "order": 3}},
 }

@@ -168,8 +168,7 @@ def _narrow(family: str, folder: Path, *, aware: bool = False, **changes: Any) -
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the first block's layers that are left."""
-    block = plan.layers[0].block
-    return {e.role: (e.inputs_left, e.outputs_left) for e in plan.layers if e.block == block}
+    return {role: (e.inputs_left, e.outputs_left) for role, e in by_role(plan).items()}
 
 
 def test_numbers_and_fractions_of_channels(tmp_path: Path) -> None:

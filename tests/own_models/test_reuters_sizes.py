@@ -82,6 +82,5 @@ SWEEP = "recipe_version: 1\nconvert: {init: random}\nvariants: {a: {convert.seed
     ],
 )
 def test_what_a_sweep_of_variants_needs(sweep: str, words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=words):
         parse_recipe(SWEEP + sweep + "\n", "a")
-    assert words in caught.value.message

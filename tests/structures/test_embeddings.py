@@ -344,9 +344,9 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
         stored = load_file(folder / "model.safetensors")
         assert "lm_head.weight" not in stored
         return
-    with pytest.raises(SourceError, match="stores both, and they differ") as failed:
+    said = r"(?s)stores both, and they differ.*hint: .*tie_word_embeddings"
+    with pytest.raises(SourceError, match=said):
         convert(str(tmp_path / "dense"), chosen, tmp_path / "out", data=data)
-    assert "tie_word_embeddings" in (failed.value.hint or "")
     assert not (tmp_path / "out").exists()
 
 
@@ -359,10 +359,8 @@ def test_a_tied_head_that_is_stored_too(same: bool, aware: bool, tmp_path: Path)
     ],
 )
 def test_refusals(embeddings: Any, message: str, sources: Callable[[str], SourceModel]) -> None:
-    with pytest.raises(PlanError) as failed:
+    with pytest.raises(PlanError, match=rf"(?s){message}.*hint: .*leave `embeddings` out"):
         make_plan(recipe(embeddings=embeddings), sources("bert"))
-    assert message in failed.value.message
-    assert "leave `embeddings` out" in (failed.value.hint or "")
 
 
 def test_an_embedding_that_computes_more_is_refused(tmp_path: Path) -> None:

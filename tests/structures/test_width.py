@@ -162,8 +162,7 @@ def test_what_layers_have_in_common(
 
 
 def _narrow(family: str, folder: Path, *, aware: bool = False, **changes: Any) -> Any:
-    method = {"method": {"name": "width"}}
-    return make(family, folder, "dct", aware=aware, **{**method, **changes})
+    return make(family, folder, "width", aware=aware, **{"target": None, **changes})
 
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
@@ -307,8 +306,7 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
 
 def test_a_rule_for_one_layer_holds_for_those_around_its_channels(tmp_path: Path) -> None:
     rule = {"match": "up", "method": {"name": "svd"}, "target": 0.3}
-    width: dict[str, Any] = {"method": {"name": "width"}, "target": 0.8}
-    made = make("bert", tmp_path, "svd", aware=True, layers=[rule], **width)
+    made = make("bert", tmp_path, "width", aware=True, target=0.8, layers=[rule])
     planned = by_role(made.plan)
     channels = planned["up"].parts[0].channels
     assert channels is not None
@@ -383,7 +381,7 @@ def _fewer_heads(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Coupling, "sizes", property(sizes))
     only = ["re:(?<!encoder_)attn|attention"]
-    return make(family, folder, aware=True, method={"name": "width"}, target=0.5, only=only)
+    return make(family, folder, "width", aware=True, target=0.5, only=only)
 
 
 def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
@@ -395,10 +393,9 @@ def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
 TIGHT = {"t5": 0.03, "mixtral": 0.1}  # attention to another text, and experts, stay
 
 
-def _halved(family: str, folder: Path, *, aware: bool = True) -> Any:
+def _halved(family: str, folder: Path) -> Any:
     """A conversion whose budget pays for no feed-forward and no attention to the own text."""
-    target = TIGHT.get(family, 0.003)
-    return make(family, folder, aware=aware, method={"name": "width"}, target=target)
+    return make(family, folder, "width", aware=True, target=TIGHT.get(family, 0.003))
 
 
 @pytest.mark.often("phi3")
@@ -466,7 +463,7 @@ def test_gradients_reach_all_parameters_around_what_is_gone(tmp_path: Path) -> N
 
 # ---------------------------------------------------------------- budgets
 def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
-    made = make("bert", tmp_path, aware=True, method={"name": "width"}, target=0.6)
+    made = make("bert", tmp_path, "width", aware=True, target=0.6)
     plan = made.plan
     assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
     assert plan.structured_rewritten > 0.5 * plan.dense_rewritten
@@ -486,7 +483,7 @@ def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
 
 def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="allow at least"):
-        make("deberta-v2", tmp_path, aware=True, method={"name": "width"}, target=0.2)
+        make("deberta-v2", tmp_path, "width", aware=True, target=0.2)
 
 
 # ---------------------------------------------------------------- words

@@ -45,7 +45,7 @@ from tcompress.linalg.transforms import (
 )
 from tcompress.structures import Site, structure
 from tests.support.numerics import quick
-from tests.support.structures import TUBES, dense_reference, randn
+from tests.support.structures import TUBES, dense_reference, randn, rotation
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
 
@@ -361,12 +361,8 @@ def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
 def test_blocks_are_exponentials(block: int, scale: float) -> None:
     generators = (scale * randn(3, 2, block * (block - 1) // 2)).requires_grad_()
     blocks = build_blocks(generators, block)
-    upper = torch.zeros(3, 2, block, block, dtype=torch.float64)
-    rows, cols = torch.triu_indices(block, block, 1)
-    upper = upper.index_put(
-        (torch.arange(3)[:, None, None], torch.arange(2)[:, None], rows, cols), generators
-    )
-    exact = torch.linalg.matrix_exp(upper - upper.mT)
+    each = [rotation(one, block) for one in generators.flatten(0, 1)]
+    exact = torch.stack(each).unflatten(0, (3, 2))
     assert_close(blocks, exact, rtol=1e-9, atol=1e-9)
     assert_close(blocks @ blocks.mT, torch.eye(block).double().expand_as(blocks))
     if block > 1:

@@ -49,7 +49,7 @@ from tests.support.conversions import (
 from tests.support.model_folders import save_tokenizer
 from tests.support.numerics import alike
 from tests.support.structure_cases import Case, marked_cases
-from tests.support.structures import make_layer, randn, reference_of
+from tests.support.structures import fill_random, make_layer, randn, reference_of
 from tests.support.tiny import TINY, VOCAB, build
 from tests.support.training import texts, train
 from tests.support.typed import conversion
@@ -116,8 +116,7 @@ def _table(method: str = "svd") -> StructuredEmbedding:
     kind = structure("lowrank" if method == "svd" else method)
     layout = kind.layout(kind.spec(), Site(12, 30, "both"), 150)
     table = StructuredEmbedding([PartLayout(name="embedding", terms=(layout,))], padding_idx=0)
-    for seed, parameter in enumerate(table.parameters()):
-        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(seed))
+    fill_random(table)
     return table
 
 

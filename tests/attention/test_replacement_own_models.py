@@ -1,6 +1,5 @@
 """Mechanisms inside hosts: planned, converted, saved and loaded, in all kinds of families."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tcompress.models import SourceModel
 from tcompress.planning.planner import make_plan
 from tests.support.conversions import calibration, outputs
 from tests.support.copied_tree import ROOT, in_tree
+from tests.support.model_folders import edited
 from tests.support.own_models import (
     FAMILIES,
     REASONS,
@@ -317,14 +317,13 @@ def test_encoders_are_exchanged_where_decoders_refuse(shop: Workshop) -> None:
 def test_damage_is_named(shop: Workshop, tmp_path: Path) -> None:
     convert(str(shop.source("bert")), recipe_for("tga"), tmp_path / "out")
     config = tmp_path / "out" / "config.json"
-    data = json.loads(config.read_text())
-    assert data["quantization_config"]["format_version"] == 2
-    data["quantization_config"]["plan"]["attention"][0]["layout"]["heads"] = 2
-    config.write_text(json.dumps(data))
+    with edited(config) as data:
+        assert data["quantization_config"]["format_version"] == 2
+        data["quantization_config"]["plan"]["attention"][0]["layout"]["heads"] = 2
     with pytest.raises(ArtifactError, match=r"layer.0.attention.self` differs in `layout`"):
         transformers.AutoModel.from_pretrained(tmp_path / "out")
-    data["quantization_config"]["plan"]["attention"][0]["layout"]["mechanism"] = "graf"
-    config.write_text(json.dumps(data))
+    with edited(config) as data:
+        data["quantization_config"]["plan"]["attention"][0]["layout"]["mechanism"] = "graf"
     with pytest.raises(ArtifactError, match=r"damaged at attention `bert.encoder.layer.0"):
         Artifact.open(tmp_path / "out")
 

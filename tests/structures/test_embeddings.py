@@ -171,7 +171,7 @@ def test_each_host_scales_its_own_lookups_and_no_scores() -> None:
 
 # ---------------------------------------------------------------- whole models
 @pytest.mark.often("llama-svd", "bert-tt", "gpt2-svd", "t5-tucker")
-@pytest.mark.parametrize(("family", "method"), product(TABLES, METHODS))
+@pytest.mark.parametrize(("family", "method"), [*product(TABLES, METHODS)])
 def test_families_load_with_a_rewritten_table(family: str, method: str, tmp_path: Path) -> None:
     found = made(family, tmp_path, method)
     model = assert_wired(found)

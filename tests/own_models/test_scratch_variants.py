@@ -148,7 +148,6 @@ def test_a_recipe_pretrains_trains_measures_and_draws(tmp_path: Path) -> None:
     completed(*command)
     manifest = read_manifest(output)
     assert manifest is not None
-    assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
     assert {"recall@1", "recall@5"} <= {metric.name for metric in manifest.metrics}
     shown = manifest.attention_map
     assert shown is not None

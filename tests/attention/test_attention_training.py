@@ -222,8 +222,7 @@ def test_conversion_names_the_mechanism_and_loads(vit: Path) -> None:
     assert any("kronecker 4x4 in 2 blocks" in line for line in done.lines)
     model = transformers.AutoModelForImageClassification.from_pretrained("vit-hot-lprod-p2")
     assert sum(isinstance(module, ReplacementModule) for module in model.modules()) == 2
-    seen = completed("inspect", "vit-hot-lprod-p2")
-    assert "attention: kronecker 4x4 in 2 blocks" in seen.lines
+    assert "attention: kronecker 4x4 in 2 blocks" in completed("inspect", "vit-hot-lprod-p2").lines
     card = Path("vit-hot-lprod-p2/README.md").read_text()
     assert "kronecker attention in 2 blocks" in card
     assert "import tcompress" in card

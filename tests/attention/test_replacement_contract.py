@@ -43,8 +43,7 @@ from tests.support.replacements import (
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_right(name: str) -> None:
     tensors = tensors_of(name)
-    fixed = set(tensors) - set(replacement_of(CASES[name][0]).tensors(layout_of(name)))
-    names = [key for key in tensors if key not in fixed]
+    names = [*replacement_of(CASES[name][0]).tensors(layout_of(name))]  # constants stay
     q, k, v = inputs_of(name, batch=1)
     k = k + 0.3  # away from the kinks of relu
 
@@ -252,12 +251,11 @@ def test_large_scores_and_rows_of_padding(
     mask = torch.ones(3, 16, dtype=torch.bool)
     mask[1, 9:] = False
     mask[2] = False  # nothing but padding
+    seen = mask if "fold" in options else None
     with torch.no_grad():
         with torch.autocast("cpu", dtype, enabled=autocast and dtype != torch.float32):
-            mixed = own(q, k, v, mask if "fold" in options else None)
-        exact = own.double()(
-            q.double(), k.double(), v.double(), mask if "fold" in options else None
-        )
+            mixed = own(q, k, v, seen)
+        exact = own.double()(q.double(), k.double(), v.double(), seen)
     assert torch.isfinite(mixed).all()
     error = (mixed.double() - exact)[mask].norm(dim=-1) / exact[mask].norm(dim=-1)
     assert float(error.max()) < {torch.float32: 1e-4, torch.float16: 0.01}.get(dtype, 0.1)
@@ -353,7 +351,7 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
     own = next(item for item in model.modules() if isinstance(item, ReplacementModule))
     seen: list[Tensor] = []
     handle = own.register_forward_hook(lambda module, args, out: seen.append(module.segments))
-    pair = _states(model, token_type_ids=TYPES)
+    _states(model, token_type_ids=TYPES)
     handle.remove()
     assert torch.equal(seen[0], TYPES)
     q, k, v = (
@@ -366,7 +364,6 @@ def test_semantics_are_those_of_the_first_text(model: nn.Module) -> None:
         alone = own(q, k, v)
         own.segments = None
     assert not torch.allclose(told, alone)
-    assert pair.shape == (1, 12, model.config.hidden_size)  # type: ignore[union-attr]
 
 
 def test_a_pass_without_types_forgets_those_before(model: nn.Module) -> None:
@@ -413,8 +410,7 @@ def test_gradients_of_two_passes_with_checkpoints(model: nn.Module) -> None:
     student.train()
     exact = gradients()
     student.gradient_checkpointing_enable({"use_reentrant": False})
-    for found, right in zip(gradients(), exact, strict=True):
-        torch.testing.assert_close(found, right)
+    torch.testing.assert_close(gradients(), exact)
     for block in student.encoder.layer:
         assert block.gradient_checkpointing
 

@@ -26,7 +26,6 @@ from tests.support.training import train
 
 SUM = {"method": {"name": "lprod", "p": 16}, "target": 0.6}
 FITTED = {"method": {"name": "lprod", "p": 4, "transform": "fitted", "block": 4}}
-HALF = {"keep": ["experts_gate_up"]}
 RECIPES: dict[str, dict[str, Any]] = {
     "bert": FITTED,
     "gpt2": SUM,
@@ -34,7 +33,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "t5": FITTED,
     "vit": {},
     "mixtral": FITTED,
-    "qwen3_moe": HALF,
+    "qwen3_moe": {"keep": ["experts_gate_up"]},
     "phi3": SUM,
     "electra": {"method": {"name": "tt", "rank": 4, "order": 3}},
 }
@@ -185,41 +184,34 @@ def test_own_code_is_not_taken_for_a_class_of_transformers(
     assert (export_dense(folder, tmp_path / "plain") / "model.safetensors").is_file()
 
 
-def _small_healed_and_plain(dense: Path, folder: Path) -> tuple[Path, ...]:
-    """A conversion of a model, what healing makes of it, and an export of that."""
-    small = convert(str(dense), recipe(**RECIPES["llama"]), folder / "small").folder
-    texts = {"source": [text_file(folder / "t.txt", sentences(20))]}
-    healed = train(small, folder / "healed", steps=1, data=texts).folder
-    return small, healed, export_dense(healed, folder / "plain")
+def test_what_is_said_beside_weights_goes_on_and_code_stays_behind(tmp_path: Path) -> None:
+    """Licence, library, base model and tags go through healing and export.
 
-
-def test_code_that_stays_behind_is_named_nowhere(tmp_path: Path) -> None:
-    """Of a family that Transformers knows; what is left loads whether code may run or not."""
+    Code of a family that Transformers knows is named nowhere: what is left loads whether code may
+    run or not.
+    """
     folder = model_folder("bert", tmp_path / "bert")
     (folder / "modeling_own.py").write_text("raise ImportError")
     for name in ("config.json", "tokenizer_config.json"):
         with edited(folder / name) as settings:
             settings["auto_map"] = {"AutoModel": "modeling_own.A", "AutoTokenizer": ["own.A", None]}
-    for made in _small_healed_and_plain(folder, tmp_path):
-        assert "auto_map" not in "".join(path.read_text() for path in made.glob("*config.json"))
-        transformers.AutoModel.from_pretrained(made, trust_remote_code=True)
-        transformers.AutoTokenizer.from_pretrained(made, trust_remote_code=True)
-
-
-def test_cards_say_what_those_of_their_sources_do(tmp_path: Path) -> None:
-    """Licence, library, base model and tags; through healing and export."""
-    folder = model_folder("bert", tmp_path / "bert")
     said = {"license": "other", "license_name": "so-so", "library_name": "sentence-transformers",
             "base_model": ["some/base"], "tags": ["kept", "tcompress"]}  # fmt: skip
     other = {"widget": [{"text": "a"}], "language": "en"}
     head = yaml.safe_dump(said | other)
     (folder / "README.md").write_text(f"---\r\n{head}---\r\n# Title\n---\n", encoding="utf-8")
-    made_tags = (["compressed"], ["compressed"], [])
-    for made, tags in zip(_small_healed_and_plain(folder, tmp_path), made_tags, strict=True):
+    small = convert(str(folder), recipe(**RECIPES["llama"]), tmp_path / "small").folder
+    texts = {"source": [text_file(tmp_path / "t.txt", sentences(20))]}
+    healed = train(small, tmp_path / "healed", steps=1, data=texts).folder
+    plain = export_dense(healed, tmp_path / "plain")
+    for made, tags in ((small, ["compressed"]), (healed, ["compressed"]), (plain, [])):
         text = (made / "README.md").read_text()
         assert 'AutoModelForMaskedLM.from_pretrained("PATH")' in text
         found = yaml.safe_load(text.split("---")[1])
         assert found == said | {"tags": ["kept", "tcompress", *tags]}
+        assert "auto_map" not in "".join(path.read_text() for path in made.glob("*config.json"))
+        transformers.AutoModel.from_pretrained(made, trust_remote_code=True)
+        transformers.AutoTokenizer.from_pretrained(made, trust_remote_code=True)
 
 
 @pytest.mark.parametrize(

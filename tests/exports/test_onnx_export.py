@@ -230,6 +230,5 @@ def test_files_without_weights_are_not_read_back(exported: ExportedOnnx, tmp_pat
     config = json.loads((exported.folder / "config.json").read_text())
     config.pop("quantization_config")
     (alone / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match="holds no weights") as caught:
+    with pytest.raises(InputError, match=r"(?s)holds no weights.*hint: .*is not read back"):
         export_onnx(alone, tmp_path / "out")
-    assert "is not read back" in str(caught.value.hint)

@@ -42,11 +42,10 @@ from tcompress.linalg.transforms import (
     mix_tubes,
     nearest_block,
     rotate,
-    rotate_back,
 )
 from tcompress.structures import Site, structure
 from tests.support.numerics import quick
-from tests.support.structures import TUBES, dense_reference, randn
+from tests.support.structures import TUBES, dense_reference, randn, rotation
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
 
@@ -362,12 +361,8 @@ def test_dft_fit_is_least_squares_over_circulant_weights(p: int) -> None:
 def test_blocks_are_exponentials(block: int, scale: float) -> None:
     generators = (scale * randn(3, 2, block * (block - 1) // 2)).requires_grad_()
     blocks = build_blocks(generators, block)
-    upper = torch.zeros(3, 2, block, block, dtype=torch.float64)
-    rows, cols = torch.triu_indices(block, block, 1)
-    upper = upper.index_put(
-        (torch.arange(3)[:, None, None], torch.arange(2)[:, None], rows, cols), generators
-    )
-    exact = torch.linalg.matrix_exp(upper - upper.mT)
+    each = [rotation(one, block) for one in generators.flatten(0, 1)]
+    exact = torch.stack(each).unflatten(0, (3, 2))
     assert_close(blocks, exact, rtol=1e-9, atol=1e-9)
     assert_close(blocks @ blocks.mT, torch.eye(block).double().expand_as(blocks))
     if block > 1:
@@ -382,13 +377,6 @@ def test_blocks_are_orthogonal_from_low_precision_generators(dtype: torch.dtype)
     blocks = build_blocks(randn(2, 3, 28).to(dtype), 8)
     assert blocks.dtype == torch.float64
     assert_close(blocks @ blocks.mT, torch.eye(8).double().expand_as(blocks))
-
-
-@pytest.mark.parametrize("stages", [Stages(12, 4, 1), Stages(12, 2, 2), Stages(12, 4, 3)])
-def test_rotating_back_is_the_inverse(stages: Stages) -> None:
-    blocks, x = build_blocks(randn(*stages.generators_shape), stages.block), randn(5, 12, seed=1)
-    assert_close(rotate_back(rotate(x, blocks), blocks), x)
-    assert_close(rotate(x, blocks).norm(dim=1), x.norm(dim=1))
 
 
 def test_rows_a_page_apart_are_kept_apart_and_rotated_alike() -> None:
@@ -465,8 +453,7 @@ def test_the_fit_of_a_transform_is_repeatable_whatever_the_size_of_inputs() -> N
         torch.manual_seed(seed)
         problem = Problem(size**2 * product, size**2 * gram, size**2)
         found.append(fit_rotation([problem], Stages(WIDTH, 4, 2), **options))
-    for other in found[1:]:
-        assert_close(other, found[0], rtol=0, atol=0)
+    assert_close(found[1:], found[:1] * 3, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("output", [False, True], ids=["in", "out"])

@@ -193,12 +193,6 @@ def test_contraction_without_gradients(
         near(tt_apply(x, cores), x @ tt_to_matrix(cores).T)
 
 
-def test_every_matrix_of_a_batch_is_rebuilt_on_its_own() -> None:
-    cores = random_cores(SHAPES[3], 3)
-    for k, weight in enumerate(tt_to_matrix(cores)):
-        near(weight, literal([core[k] for core in cores]))
-
-
 def test_narrow_rows_are_padded() -> None:
     cores, x = random_cores(SHAPES[1]), randn(5, 11, seed=9)
     near(tt_apply(x, cores), x @ tt_to_matrix(cores)[:, :11].T)

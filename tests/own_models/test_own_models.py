@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tcompress.conversion.converter import convert
@@ -23,43 +22,19 @@ from tcompress.roles.find import attentions_of, find_roles
 from tests.support.converted import recipe
 from tests.support.copied_tree import ROOT, in_tree
 from tests.support.depth import drawn
-from tests.support.tiers import tiered
 from tests.support.tiny import HORIZON, SERIES, TINY, VOLUME, build
 
 HOSTS = ("tcompress_text", "tcompress_grid", "tcompress_grid-series")
 
 
-def _by_hand(model: Any, words: Tensor) -> Tensor:
-    """Class scores of one text, word by word and head by head."""
-    x = model.model.embed_tokens.weight[words]
-    for layer in model.model.layers:
-        own, heads = layer.self_attn, []
-        width = x.shape[-1]
-        for head in range(2):
-            rows = slice(head * width, (head + 1) * width)
-            q, k, v = (x @ p.weight[rows].T for p in (own.q_proj, own.k_proj, own.v_proj))
-            heads.append(torch.softmax(q @ k.T / width**0.5, -1) @ v)
-        x = torch.cat(heads, -1) @ own.o_proj.weight.T
-    dense, last = model.classifier.dense, model.classifier.out_proj
-    inner = (x.mean(0) @ dense.weight.T + dense.bias).relu()
-    return inner @ last.weight.T + last.bias
-
-
-def test_the_classifier_of_texts_is_the_papers() -> None:
+def test_a_padded_batch_of_texts_equals_single_ones() -> None:
+    """That single ones are the papers', `tests/reference` says."""
     model: Any = build("tcompress_text")
-    assert model.model.layers[0].self_attn.q_proj.weight.shape == (2 * 16, 16)
     batch = TINY["tcompress_text"].inputs(batch=3, length=8, seed=0)
     with torch.no_grad():
         logits = model(**batch).logits
     for words, mask, row in zip(batch["input_ids"], batch["attention_mask"], logits, strict=True):
-        torch.testing.assert_close(row, _by_hand(model, words[mask.bool()]))
-
-
-def test_softmax_attention_at_the_papers_size() -> None:
-    """Around 300 parameters, at width 6; `test_reuters_sizes` has those of tensor trains."""
-    config = TCompressTextConfig(vocab_size=50, hidden_size=6)
-    narrow = TCompressTextForSequenceClassification(config)
-    assert sum(p.numel() for p in narrow.model.layers.parameters()) == 4 * 2 * 6 * 6
+        torch.testing.assert_close(row, model(words[mask.bool()][None]).logits[0])
 
 
 def test_dropout_is_where_the_paper_has_it() -> None:
@@ -201,8 +176,6 @@ def test_convolutions_make_the_same_grid(
     assert found.shape == (2, *config.grid, 16)
     torch.testing.assert_close(found, states.movedim(1, -1))
     assert model(grid_values=values).logits.shape == (2, 2)
-    with pytest.raises(DataError, match="the model takes"):
-        model(grid_values=values[..., :-1])
 
 
 def test_what_is_no_series_is_refused() -> None:
@@ -230,7 +203,7 @@ FIRST = (
 
 @pytest.mark.slow
 @pytest.mark.often("import tcompress.own_models.grid")
-@pytest.mark.parametrize("first", tiered(FIRST, lambda row: row in FIRST[:3]))
+@pytest.mark.parametrize("first", FIRST)
 def test_auto_classes_know_the_hosts_whatever_is_imported_first(
     first: str, tiny: Callable[[str], Path]
 ) -> None:
@@ -252,14 +225,12 @@ def test_hosts_are_saved_and_loaded(tmp_path: Path) -> None:
     assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
     base = AutoModel.from_pretrained(tmp_path).eval()
     assert torch.equal(base(ids).last_hidden_state, model.model(ids).last_hidden_state)
-    with torch.no_grad():
-        assert float(model(ids, labels=torch.tensor([0, 2])).loss) > 0
     volumes = TCompressGridForImageClassification(TCompressGridConfig(num_labels=3))
-    with torch.no_grad():
-        out = volumes(torch.rand(2, 1, 28, 28, 28), labels=torch.tensor([0, 2]))
-    assert float(out.loss) == pytest.approx(
-        float(torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 2])))
-    )
+    labels = torch.tensor([0, 2])
+    for host, inputs in ((model, ids), (volumes, torch.rand(2, 1, 28, 28, 28))):
+        with torch.no_grad():
+            out = host(inputs, labels=labels)
+        torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
 
 
 def test_rotary_hosts_have_no_tables_and_convert_on_data(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tcompress.linalg.moments import fit_lowrank
-from tcompress.models import SourceModel
 from tcompress.options import find_recipe, parse_recipe
 from tcompress.options.steps import Architecture
 from tcompress.own_models.architecture import open_architecture
@@ -21,7 +20,6 @@ from tcompress.reporting.formatting import describe_parts
 from tcompress.reporting.model_report import layer_report
 from tcompress.structures import Site, Target, structure
 from tcompress.structures.tucker import TuckerLayout, TuckerSpec
-from tests.support.converted import recipe
 from tests.support.structures import make_moments, randn
 
 KIND = structure("tucker")
@@ -215,14 +213,7 @@ def test_layers_of_one_input_share_a_budget_by_their_sizes() -> None:
 
 
 # ---------------------------------------------------------------- plans
-@pytest.fixture(scope="module")
-def bert(sources: Callable[[str], SourceModel]) -> SourceModel:
-    return sources("bert")
-
-
-def planned(source: SourceModel, share: str, target: float | None = 0.4, **changes: Any) -> Plan:
-    method = {"name": "tucker", "share": share, **changes.pop("method", {})}
-    return make_plan(recipe(method=method, target=target, **changes), source)
+HEADS, LAYERS = ({"name": "tucker", "share": share} for share in ("heads", "layers"))
 
 
 def users(plan: Plan) -> dict[str, list[str]]:
@@ -235,38 +226,37 @@ def users(plan: Plan) -> dict[str, list[str]]:
     return found
 
 
-def test_banks_of_heads_of_layers_and_of_the_model(bert: SourceModel) -> None:
-    heads, layers, model = (users(planned(bert, share)) for share in ("heads", "layers", "model"))
+def test_banks_of_heads_of_layers_and_of_the_model(planned: Callable[..., Any]) -> None:
+    heads, layers = (users(planned("bert", "tucker", method=own)) for own in (HEADS, LAYERS))
+    model = users(planned("bert", "tucker-model"))
     assert list(heads.values()) == [["q", "k", "v", "o"]] * 2
     assert list(layers.values()) == [[role] * 2 for role in ("q", "k", "v", "o", "up", "down")]
     assert [len(roles) for roles in model.values()] == [12]
 
 
-def test_by_default_layers_share_the_factor_of_their_input(
-    bert: SourceModel, sources: Callable[[str], SourceModel]
-) -> None:
-    plan = make_plan(recipe(method={"name": "tucker"}, target=0.4), bert)
+def test_by_default_layers_share_the_factor_of_their_input(planned: Callable[..., Any]) -> None:
+    plan = planned("bert", "tucker", method={"name": "tucker"})
     assert list(users(plan).values()) == [["q", "k", "v"]] * 2
     texts = {entry.role: describe_parts(entry.parts) for entry in plan.layers}
     assert texts["q"] == texts["v"] == "tucker inputs r=9"
     assert texts["o"] == "tucker r=6"
     assert 0.35 < plan.kept <= 0.4
-    gated = users(make_plan(recipe(method={"name": "tucker"}, target=0.4), sources("llama")))
+    gated = users(planned("llama", "tucker", method={"name": "tucker"}))
     assert list(gated.values()) == [["q", "k", "v"], ["gate", "up"]] * 2
 
 
-def test_feed_forward_weights_of_shared_heads_stand_alone(bert: SourceModel) -> None:
-    plan = planned(bert, "heads")
+def test_feed_forward_weights_of_shared_heads_stand_alone(planned: Callable[..., Any]) -> None:
+    plan = planned("bert", "tucker", method=HEADS)
     texts = {entry.role: describe_parts(entry.parts) for entry in plan.layers}
     assert texts["q"] == texts["o"] == "tucker heads 16 of 8x32 r=4,14"
     assert texts["up"] == texts["down"] == "tucker r=7"
-    alone = planned(bert, "heads", None, method={"rank": [4, 16]})
+    alone = planned("bert", "tucker", method={**HEADS, "rank": [4, 16]}, target=None)
     assert {item.role for item in alone.left} == {"up", "down"}
     assert "no factors for it, and no `target`" in alone.left[0].reason
 
 
-def test_a_bank_is_counted_once(bert: SourceModel) -> None:
-    plan = planned(bert, "model")
+def test_a_bank_is_counted_once(planned: Callable[..., Any]) -> None:
+    plan = planned("bert", "tucker-model")
     (bank,) = [layout for entry in plan.layers for layout in entry.own_factors.values()]
     left, right = bank.ranks
     size = bank.cores * (left * right) + 32 * (left + right) + bank.blocks * bank.cores
@@ -277,30 +267,30 @@ def test_a_bank_is_counted_once(bert: SourceModel) -> None:
     ]
     rows = [layer_report(entry).structure for entry in plan.layers]
     assert [row.endswith("with shared factors") for row in rows] == [True] + [False] * 11
-    assert not planned(bert, "none").warnings
+    assert not planned("bert", "tucker").warnings
 
 
-def test_layers_that_are_kept_pay_for_no_bank(bert: SourceModel) -> None:
-    plan = planned(bert, "layers", keep=["re:layer.0.*query"])
+def test_layers_that_are_kept_pay_for_no_bank(planned: Callable[..., Any]) -> None:
+    plan = planned("bert", "tucker", method=LAYERS, keep=["re:layer.0.*query"])
     assert [entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of] == [
         "q"  # the only one left of its role
     ]
-    rows = planned(bert, "layers", layers=[{"match": "q", "target": 0.2}])
+    rows = planned("bert", "tucker", method=LAYERS, layers=[{"match": "q", "target": 0.2}])
     sizes = {entry.role: entry.parts[0].terms[0].ranks for entry in rows.layers}
     assert sizes["q"] < sizes["k"]
 
 
-def test_banks_end_with_a_stack_of_blocks(sources: Callable[[str], SourceModel]) -> None:
-    plan = planned(sources("t5"), "model")
+def test_banks_end_with_a_stack_of_blocks(planned: Callable[..., Any]) -> None:
+    plan = planned("t5", "tucker-model")
     owners = {owner.partition(".")[0] for owner in users(plan)}
     assert owners == {"encoder", "decoder"}
     for entry in plan.layers:
         assert all(owner.startswith(entry.name.split(".")[0]) for owner in entry.bank_of.values())
 
 
-def test_what_does_not_fit_a_block_stands_alone(sources: Callable[[str], SourceModel]) -> None:
+def test_what_does_not_fit_a_block_stands_alone(planned: Callable[..., Any]) -> None:
     """Keys and values that heads share are narrower than the model."""
-    plan = planned(sources("llama"), "model")
+    plan = planned("llama", "tucker-model")
     alone = {entry.role for entry in plan.layers if not entry.own_factors and not entry.bank_of}
     assert {"k", "v"} <= alone
     assert "q" not in alone

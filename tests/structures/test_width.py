@@ -1,7 +1,6 @@
 """Fewer channels between layers: neurons, values and scores of heads."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from tcompress.models import SourceModel, read_parameter
 from tcompress.options import Convert
 from tcompress.options.choose import conversion
 from tcompress.planning.costs import path_of
-from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling, couplings, roles_of, whole_heads
 from tcompress.reporting.model_report import report_of
@@ -38,9 +37,10 @@ from tests.support.conversions import (
     distance,
     make,
     outputs,
+    structured,
 )
+from tests.support.depth import deep
 from tests.support.numerics import alike, randn
-from tests.support.tiny import TINY
 
 quick = settings(deadline=None, derandomize=True, max_examples=20)
 
@@ -162,14 +162,12 @@ def test_what_layers_have_in_common(
 
 
 def _narrow(family: str, folder: Path, *, aware: bool = False, **changes: Any) -> Any:
-    method = {"method": {"name": "width"}}
-    return make(family, folder, "dct", aware=aware, **{**method, **changes})
+    return make(family, folder, "width", aware=aware, **{"target": None, **changes})
 
 
 def _sizes(plan: Plan) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of the first block's layers that are left."""
-    block = plan.layers[0].block
-    return {e.role: (e.inputs_left, e.outputs_left) for e in plan.layers if e.block == block}
+    return {role: (e.inputs_left, e.outputs_left) for role, e in by_role(plan).items()}
 
 
 def test_numbers_and_fractions_of_channels(tmp_path: Path) -> None:
@@ -177,9 +175,7 @@ def test_numbers_and_fractions_of_channels(tmp_path: Path) -> None:
     assert _sizes(made.plan) == {
         "q": (32, 16), "k": (32, 16), "v": (32, 16), "o": (16, 32), "up": (32, 48), "down": (48, 32)
     }  # fmt: skip
-    assert made.plan.saved == made.plan.parameters - sum(
-        parameter.numel() for parameter in made.load().parameters()
-    )
+    assert made.plan.saved == made.plan.parameters - made.load().num_parameters()
 
 
 def test_layers_around_channels_change_together_or_not_at_all(tmp_path: Path) -> None:
@@ -215,10 +211,10 @@ def test_narrow_heads_compute_what_zeros_in_their_place_do(
 ) -> None:
     made = _narrow("bert", tmp_path, keep_neurons=0.5, head_size=0.5)
     narrow = made.load()
-    assert {layer.head_width for layer in _structured(narrow) if layer.head_width} == {4}
+    assert {layer.head_width for layer in structured(narrow).values() if layer.head_width} == {4}
     monkeypatch.setattr(installing, "narrow_heads", lambda *_: None)
     padded = made.load()
-    assert not any(layer.head_width for layer in _structured(padded))
+    assert not any(layer.head_width for layer in structured(padded).values())
     inputs = made.inputs()
     assert distance(outputs(narrow, inputs), outputs(padded, inputs)) <= 1e-6
 
@@ -238,22 +234,14 @@ def test_what_replaces_attention_sees_narrow_heads_as_wide_ones(
 ) -> None:
     """Its own tensors are as wide as dense heads."""
     made = _narrow("bert", tmp_path, attention=attention, head_size=0.5)
-    assert any(layer._spreads for layer in _structured(made.load()))
+    assert any(layer._spreads for layer in structured(made.load()).values())
     assert all(own.isfinite().all() for own in outputs(made.load(), made.inputs()))
-
-
-def _structured(model: Any) -> list[Any]:
-    return [item for item in model.modules() if hasattr(item, "head_width")]
 
 
 @pytest.mark.often("mixtral")
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "mixtral"])
 def test_the_dense_form_computes_the_same(family: str, tmp_path: Path) -> None:
-    made = _narrow(family, tmp_path, keep_neurons=0.5, head_size=0.5)
-    export_dense(str(made.folder), tmp_path / "whole")
-    plain = made.load(tmp_path / "whole")
-    inputs = made.inputs()
-    assert distance(outputs(plain, inputs), outputs(made.load(), inputs)) <= 1e-5
+    _check_copies(_narrow(family, tmp_path, keep_neurons=0.5, head_size=0.5), tmp_path)
 
 
 # ---------------------------------------------------------------- nothing left
@@ -294,10 +282,7 @@ def test_heads_that_a_norm_takes_together_stay_together(tmp_path: Path) -> None:
 
 def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
     """Whole heads have the width of one there; they are all or none, and in no order."""
-    tiny = TINY["llama"]
-    replace(tiny, options={**tiny.options, "num_key_value_heads": 1}).build().save_pretrained(
-        tmp_path
-    )
+    deep("llama", 2, num_key_value_heads=1).build().save_pretrained(tmp_path)
     source = SourceModel.open(str(tmp_path))
     plan = make_plan(Convert.model_validate({"method": {"name": "width"}, "target": 0.5}), source)
     [_, found] = attentions_of(source.keymap.model, roles_of(source))
@@ -321,8 +306,7 @@ def test_one_head_of_keys_leaves_values_their_bases(tmp_path: Path) -> None:
 
 def test_a_rule_for_one_layer_holds_for_those_around_its_channels(tmp_path: Path) -> None:
     rule = {"match": "up", "method": {"name": "svd"}, "target": 0.3}
-    width: dict[str, Any] = {"method": {"name": "width"}, "target": 0.8}
-    made = make("bert", tmp_path, "svd", aware=True, layers=[rule], **width)
+    made = make("bert", tmp_path, "width", aware=True, target=0.8, layers=[rule])
     planned = by_role(made.plan)
     channels = planned["up"].parts[0].channels
     assert channels is not None
@@ -332,11 +316,10 @@ def test_a_rule_for_one_layer_holds_for_those_around_its_channels(tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_without_data_channels_lose_what_their_layers_would(family: str, tmp_path: Path) -> None:
-    TINY[family].build().save_pretrained(tmp_path)
-    source = SourceModel.open(str(tmp_path))
-    recipe = {"method": {"name": "width"}, "target": 0.5, "calibration": {"source": "none"}}
-    plan = make_plan(Convert.model_validate(recipe), source)
+def test_without_data_channels_lose_what_their_layers_would(
+    family: str, sources: Callable[[str], SourceModel], planned: Callable[..., Any]
+) -> None:
+    source, plan = sources(family), planned(family, "width", target=0.5)
     entries = {path_of(source, entry): entry for entry in plan.layers}
     block = roles_of(source).blocks[-1]
     heads = whole_heads([*attentions_of(source.keymap.model, roles_of(source))][-1])
@@ -398,7 +381,7 @@ def _fewer_heads(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Coupling, "sizes", property(sizes))
     only = ["re:(?<!encoder_)attn|attention"]
-    return make(family, folder, aware=True, method={"name": "width"}, target=0.5, only=only)
+    return make(family, folder, "width", aware=True, target=0.5, only=only)
 
 
 def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
@@ -410,10 +393,9 @@ def test_experts_keep_neurons(sources: Callable[[str], SourceModel]) -> None:
 TIGHT = {"t5": 0.03, "mixtral": 0.1}  # attention to another text, and experts, stay
 
 
-def _halved(family: str, folder: Path, *, aware: bool = True) -> Any:
+def _halved(family: str, folder: Path) -> Any:
     """A conversion whose budget pays for no feed-forward and no attention to the own text."""
-    target = TIGHT.get(family, 0.003)
-    return make(family, folder, aware=aware, method={"name": "width"}, target=target)
+    return make(family, folder, "width", aware=True, target=TIGHT.get(family, 0.003))
 
 
 @pytest.mark.often("phi3")
@@ -425,9 +407,7 @@ def test_nothing_of_half_a_block_is_a_model_like_any_other(family: str, tmp_path
     gone = {e.role for e in made.plan.layers if not e.inputs_left}
     assert gone == ({"o"} if family == "mixtral" else {"o", "down"})
     _check_copies(made, tmp_path)
-    assert report_of(made.folder).parameters.total.now == sum(
-        parameter.numel() for parameter in made.load().parameters()
-    )
+    assert report_of(made.folder).parameters.total.now == made.load().num_parameters()
 
 
 def _check_copies(made: Any, folder: Path) -> None:
@@ -483,7 +463,7 @@ def test_gradients_reach_all_parameters_around_what_is_gone(tmp_path: Path) -> N
 
 # ---------------------------------------------------------------- budgets
 def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
-    made = make("bert", tmp_path, aware=True, method={"name": "width"}, target=0.6)
+    made = make("bert", tmp_path, "width", aware=True, target=0.6)
     plan = made.plan
     assert plan.structured_rewritten <= 0.6 * plan.dense_rewritten
     assert plan.structured_rewritten > 0.5 * plan.dense_rewritten
@@ -491,13 +471,8 @@ def test_a_budget_is_shared_by_what_is_lost(tmp_path: Path) -> None:
     assert plan.budget.error is not None
     assert plan.budget.uniform_error is not None
     assert plan.budget.error <= plan.budget.uniform_error
-    _check_fits(plan)
-
-
-def _check_fits(plan: Plan) -> None:
-    """What one layer writes the next one reads."""
-    by_place: dict[tuple[str, str], LayerPlan] = {(e.block, e.role): e for e in plan.layers}
-    for (block, role), entry in by_place.items():
+    by_place = {(e.block, e.role): e for e in plan.layers}
+    for (block, role), entry in by_place.items():  # what one layer writes the next one reads
         if role == "up":
             assert entry.outputs_left == by_place[block, "down"].inputs_left
         elif role == "v":
@@ -508,7 +483,7 @@ def _check_fits(plan: Plan) -> None:
 
 def test_a_budget_out_of_reach_says_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="allow at least"):
-        make("deberta-v2", tmp_path, aware=True, method={"name": "width"}, target=0.2)
+        make("deberta-v2", tmp_path, "width", aware=True, target=0.2)
 
 
 # ---------------------------------------------------------------- words

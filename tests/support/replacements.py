@@ -20,17 +20,14 @@ IMAGE = BaseAttention(
     heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=7, grid=(2, 3), special=1
 )
 VIDEO = BaseAttention(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, tokens=12, grid=(2, 3, 2))
+CAUSAL = BaseAttention(heads=HEADS, key_heads=1, head_dim=WIDTH, causal=True)
 
 # Name: options, host, number of tokens.
 CASES: Mapping[str, tuple[ReplacementSpec, BaseAttention, int]] = {
     "tga": (GraphSpec(), TEXT, 6),
-    "tga-causal": (GraphSpec(), BaseAttention(HEADS, 1, WIDTH, causal=True), 6),
+    "tga-causal": (GraphSpec(), CAUSAL, 6),
     "tsa": (GraphSpec(name="tsa", filter_order=4), TEXT, 6),
-    "tsa-causal": (
-        GraphSpec(name="tsa", filter_order=4),
-        BaseAttention(HEADS, 1, WIDTH, causal=True),
-        6,
-    ),
+    "tsa-causal": (GraphSpec(name="tsa", filter_order=4), CAUSAL, 6),
     "hot-image": (KroneckerSpec(), IMAGE, 7),
     "hot-two-special": (
         KroneckerSpec(),

@@ -73,32 +73,13 @@ def _lprod(label: str, kind: str, **rest: Any) -> Case:
 
 _tucker = partial(_case, "tucker")
 
-
-def _lprod_cases() -> list[Case]:
-    """One row for each way of storing slices or applying a transform, of the smallest sizes."""
-    return [
-        _lprod("dct-in", "dct", side="in"),
-        _lprod("dft-both", "dft", side="both"),
-        _lprod("learned-out", "learned", side="out"),
-        _lprod("fitted-in", "fitted", side="in"),
-        _lprod("fitted-out", "fitted", side="out"),
-        # Stages that the transform of the tubes folds into (4 divides b), and odd counts.
-        _lprod("fitted-b4-3-stages", "fitted", side="out", block=4, stages=3),
-        _lprod("tubal-rank-in", "dct", side="in", tubal_rank=2),
-        _lprod("dft-odd", "dft", p=5, inputs=15, outputs=10),
-        _lprod("p1-learned", "learned", p=1, exact=True),
-        _lprod("pad-fitted-in", "fitted", side="in", **_PADDED),
-        _lprod("pad-dct-out", "dct", side="out", **_PADDED, optimal=False),
-    ]
-
-
 # Widths that p does not divide. Outputs that are cut off are fitted too, to zero: where a
 # transform mixes them with those that are kept, the fit is not the optimum.
 _PADDED: dict[str, Any] = {"pad": True, "inputs": 14, "outputs": 22}
 
 
 def _more_lprod_cases() -> list[Case]:
-    often = {case.name for case in _lprod_cases()}
+    often = {case.name for case in CASES["lprod"]}
     placed = [_lprod(f"{kind}-{side}", kind, side=side) for kind in KINDS for side in PLACES]
     return [case for case in placed if case.name not in often] + [
         _lprod("fitted-b4-in", "fitted", side="in", block=4),
@@ -125,10 +106,30 @@ def _more_lprod_cases() -> list[Case]:
 # Beyond two cores, and with padding, a fit of a tensor train only comes near an optimum.
 _tt = partial(_case, "tt")
 _NEAR: dict[str, Any] = {"optimal": False}
-
-
-def _tt_cases() -> list[Case]:
-    return [
+_TURNED: dict[str, Any] = {"inputs": 24, "outputs": 16, "side": "out"}
+CASES: dict[str, list[Case]] = {
+    "lowrank": [
+        Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
+        Case("lowrank", "wide", {"rank": 3}, inputs=16, outputs=10, side="out"),
+        Case("lowrank", "full", {"rank": 10}, inputs=10, outputs=16, exact=True),
+    ],
+    # One row for each way of storing slices or applying a transform, of the smallest sizes.
+    "lprod": [
+        _lprod("dct-in", "dct", side="in"),
+        _lprod("dft-both", "dft", side="both"),
+        _lprod("learned-out", "learned", side="out"),
+        _lprod("fitted-in", "fitted", side="in"),
+        _lprod("fitted-out", "fitted", side="out"),
+        # Stages that the transform of the tubes folds into (4 divides b), and odd counts.
+        _lprod("fitted-b4-3-stages", "fitted", side="out", block=4, stages=3),
+        _lprod("tubal-rank-in", "dct", side="in", tubal_rank=2),
+        _lprod("dft-odd", "dft", p=5, inputs=15, outputs=10),
+        _lprod("p1-learned", "learned", p=1, exact=True),
+        _lprod("pad-fitted-in", "fitted", side="in", **_PADDED),
+        _lprod("pad-dct-out", "dct", side="out", **_PADDED, optimal=False),
+    ],
+    "width": [Case("width", "tall", inputs=10, outputs=16, exact=True)],
+    "tt": [
         _tt("2-cores", rank=3, **_NEAR),
         _tt("3-cores", order=3, rank=4, **_NEAR),
         _tt("contract", rank=3, apply="contract", side="out", **_NEAR),
@@ -138,43 +139,7 @@ def _tt_cases() -> list[Case]:
         _tt("heads-out", rank=2, chains="heads", side="out", **_NEAR),
         _tt("qtt-padded", name="qtt", inputs=12, outputs=7, **_NEAR),
         _tt("full", rank=99, exact=True),
-    ]
-
-
-def _more_tt_cases() -> list[Case]:
-    return [
-        _tt("rebuild", rank=3, apply="rebuild", **_NEAR),
-        _tt("budget", budget=200, side="both", **_NEAR),
-        _tt("prime", inputs=17, outputs=23, rank=3, **_NEAR),
-        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **_NEAR),
-        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
-        _tt("4-cores", order=4, rank=2, **_NEAR),
-        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **_NEAR),
-        _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **_NEAR),
-        _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **_NEAR),
-        _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **_NEAR),
-        _tt("ranks", order=3, rank=[2, 5], **_NEAR),
-        _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **_NEAR),
-        _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **_NEAR,
-            apply="contract"),
-        _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **_NEAR),
-        _tt("qtt-rank", name="qtt", rank=4, **_NEAR),
-        _tt("qtt-budget", name="qtt", budget=250, **_NEAR),
-        _tt("full-3-cores", order=3, rank=999, exact=True),
-        _tt("full-prime", inputs=7, outputs=11, rank=99, exact=True),
-    ]  # fmt: skip
-
-
-_TURNED: dict[str, Any] = {"inputs": 24, "outputs": 16, "side": "out"}
-CASES: dict[str, list[Case]] = {
-    "lowrank": [
-        Case("lowrank", "tall", {"rank": 3}, inputs=10, outputs=16),
-        Case("lowrank", "wide", {"rank": 3}, inputs=16, outputs=10, side="out"),
-        Case("lowrank", "full", {"rank": 10}, inputs=10, outputs=16, exact=True),
     ],
-    "lprod": _lprod_cases(),
-    "width": [Case("width", "tall", inputs=10, outputs=16, exact=True)],
-    "tt": _tt_cases(),
     "tucker": [
         _tucker("tall", rank=3, share="none"),
         _tucker("inputs", rank=5, sharing_sites=3),
@@ -256,7 +221,27 @@ MORE: dict[str, list[Case]] = {
         Case("lowrank", "one", {"rank": 1}, inputs=1, outputs=5, exact=True),
     ],
     "lprod": _more_lprod_cases(),
-    "tt": _more_tt_cases(),
+    "tt": [
+        _tt("rebuild", rank=3, apply="rebuild", **_NEAR),
+        _tt("budget", budget=200, side="both", **_NEAR),
+        _tt("prime", inputs=17, outputs=23, rank=3, **_NEAR),
+        _tt("qtt-square", name="qtt", inputs=16, outputs=16, **_NEAR),
+        _tt("full-qtt", name="qtt", rank=999, inputs=8, outputs=8, exact=True),
+        _tt("4-cores", order=4, rank=2, **_NEAR),
+        _tt("3-cores-rebuild", order=3, rank=3, apply="rebuild", **_NEAR),
+        _tt("modes", modes={16: [2, 8], 24: [6, 4]}, rank=3, **_NEAR),
+        _tt("modes-give-the-order", modes={16: [2, 2, 4]}, rank=3, **_NEAR),
+        _tt("square", modes={16: [2, 8]}, inputs=16, outputs=16, rank=3, **_NEAR),
+        _tt("ranks", order=3, rank=[2, 5], **_NEAR),
+        _tt("prime-3-cores", inputs=23, outputs=17, order=3, rank=3, **_NEAR),
+        _tt("padded-contract", inputs=14, outputs=22, modes={14: [4, 4]}, rank=2, **_NEAR,
+            apply="contract"),
+        _tt("qtt-rectangular", name="qtt", inputs=8, outputs=32, **_NEAR),
+        _tt("qtt-rank", name="qtt", rank=4, **_NEAR),
+        _tt("qtt-budget", name="qtt", budget=250, **_NEAR),
+        _tt("full-3-cores", order=3, rank=999, exact=True),
+        _tt("full-prime", inputs=7, outputs=11, rank=99, exact=True),
+    ],
     "tucker": [
         _tucker("wide", share="none", rank=3, **_TURNED),
         _tucker("budget", share="none", budget=5 * (16 + 24 + 5), side="both"),

@@ -114,7 +114,7 @@ def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:
     generators = stored.get(f"{side}.generators")
     if layout.transform == "learned":
         assert generators is not None
-        z = _rotation(generators, layout.p) @ TUBES["dct"](layout.p, 0)
+        z = rotation(generators, layout.p) @ TUBES["dct"](layout.p, 0)
     else:
         kind = "dct" if layout.transform == "fitted" else layout.transform
         z = TUBES[kind](layout.p, layout.seed)
@@ -128,7 +128,7 @@ def _transform(layout: LprodLayout, side: Side, stored: Stored) -> Tensor:
 
 def _stage(generators: Tensor, block: int, *, strided: bool) -> Tensor:
     groups = len(generators)
-    dense = torch.block_diag(*[_rotation(generators[g], block) for g in range(groups)])
+    dense = torch.block_diag(*[rotation(generators[g], block) for g in range(groups)])
     places = [
         [g + groups * j if strided else g * block + j for j in range(block)] for g in range(groups)
     ]
@@ -137,7 +137,7 @@ def _stage(generators: Tensor, block: int, *, strided: bool) -> Tensor:
     return pick.T @ dense @ pick
 
 
-def _rotation(generators: Tensor, size: int) -> Tensor:
+def rotation(generators: Tensor, size: int) -> Tensor:
     """exp(A - A^T), the strict upper triangle of A filled row by row."""
     a = torch.zeros(size, size, dtype=generators.dtype)
     places = [(i, j) for i in range(size) for j in range(i + 1, size)]

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +20,10 @@ from tcompress.conversion.converter import convert
 from tcompress.errors import InputError
 from tcompress.exports.onnx_folder import export_onnx
 from tcompress.exports.onnx_graph import write_graph
+from tcompress.files import _exchange
 from tcompress.options.commands import OnnxFiles
 from tests.support.cli import run as command
-from tests.support.interrupted import contents, convert_again, killed, several_files
+from tests.support.interrupted import contents, killed, run, several_files
 from tests.support.model_folders import sentences, text_file
 from tests.support.tiny import build
 from tests.support.training import settings, small_encoder, train
@@ -44,20 +46,12 @@ class Row:
     step: int = 1
 
 
-def _convert(models: Path, folder: Path) -> None:
-    convert_again(models / "dense", folder / "out", aware=False, force=False)
-
-
-def _fitted(models: Path, folder: Path) -> None:
-    convert_again(models / "dense", folder / "out", aware=True, force=False)
-
-
-def _replaced(models: Path, folder: Path) -> None:
-    convert_again(models / "dense", folder / "out", aware=False, force=True)
-
-
-def _replaced_in_two_steps(models: Path, folder: Path) -> None:
-    convert_again(models / "dense", folder / "out", aware=False, force=True, swaps=False)
+def _convert(
+    models: Path, folder: Path, *, aware: bool = False, force: bool = False, swaps: bool = True
+) -> None:
+    """On a system that can exchange two folders in one step, or cannot."""
+    with patch("tcompress.files._exchange", _exchange if swaps else lambda *_: False):
+        run(models / "dense", folder / "out", aware, force=force)
 
 
 def _searched(models: Path, folder: Path) -> None:
@@ -83,10 +77,10 @@ def _sentences(models: Path) -> dict[str, Any]:
 
 ROWS = {
     "convert": Row(_convert),
-    "convert, fitted": Row(_fitted),
+    "convert, fitted": Row(partial(_convert, aware=True)),
     "convert, auto": Row(_searched, step=3),
-    "convert --force": Row(_replaced, force=True),
-    "convert --force, two steps": Row(_replaced_in_two_steps, force=True),
+    "convert --force": Row(partial(_convert, force=True), force=True),
+    "convert --force, two steps": Row(partial(_convert, force=True, swaps=False), force=True),
     "finetune": Row(_finetuned),
     "run": Row(_recipe),
 }
@@ -99,7 +93,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build("bert", seed=1).save_pretrained(folder / "other")
     small_encoder(folder)
     text_file(folder / "texts.txt", sentences(40))
-    convert_again(folder / "other", folder / "old", aware=False, force=False)
+    run(folder / "other", folder / "old")
     recipe = {
         "recipe_version": 1,
         "model": str(folder / "bert"),

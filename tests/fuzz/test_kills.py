@@ -22,7 +22,7 @@ from tcompress.exports.onnx_folder import export_onnx
 from tcompress.exports.onnx_graph import write_graph
 from tcompress.files import _exchange
 from tcompress.options.commands import OnnxFiles
-from tests.support.cli import run as command
+from tests.support.cli import completed
 from tests.support.interrupted import contents, killed, run, several_files
 from tests.support.model_folders import sentences, text_file
 from tests.support.tiny import build
@@ -66,8 +66,7 @@ def _finetuned(models: Path, folder: Path) -> None:
 
 
 def _recipe(models: Path, folder: Path) -> None:
-    done = command("run", models / "recipe.yaml", "-o", folder / "out", "--quiet")
-    assert done.code == 0, done.err
+    completed("run", models / "recipe.yaml", "-o", folder / "out", "--quiet")
 
 
 def _sentences(models: Path) -> dict[str, Any]:

@@ -46,15 +46,6 @@ def test_inspect_where_nothing_can_be_rewritten(tmp_path: Path) -> None:
     assert any("no repeated block" in warning for warning in done.document["warnings"])
 
 
-def test_report_of_a_damaged_model(models: Path, tmp_path: Path) -> None:
-    shutil.copytree(models / "small", tmp_path, dirs_exist_ok=True)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1])
-    done = run("report", tmp_path, "--json")
-    assert done.code == 2
-    assert done.document["error"]["type"] == "ArtifactError"
-
-
 def test_export_of_a_host_of_our_own(tmp_path: Path) -> None:
     build("tcompress_grid").save_pretrained(tmp_path / "grid")  # type: ignore[attr-defined]
     made = tmp_path / "small"

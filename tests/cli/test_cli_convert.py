@@ -228,26 +228,12 @@ def test_json_is_one_document_and_that_of_a_dry_run_has_the_plan(model: Path) ->
     assert document["report"]["schema"] == 1
 
 
-def test_run_does_what_a_recipe_says(model: Path) -> None:
-    Path("my.yaml").write_text(RECIPE.replace("MODEL", str(model)))
-    worked("run", "my.yaml", "--quiet")
-    recorded = manifest("bert-lprod-p2-haar")
-    assert recorded["recipe"]["method"]["transform"] == "haar"
-    assert len(recorded["plan"]["left"]) == 2
-
-
 def test_run_takes_another_model_and_output(model: Path) -> None:
     Path("my.yaml").write_text(RECIPE.replace("MODEL", "./nowhere") + "output: elsewhere\n")
     done = run("run", "my.yaml", "--model", model, "-o", "out", "--dry-run", "--json")
     assert done.document["output"] == str(Path("out").absolute())
     done = run("run", "my.yaml", "--model", model, "--dry-run", "--json")
     assert done.document["output"] == str(Path("elsewhere").absolute())
-
-
-def test_recipe_by_name(model: Path) -> None:
-    options = ["--recipe", "encoder/minilm-lprod", "--p", "2", "--calib", "none"]
-    done = run("convert", model, *options, "--dry-run", "--json")
-    assert done.document["plan"]["layers"][0]["parts"][0]["terms"][0]["transform"] == "fitted"
 
 
 @pytest.mark.often("2-130")

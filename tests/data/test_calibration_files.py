@@ -33,6 +33,7 @@ from tcompress.reporting.model_report import report_of
 from tcompress.reporting.table_rows import rows_of
 from tests.support.calibrating import drawn
 from tests.support.conversions import Told
+from tests.support.evaluation import rows_file
 from tests.support.model_folders import MEAN, SPREAD, WORDS, model_folder, sentences, text_file
 from tests.support.tiny import IMAGE
 
@@ -489,9 +490,7 @@ def test_chats_are_written_by_the_template(bert: SourceModel, tmp_path: Path) ->
     chats = [
         [{"from": "human", "value": text}, {"from": "system", "value": "w2"}] for text in texts
     ]
-    file = tmp_path / "chats.jsonl"
-    frame = pd.DataFrame({"prompt": texts, "conversations": chats})
-    frame.to_json(file, orient="records", lines=True)
+    file = rows_file(tmp_path / "chats.jsonl", prompt=texts, conversations=chats)
     with pytest.raises(DataError, match="holds chats, and the model's tokenizer has no chat temp"):
         drawn(bert, file, max_length=64)
     template = "{% for m in messages %}{{ m.content }} {{ 'w1' if m.role == 'user' }}{% endfor %}"
@@ -507,8 +506,7 @@ def test_texts_in_lists_are_samples(words: bool, bert: SourceModel, tmp_path: Pa
     """As sets of sentences are, and sentences as lists of words."""
     texts = sentences(8)
     cells = [text.split() for text in texts] if words else [texts[:4], texts[4:]]
-    file = tmp_path / "sets.jsonl"
-    pd.DataFrame({"set": cells}).to_json(file, orient="records", lines=True)
+    file = rows_file(tmp_path / "sets.jsonl", set=cells)
     data = drawn(bert, file, max_length=64)
     lines = text_file(tmp_path / "plain.txt", texts)
     assert (data.name, data.samples) == ("sets.jsonl:set", 8)

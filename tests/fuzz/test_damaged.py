@@ -23,7 +23,7 @@ import tcompress
 from tcompress.errors import TCompressError
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, make
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import nested_items, save_tokenizer
 from tests.support.own_models import Workshop
 from tests.support.scratch import LPROD, scratch
 
@@ -168,7 +168,7 @@ def edited(document: Any, random: Random) -> str:
     before = json.dumps(document, sort_keys=True)
     while True:
         changed = json.loads(json.dumps(document))
-        owner, key = random.choice(list(places(changed)))
+        owner, key = random.choice(list(nested_items(changed)))
         kind = random.choice(["swap", "swap", "swap", "number", "lose", "rename", "deep", "twice"])
         if kind == "lose":
             del owner[key]
@@ -193,14 +193,6 @@ def edited(document: Any, random: Random) -> str:
         twice = f"{json.dumps(name)}: {json.dumps(value)}, {json.dumps(name)}: {json.dumps(other)}"
         text = f"{head}{twice}{tail[end:]}"
     return text
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in pairs:
-        yield value, key
-        if isinstance(inner, dict | list):
-            yield from places(inner)
 
 
 def ours(error: BaseException) -> bool:

@@ -40,11 +40,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_folder("bert", tmp_path_factory.mktemp("models") / "bert")
 
 
-def manifest(folder: Path | str) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((Path(folder) / "tcompress.json").read_text())
-    return loaded
-
-
 def test_every_option_reaches_the_recipe() -> None:
     made = settings(
         p=8, transform="dct", block=4, stages=3, tubal_rank=2, target=0.5, residual_rank=4,
@@ -220,7 +215,7 @@ def test_json_is_one_document_and_that_of_a_dry_run_has_the_plan(model: Path) ->
     document = completed(*options).document
     assert planned["output"] == str(Path("out").absolute())
     assert planned["dry_run"] is True
-    assert planned["plan"] == manifest("bert-lprod-p2")["plan"]
+    assert planned["plan"] == json.loads(Path("bert-lprod-p2/tcompress.json").read_text())["plan"]
     assert planned["estimate"]["disk_bytes"] > 0
     assert Path(document["output"]).name == "bert-lprod-p2"
     assert (document["resumed"], document["healed"]) == (False, False)
@@ -259,7 +254,7 @@ def test_interrupted_conversion_goes_on(
     done = worked("convert", model, *options, "--quiet")
     assert ", continuing an interrupted run." in done.out
     assert re.search(r"held-out error +0\.\d{4}", done.out)
-    assert manifest("out")["calibration"]["samples"] == 24
+    assert json.loads(Path("out/tcompress.json").read_text())["calibration"]["samples"] == 24
     assert AutoModel.from_pretrained("./out").config.model_type == "bert"
     assert [path.name for path in Path().iterdir()] == ["out"]
 

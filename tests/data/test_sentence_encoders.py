@@ -104,9 +104,7 @@ EXPECTED: dict[str, Callable[[Path, str], Tensor]] = {
     "prompt left out": _prompt_left_out,
     "layer norm": _layer_norm,
     "shortened": _shortened,
-    "dot": lambda at, text: states(at, text).mean(0),
-    "euclidean": lambda at, text: states(at, text).mean(0),
-    "manhattan": lambda at, text: states(at, text).mean(0),
+    **dict.fromkeys(("dot", "euclidean", "manhattan"), lambda at, text: states(at, text).mean(0)),
 }
 
 

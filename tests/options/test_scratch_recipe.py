@@ -31,7 +31,7 @@ from tests.support.cli import completed, run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer, text_file
 from tests.support.scratch import LPROD, architecture, scratch
-from tests.support.typed import conversion, settings_of
+from tests.support.typed import conversion
 
 
 def test_without_a_word_on_data_there_is_none() -> None:
@@ -262,8 +262,7 @@ def test_a_teacher_can_be_named_and_all_is_trained(place: Path, tmp_path: Path) 
 
 
 def test_the_learning_rate_depends_on_the_start() -> None:
-    options = settings_of({"task": "classification"})
-    assert highest_rate(options) == TASK_RATE
+    options = Finetune(task="classification")
     assert highest_rate(options, untrained=True) == SCRATCH_RATE
     given = options.model_copy(update={"learning_rate": 0.5})
     assert highest_rate(given, untrained=True) == 0.5

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,11 +75,23 @@ def test_outputs_that_are_no_folders(
     assert left(tmp_path) == ["out"]
 
 
-def test_an_output_that_is_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = os.stat_result((stat.S_IFCHR | 0o666, *[0] * 9))
-    monkeypatch.setattr(Path, "lstat", lambda self: device)
-    with pytest.raises(InputError, match=r"out` is a device"):
-        check_output(tmp_path / "out", force=True)
+@pytest.mark.parametrize(
+    ("owner", "name", "answer", "words"),
+    [
+        (Path, "lstat", os.stat_result((stat.S_IFCHR | 0o666, *[0] * 9)), "out` is a device"),
+        (os, "access", False, r"cannot be written \(Permission denied\)"),
+        (os.path, "ismount", True, "is where another disk is mounted"),
+    ],
+)
+def test_outputs_that_the_system_rules_out(
+    owner: Any, name: str, answer: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(owner, name, Mock(return_value=answer))
+    for force in (False, True):
+        with pytest.raises(InputError, match=words):
+            check_output(tmp_path / "out", force=force)
+    assert left(tmp_path) == ["out"]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +108,6 @@ def test_places_that_take_no_folder(
     assert done.code == 2
     assert "cannot be written (" in done.err
     assert left(tmp_path) == ["file"]
-
-
-def test_a_folder_that_takes_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(InputError, match=r"cannot be written \(Permission denied\)"):
-        check_output(tmp_path / "out", force=False)
-    assert left(tmp_path) == []
 
 
 def test_checking_leaves_no_trace(tmp_path: Path) -> None:
@@ -256,19 +262,14 @@ def test_disks_without_owners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert left(tmp_path) == [".out.partial"]
 
 
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("error", [None, PermissionError(errno.EPERM, "Operation not permitted")])
 def test_disks_without_modes(
-    refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: OSError | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All folders look open, whatever is asked: work goes on all the same."""
     work(tmp_path / "out", "new").close()
     partial_folder(tmp_path / "out").chmod(0o777)
-
-    def chmod(path: Path, mode: int) -> None:
-        if refuses:
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(Path, "chmod", chmod)
+    monkeypatch.setattr(Path, "chmod", Mock(side_effect=error))
     assert Workplace(tmp_path / "out", "x").resumed
 
 
@@ -410,11 +411,8 @@ def test_disks_that_cannot_wait_for_folders(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-
-    def fsync(handle: int) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "fsync", fsync)
+    error = OSError(number, os.strerror(number))
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
     files.sync(tmp_path)
     with pytest.raises(OSError, match=os.strerror(number)):
         files.sync(tmp_path / "file")
@@ -492,13 +490,6 @@ def test_what_is_finished_is_not_thrown_away(tmp_path: Path) -> None:
     again = Workplace(tmp_path / "out", "same")
     assert (again.model / "weights").read_text() == "made"
     again.close()
-
-
-def test_a_mount_point_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").mkdir()
-    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == tmp_path / "out")
-    with pytest.raises(InputError, match="is where another disk is mounted"):
-        check_output(tmp_path / "out", force=False)
 
 
 @pytest.mark.parametrize(

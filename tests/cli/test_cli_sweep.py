@@ -11,7 +11,7 @@ from tcompress.cli import terminal
 from tcompress.errors import FitError
 from tcompress.options import Finetune, Recipe
 from tcompress.structures.lprod import LprodSpec
-from tests.support.cli import completed, error, run
+from tests.support.cli import completed, error, run, worked
 from tests.support.sweeps import sweep_folder, sweep_models  # noqa: F401 - fixtures
 from tests.support.typed import recipe_of
 
@@ -101,8 +101,7 @@ def test_table_and_exit_code_with_a_refused_cell() -> None:
 
 def test_json_is_what_the_folder_holds() -> None:
     options = ("--methods", "svd", "--targets", "0.5", *STS, *FREE)
-    done = run("sweep", "bert", *options, "--json", "--quiet")
-    assert (done.code, done.err) == (0, "")
+    done = worked("sweep", "bert", *options, "--json", "--quiet")
     assert done.document == json.loads(Path("out/sweep.json").read_text())
     again = run("sweep", "bert", *options, "--json")
     assert again.document == done.document
@@ -112,8 +111,7 @@ def test_json_is_what_the_folder_holds() -> None:
 def test_dry_run_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tcompress.models.store.Shard.read", Mock(side_effect=AssertionError))
     options = ("--methods", "svd,lprod,lprod:p=3", "--dry-run", *FREE)
-    done = run("sweep", "bert", *options)
-    assert (done.code, done.err) == (0, "")
+    done = worked("sweep", "bert", *options)
     names = ["svd-50", "svd-25", "lprod-p8-50", "lprod-p8-25"]
     assert [line.split()[0] for line in done.lines[2:6]] == names
     assert done.lines[-1] == "Nothing was written. Without `--dry-run`, this writes `out`."
@@ -132,8 +130,7 @@ def test_recipe_with_a_sweep_runs() -> None:
     )
     done = run("run", "my.yaml", "--dry-run")
     assert "svd-50" in done.out
-    done = run("run", "my.yaml", "--quiet")
-    assert (done.code, done.err) == (0, "")
+    done = worked("run", "my.yaml", "--quiet")
     assert "mean weight error" in done.out
     assert Path("out/svd-50/config.json").is_file()
 

@@ -25,7 +25,6 @@ from tests.support.model_folders import (
     text_file,
 )
 from tests.support.own_models import VIDEOMAE
-from tests.support.tiers import tiered
 from tests.support.tiny import FRAMES, MELS, SERIES, TINY, VOCAB, VOLUME
 
 
@@ -53,13 +52,10 @@ NAMES = {
     ("audio", "decoder"): "builtin audio (synthetic) + builtin text",
     ("volume",): "builtin volumes (synthetic)", ("series",): "builtin series (synthetic)",
 }  # fmt: skip
-# One for each kind of inputs; positions of `mpnet` begin later.
-KINDS = ("bert", "mpnet", "gpt2", "t5", "vit", "clip", "whisper", "tcompress_grid")
-KINDS += ("tcompress_text", "tcompress_grid-series")
 
 
 @pytest.mark.often("tcompress_text", "bert", "clip", "whisper", "tcompress_grid")
-@pytest.mark.parametrize("family", tiered(sorted(TINY), lambda row: row in KINDS))
+@pytest.mark.parametrize("family", sorted(TINY))
 def test_every_family_runs_on_the_builtin_data(family: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(model_folder(family, tmp_path)))
     data = load_batches(source, Calibration(samples=5, batch_size=2))
@@ -157,8 +153,7 @@ def test_drawing_is_repeatable_and_follows_the_seed(bert: SourceModel) -> None:
     first, second = load_batches(bert, options), load_batches(bert, options)
     other = load_batches(bert, Calibration(samples=20, seed=1))
     assert first.fingerprint == second.fingerprint
-    for left, right in zip(first.batches, second.batches, strict=True):
-        assert all(torch.equal(left[name], right[name]) for name in left)
+    torch.testing.assert_close(first.batches, second.batches, rtol=0, atol=0)
     assert first.fingerprint != other.fingerprint
 
 

@@ -3,7 +3,6 @@
 import bz2
 import errno
 import gzip
-import io
 import json
 import re
 import tempfile
@@ -61,12 +60,6 @@ def _joined(separator: str, rows: Sequence[Sequence[Any]] = FRAME.to_numpy().tol
     return "".join(separator.join(map(str, row)) + "\n" for row in [HEADER, *rows])
 
 
-def _parquet() -> bytes:
-    file = io.BytesIO()
-    FRAME.to_parquet(file)
-    return file.getvalue()
-
-
 RECORDS = FRAME.to_dict("records")
 LINES = "".join(json.dumps({"unused": None, **row}) + "\n" for row in RECORDS)
 LATE = LINES * 2 + "".join(json.dumps({"unused": "x", **row}) + "\n" for row in RECORDS)
@@ -117,12 +110,12 @@ FORMS: dict[str, tuple[str, str | bytes]] = {
     "lines in utf-16": ("p.jsonl", LINES.encode("utf-16")),
     "mixed numbers": ("p.jsonl", LINES.replace("4.5", '"4.5"').replace(" 5.0", " 5")),
     "late types": ("p.jsonl", LATE),
-    "parquet": ("p.parquet", _parquet()),
+    "parquet": ("p.parquet", FRAME.to_parquet()),
     "packed csv": ("p.csv.gz", gzip.compress(_csv().encode())),
     "packed tsv": ("p.tsv.gz", gzip.compress(_joined("\t").encode())),
     "packed lines": ("p.jsonl.gz", gzip.compress(LINES.encode())),
     "packed one key": ("p.json.bz2", bz2.compress(json.dumps({"data": RECORDS}).encode())),
-    "packed parquet": ("p.parquet.gz", gzip.compress(_parquet())),
+    "packed parquet": ("p.parquet.gz", gzip.compress(FRAME.to_parquet())),
 }
 
 

@@ -15,8 +15,7 @@ from transformers import AutoConfig
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.labels import Classes, classes_of_names, classes_of_numbers, matched
 from tcompress.errors import DataError
-from tcompress.evaluation.measuring import TASKS, evaluate
-from tcompress.hf.opening import load_model
+from tcompress.evaluation.measuring import evaluate
 from tcompress.models import SourceModel
 from tcompress.options import Evaluate
 from tcompress.progress import listening
@@ -90,15 +89,10 @@ def test_labels_of_a_head(
     assert (doubt is None) == (match.doubt is None)
 
 
-def _accuracy(folder: str | Path, data: Path) -> tuple[float, list[str]]:
-    source = SourceModel.open(str(folder))
-    wanted = Evaluate.model_validate({"task": "classification", "data": str(data)})
-    task = TASKS["classification"]
-    examples = load_examples(str(data), "train", task.needs)
-    prepared = task(source, examples, 16, wanted)
-    task.check(source, examples)
-    measured = prepared.measure(load_model(source), 64, lambda amount: None)
-    return measured.statistics[0].value(), prepared.notes
+def _accuracy(folder: Path, data: Path) -> tuple[float, tuple[str, ...]]:
+    wanted = Evaluate(task="classification", data=(str(data),), max_length=16, bootstrap=0)
+    [scores] = evaluate([folder], wanted, save=False)
+    return scores.metrics[0].value, scores.notes
 
 
 TEXTS = sentences(24)
@@ -295,11 +289,12 @@ def test_the_kind_of_a_head_and_that_of_data_are_compared(tmp_path: Path) -> Non
         for name, kind in head.items()
     }
     data = _several_file(tmp_path, "names")
-    accuracy, [note] = _accuracy(str(folders["one"]), data)
+    accuracy, [note] = _accuracy(folders["one"], data)
     assert "does not say `problem_type: multi_label_classification`" in note
     single = rows_file(tmp_path / "single.jsonl", text=sentences(3), label=["a", "b", "c"])
-    assert accuracy != _accuracy(str(folders["several"]), single)[0]
-    assert "the likeliest label counts" in _accuracy(str(folders["several"]), single)[1][0]
+    other, [note] = _accuracy(folders["several"], single)
+    assert accuracy != other
+    assert "the likeliest label counts" in note
 
 
 @pytest.mark.parametrize("head", ["none", "several", "one"])

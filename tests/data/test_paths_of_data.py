@@ -25,12 +25,6 @@ FRAME = pd.DataFrame({"text": ["a one two", "b three four", "c five six"], "labe
 NAMES = ["$HOME", "**", "~", "a::b", " ${HOME} %20#?[1]*{x,y}~;'\"&|<>:=@\\ünï\n日本 "]
 
 
-def _parquet() -> bytes:
-    file = io.BytesIO()
-    FRAME.to_parquet(file)
-    return file.getvalue()
-
-
 def _arrow() -> bytes:
     file, table = io.BytesIO(), pa.Table.from_pandas(FRAME)
     with pa.ipc.new_stream(file, table.schema) as writer:
@@ -44,11 +38,11 @@ FORMATS: dict[str, Callable[[], bytes]] = {
     ".tsv": lambda: FRAME.to_csv(index=False, sep="\t").encode(),
     ".json": lambda: json.dumps({"data": FRAME.to_dict("records")}).encode(),
     ".jsonl": lambda: FRAME.to_json(orient="records", lines=True).encode(),
-    ".parquet": _parquet,
+    ".parquet": FRAME.to_parquet,
     ".arrow": _arrow,
     ".txt": lambda: "\n".join(FRAME.text).encode(),
     ".csv.gz": lambda: gzip.compress(CSV),
-    ".parquet.gz": lambda: gzip.compress(_parquet()),
+    ".parquet.gz": lambda: gzip.compress(FRAME.to_parquet()),
 }
 
 

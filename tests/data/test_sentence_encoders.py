@@ -104,9 +104,7 @@ EXPECTED: dict[str, Callable[[Path, str], Tensor]] = {
     "prompt left out": _prompt_left_out,
     "layer norm": _layer_norm,
     "shortened": _shortened,
-    "dot": lambda at, text: states(at, text).mean(0),
-    "euclidean": lambda at, text: states(at, text).mean(0),
-    "manhattan": lambda at, text: states(at, text).mean(0),
+    **dict.fromkeys(("dot", "euclidean", "manhattan"), lambda at, text: states(at, text).mean(0)),
 }
 
 
@@ -170,19 +168,15 @@ def test_encoders_read_their_own_lengths_or_shorter_ones(pairs: Path, tmp_path: 
     }
 
 
-def _prompted(folder: Path) -> Path:
-    return with_text_settings(
-        base(folder, prompts=PROMPTS, default_prompt_name="sts"), max_seq_length=8
-    )
-
-
 def _starts(folder: Path) -> list[int]:
     tokenizer = loaded(folder, "AutoModel")[1]
     return tokenizer(PROMPTS["sts"])["input_ids"][:-1]
 
 
 def test_calibration_and_times_are_of_what_the_encoder_reads(tmp_path: Path) -> None:
-    folder = _prompted(tmp_path / "model")
+    folder = with_text_settings(
+        base(tmp_path / "model", prompts=PROMPTS, default_prompt_name="sts"), max_seq_length=8
+    )
     source = SourceModel.open(str(folder))
     inputs = RandomInputs.of(source, source)
     assert (inputs.longest, inputs.fitting((32, 128))) == (8, (8,))

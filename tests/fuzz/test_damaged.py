@@ -20,14 +20,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 import tcompress
-from tcompress.conversion.converter import convert
 from tcompress.errors import TCompressError
 from tests.support.cli import run
 from tests.support.conversions import OPTIONS, make
-from tests.support.model_folders import save_tokenizer
+from tests.support.model_folders import nested_items, save_tokenizer
 from tests.support.own_models import Workshop
 from tests.support.scratch import LPROD, scratch
-from tests.support.tiny import build
 
 pytestmark = pytest.mark.fuzz
 
@@ -47,11 +45,8 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root, made = tmp_path_factory.mktemp("artefacts"), {}
     for option in OPTIONS:
         size = "30KB" if option in ("svd", "fitted") else "2GB"
-        folder = root / option
-        dense = build("bert")
-        dense.save_pretrained(folder / "dense")
-        save_tokenizer(folder / "dense")
-        made[option] = _convert(folder, OPTIONS[option], max_shard_size=size)
+        save_tokenizer(root / option / "dense")
+        made[option] = make("bert", root / option, option, max_shard_size=size).folder
     made["experts"] = make("mixtral", root / "experts", "svd").folder
     embeddings = {"embeddings": {"method": {"name": "svd"}, "target": 0.5}, "method": None}
     made["embeddings"] = make("gpt2", root / "embeddings", **embeddings, target=None).folder
@@ -63,13 +58,6 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     forms = {"positions": "harmonic", "norm": "tensor"}
     made["scratch"] = scratch(root / "scratch", method=LPROD, **forms).folder
     return made
-
-
-def _convert(folder: Path, options: dict[str, Any], **more: Any) -> Path:
-    from tcompress.options import Convert
-
-    recipe = Convert.model_validate({"calibration": {"source": "none"}, **options, **more})
-    return convert(str(folder / "dense"), recipe, folder / "small").folder
 
 
 def weights_of(folder: Path) -> list[Path]:
@@ -180,7 +168,7 @@ def edited(document: Any, random: Random) -> str:
     before = json.dumps(document, sort_keys=True)
     while True:
         changed = json.loads(json.dumps(document))
-        owner, key = random.choice(list(places(changed)))
+        owner, key = random.choice(list(nested_items(changed)))
         kind = random.choice(["swap", "swap", "swap", "number", "lose", "rename", "deep", "twice"])
         if kind == "lose":
             del owner[key]
@@ -205,14 +193,6 @@ def edited(document: Any, random: Random) -> str:
         twice = f"{json.dumps(name)}: {json.dumps(value)}, {json.dumps(name)}: {json.dumps(other)}"
         text = f"{head}{twice}{tail[end:]}"
     return text
-
-
-def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inner in pairs:
-        yield value, key
-        if isinstance(inner, dict | list):
-            yield from places(inner)
 
 
 def ours(error: BaseException) -> bool:

@@ -127,25 +127,24 @@ def _cases() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of dense models by what is special about their weights."""
-    made: dict[str, Path] = {}
 
+    @cache
     def of(name: str) -> Path:
-        if name not in made:
-            make, dtype = WEIGHTS[name]
-            config = BertConfig(
-                vocab_size=WORDS + 1, num_hidden_layers=2, max_position_embeddings=16, **SIZES
-            )
-            torch.manual_seed(0)
-            model: Any = BertForMaskedLM(config)
-            with torch.no_grad():
-                for seed, parameter in enumerate(model.parameters()):
-                    if parameter.ndim == 2:
-                        parameter.copy_(make(parameter, seed))
-                    elif "nan" not in name:
-                        parameter.add_(_randn(parameter, seed), alpha=0.1)
-            made[name] = tmp_path_factory.mktemp("dense") / name
-            model.to(dtype).save_pretrained(made[name])
-        return made[name]
+        make, dtype = WEIGHTS[name]
+        config = BertConfig(
+            vocab_size=WORDS + 1, num_hidden_layers=2, max_position_embeddings=16, **SIZES
+        )
+        torch.manual_seed(0)
+        model: Any = BertForMaskedLM(config)
+        with torch.no_grad():
+            for seed, parameter in enumerate(model.parameters()):
+                if parameter.ndim == 2:
+                    parameter.copy_(make(parameter, seed))
+                elif "nan" not in name:
+                    parameter.add_(_randn(parameter, seed), alpha=0.1)
+        folder = tmp_path_factory.mktemp("dense") / name
+        model.to(dtype).save_pretrained(folder)
+        return folder
 
     return of
 

@@ -11,7 +11,7 @@ import yaml
 
 from tcompress.options import recipe_names, recipe_text
 from tests.support.cli import run
-from tests.support.model_folders import model_folder
+from tests.support.model_folders import model_folder, nested_items
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(60)]
 
@@ -37,19 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _places(data: Any) -> list[tuple[Any, Any]]:
-    """Every value, as what holds it and its key."""
-    items = data.items() if isinstance(data, dict) else enumerate(data)
-    found: list[tuple[Any, Any]] = []
-    for key, value in items:
-        found.append((data, key))
-        if isinstance(value, dict | list):
-            found += _places(value)
-    return found
-
-
 def _damage(data: Any, draw: random.Random) -> None:
-    holder, key = draw.choice(_places(data))
+    holder, key = draw.choice([*nested_items(data)])
     how = draw.choice(("value", "value", "value", "remove", "rename", "nest", "move"))
     if type(holder[key]) in (int, float) and draw.random() < 0.7:
         holder[key] *= draw.choice((-1, 0, 2, 10, 100, 10**4, 10**6, 10**9, 10**25, 0.5, 1e4))
@@ -61,7 +50,7 @@ def _damage(data: Any, draw: random.Random) -> None:
         for _ in range(draw.choice((1, 5, 90))):
             holder[key] = draw.choice(([holder[key]], {"name": holder[key]}))
     elif how == "move":
-        other, place = draw.choice(_places(data))
+        other, place = draw.choice([*nested_items(data)])
         if isinstance(other[place], str | int | float | None):
             holder[key] = other[place]
     else:

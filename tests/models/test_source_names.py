@@ -17,23 +17,12 @@ from tcompress.models.names import cached_where_unreachable
 from tests.support.checkpoints import save
 
 
-class Hub:
-    """Stands in for the hub: copies nothing, records what it was asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.calls: list[dict[str, Any]] = []
-
-    def snapshot_download(self, repo: str, **options: Any) -> str:
-        self.calls.append({"repo": repo, **options})
-        return str(self.folder)
-
-
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    hub = Hub(tmp_path / "snapshot")
-    hub.folder.mkdir()
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stands in for downloads from the hub: gives a folder, which is empty."""
+    (tmp_path / "snapshot").mkdir()
+    hub = Mock(return_value=str(tmp_path / "snapshot"))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub)
     # A relative name must not meet a folder of the place where the tests were started.
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -46,31 +35,31 @@ def failing(monkeypatch: pytest.MonkeyPatch, kind: type[Exception], text: str = 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=error))
 
 
-def test_an_existing_folder_wins_over_an_alias(hub: Hub) -> None:
+def test_an_existing_folder_wins_over_an_alias(hub: Mock) -> None:
     Path("gpt2").mkdir()
     assert resolve("gpt2") == Path("gpt2")
-    assert hub.calls == []
+    hub.assert_not_called()
 
 
-def test_an_alias_is_downloaded_with_revision_and_token(hub: Hub) -> None:
-    (hub.folder / "model.safetensors").touch()
-    assert resolve("bert-base", revision="v1", token="secret") == hub.folder
-    [call] = hub.calls
-    assert call["repo"] == "google-bert/bert-base-uncased"
-    assert (call["revision"], call["token"]) == ("v1", "secret")
-    assert "model.safetensors" in call["allow_patterns"]
-    assert not any("bin" in pattern for pattern in call["allow_patterns"])
+def test_an_alias_is_downloaded_with_revision_and_token(hub: Mock, tmp_path: Path) -> None:
+    (tmp_path / "snapshot" / "model.safetensors").touch()
+    assert resolve("bert-base", revision="v1", token="secret") == tmp_path / "snapshot"
+    [call] = hub.call_args_list
+    assert call.args == ("google-bert/bert-base-uncased",)
+    assert (call.kwargs["revision"], call.kwargs["token"]) == ("v1", "secret")
+    assert "model.safetensors" in call.kwargs["allow_patterns"]
+    assert not any("bin" in pattern for pattern in call.kwargs["allow_patterns"])
 
 
-def test_a_hub_id_is_taken_as_it_is(hub: Hub) -> None:
-    (hub.folder / "model-00001-of-00002.safetensors").touch()
+def test_a_hub_id_is_taken_as_it_is(hub: Mock, tmp_path: Path) -> None:
+    (tmp_path / "snapshot" / "model-00001-of-00002.safetensors").touch()
     resolve("owner/model")
-    assert [call["repo"] for call in hub.calls] == ["owner/model"]
+    assert [call.args for call in hub.call_args_list] == [("owner/model",)]
 
 
-def test_torch_files_are_fetched_only_without_safetensors(hub: Hub) -> None:
+def test_torch_files_are_fetched_only_without_safetensors(hub: Mock) -> None:
     resolve("opt-125m")
-    first, second = (call["allow_patterns"] for call in hub.calls)
+    first, second = (call.kwargs["allow_patterns"] for call in hub.call_args_list)
     assert "pytorch_model.bin" not in first
     assert "pytorch_model.bin" in second
     assert "model.safetensors" not in second
@@ -106,14 +95,14 @@ PATHS = ["./none", "../none", "~/no-such-folder-of-tcompress", "a/b/c", "models\
 
 
 @pytest.mark.parametrize("name", PATHS)
-def test_what_looks_like_a_path_is_not_asked_of_the_hub(hub: Hub, name: str) -> None:
+def test_what_looks_like_a_path_is_not_asked_of_the_hub(hub: Mock, name: str) -> None:
     with pytest.raises(SourceError, match="there is no folder"):
         resolve(name)
-    assert hub.calls == []
+    hub.assert_not_called()
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "."])
-def test_a_gguf_file_leads_to_no_second_refusal(hub: Hub, name: str) -> None:
+def test_a_gguf_file_leads_to_no_second_refusal(hub: Mock, name: str) -> None:
     Path("model.gguf").touch()
     with pytest.raises(SourceError) as caught:
         SourceModel.open(name)
@@ -177,19 +166,15 @@ def test_errors_of_the_hub_are_explained(
         ("google-bert/bert-base-uncased", "bert-base-uncased-lprod-p4"),
         ("./models/my model/", "my-model-lprod-p4"),
         ("C:\\models\\bert", "bert-lprod-p4"),
+        (".", "mine-lprod-p4"),  # that of the current folder
     ],
 )
-def test_names_of_outputs(name: str, expected: str) -> None:
-    assert default_output_name(name, "lprod-p4") == expected
-
-
-def test_the_current_folder_gives_an_output_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_names_of_outputs(
+    name: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    assert default_output_name(".", "tt") == "mine-tt"
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    assert default_output_name(name, "lprod-p4") == expected
 
 
 def test_the_package_exports_what_it_says() -> None:
@@ -200,10 +185,10 @@ def test_the_package_exports_what_it_says() -> None:
         _ = models.nothing
 
 
-def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Hub) -> None:
+def test_a_stand_in_of_the_hub_opens_as_a_model(hub: Mock, tmp_path: Path) -> None:
     commit = "0123456789abcdef0123456789abcdef01234567"
-    hub.folder = hub.folder.parent / commit
-    save("bert_base", hub.folder)
+    hub.return_value = str(tmp_path / commit)
+    save("bert_base", tmp_path / commit)
     model = SourceModel.open("minilm", revision="main")
     assert model.id == "sentence-transformers/all-MiniLM-L6-v2"
     assert model.revision == commit

@@ -17,7 +17,7 @@ from torch import Tensor
 from tcompress.errors import SourceError
 from tcompress.models import WeightStore
 from tcompress.models import store as weight_files
-from tests.support.checkpoints import refusal_of, save
+from tests.support.checkpoints import save
 from tests.support.model_folders import edited
 
 INDEX = "model.safetensors.index.json"
@@ -45,6 +45,14 @@ def stored(folder: Path) -> dict[str, Tensor]:
 
 def shard_of(folder: Path, number: int) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[number]
+
+
+def refusal_of(folder: Path) -> str:
+    """Why the weights of a folder are refused; every refusal says what to do."""
+    with pytest.raises(SourceError) as caught:
+        WeightStore.open(folder)
+    assert caught.value.hint
+    return caught.value.message
 
 
 def edit_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:

@@ -18,8 +18,6 @@ from tcompress.options import (
     parse_recipe,
 )
 from tcompress.options.convert_options import LayerRule
-from tcompress.options.document import Document, Problem
-from tcompress.options.words import explain
 from tcompress.planning.sites import structure_of
 from tcompress.structures.lowrank import LowRankSpec
 from tcompress.structures.lprod import LprodSpec
@@ -218,10 +216,3 @@ def test_methods_of_a_sweep() -> None:
     assert recipe.sweep is not None
     assert recipe.sweep.methods == ("svd", LprodSpec(p=8))
     assert parse_recipe(dump_recipe(recipe), "again") == recipe
-
-
-def test_rule_of_a_model_speaks_for_itself() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
-    document = Document(data={"a": "b"}, lines={(): 1, ("a",): 2})
-    error = {"type": "value_error", "loc": ("a",), "ctx": {"error": ValueError("`a` needs `b`")}}
-    assert explain([error], document, schema) == [Problem(2, "`a` needs `b`", ("a",))]

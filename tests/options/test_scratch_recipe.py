@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,15 +24,14 @@ from tcompress.models.store import WeightStore
 from tcompress.options import Bench, Convert, Finetune, parse_recipe
 from tcompress.options.steps import Words
 from tcompress.own_models.architecture import open_architecture, word_tokenizer
-from tcompress.pipeline import run_recipe
 from tcompress.reporting.model_report import report_of
 from tcompress.training.finetuning import finetune
 from tcompress.training.schedule import SCRATCH_RATE, TASK_RATE, highest_rate
 from tests.support.cli import completed, run
 from tests.support.evaluation import labelled_file
 from tests.support.model_folders import model_folder, save_tokenizer, text_file
-from tests.support.scratch import BERT, LPROD, architecture, scratch
-from tests.support.typed import conversion, settings_of
+from tests.support.scratch import LPROD, architecture, scratch
+from tests.support.typed import conversion
 
 
 def test_without_a_word_on_data_there_is_none() -> None:
@@ -264,8 +262,7 @@ def test_a_teacher_can_be_named_and_all_is_trained(place: Path, tmp_path: Path) 
 
 
 def test_the_learning_rate_depends_on_the_start() -> None:
-    options = settings_of({"task": "classification"})
-    assert highest_rate(options) == TASK_RATE
+    options = Finetune(task="classification")
     assert highest_rate(options, untrained=True) == SCRATCH_RATE
     given = options.model_copy(update={"learning_rate": 0.5})
     assert highest_rate(given, untrained=True) == 0.5
@@ -299,35 +296,6 @@ def test_the_command_says_what_comes_next(tmp_path: Path) -> None:
     assert "bert · dense · weights at random, seed 3 · no teacher" in done.out
     planned = completed("convert", path, "--init", "random", "--method", "lprod", "--dry-run")
     assert "Weights will be drawn at random, with seed 0; none are read." in planned.lines
-
-
-def test_a_recipe_runs_from_nothing_to_a_comparison(place: Path, tmp_path: Path) -> None:
-    rows = str(place / "rows.jsonl")
-    said = {
-        "recipe_version": 1,
-        "architecture": {**BERT, "vocab_size": 100, "tokenizer": WORDS},
-        "convert": {"init": "random", "method": LPROD},
-        "finetune": _short(place).model_dump(mode="json", exclude_defaults=True),
-        "evaluate": [{"task": "classification", "data": rows, "bootstrap": 0}],
-        "paper": [
-            {"row": "Std", "metric": "accuracy", "value": 91.4, "source": "Table 8", "why": "x"}
-        ],
-    }
-    recipe = parse_recipe(yaml.safe_dump(said), "a")
-    assert recipe.architecture is not None
-    source = open_architecture(recipe.architecture, recipe.convert.seed)
-    done = run_recipe(recipe, source, tmp_path / "out")
-    assert [Path(report.name).name for report in done.reports] == ["out"]
-    assert len(done.scores[0]) == 1
-    assert [row.value for row in done.reports[0].paper] == [91.4]
-    lines = run("report", tmp_path / "out").lines
-    row = next(line for line in lines if line.startswith("Std "))
-    ours = 100 * done.scores[0][0].metrics[0].value
-    assert "Table 8" in row
-    assert "no: x" in row
-    assert float(row.split()[-1]) == pytest.approx(ours, abs=0.05)
-    again = run_recipe(recipe, open_architecture(recipe.architecture, 0), tmp_path / "out")
-    assert again.skipped == ["convert", "finetune"]
 
 
 @pytest.mark.parametrize(

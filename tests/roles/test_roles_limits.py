@@ -1,5 +1,6 @@
 """Roles of layers, and what an anatomy leaves alone, does not know, or cannot read."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -172,39 +173,26 @@ def test_model_without_blocks_is_reported() -> None:
     )
 
 
-def test_renamed_module_of_a_supported_family_is_an_error() -> None:
-    model: Any = build("bert")
-    attention = model.bert.encoder.layer[1].attention.self
-    attention.queries = attention.query
-    del attention.query
-    with pytest.raises(InputError) as caught:
-        find_roles(model)
-    assert caught.value.message == (
-        "block `bert.encoder.layer.1` of family `bert` lacks `attention.self.query`"
-    )
-
-
-def test_supported_family_without_blocks_is_an_error() -> None:
-    model: Any = build("bert")
-    model.bert.encoder.layer = nn.ModuleList()
-    with pytest.raises(
-        InputError, match="no transformer block was found in this `BertForMaskedLM`"
-    ):
-        find_roles(model)
-
-
-def test_heads_that_do_not_fill_a_fused_projection_are_an_error() -> None:
-    model: Any = build("phi3")
-    model.config.num_key_value_heads = 1
-    with pytest.raises(InputError, match=r"has 64 outputs, .* ask for 32 \+ 8 \+ 8"):
-        find_roles(model)
-
-
-def test_experts_without_stacked_weights_are_an_error() -> None:
-    model: Any = build("mixtral")
-    experts = model.model.layers[0].mlp.experts
-    del experts.down_proj
-    with pytest.raises(InputError, match="have no 3-D parameter `down_proj`"):
+@pytest.mark.parametrize(
+    ("family", "damage", "message"),
+    [
+        ("bert", lambda model: delattr(model.bert.encoder.layer[1].attention.self, "query"),
+         r"^block `bert.encoder.layer.1` of family `bert` lacks `attention.self.query`\n"),
+        ("bert", lambda model: setattr(model.bert.encoder, "layer", nn.ModuleList()),
+         "no transformer block was found in this `BertForMaskedLM`"),
+        ("phi3", lambda model: setattr(model.config, "num_key_value_heads", 1),
+         r"has 64 outputs, .* ask for 32 \+ 8 \+ 8"),
+        ("mixtral", lambda model: delattr(model.model.layers[0].mlp.experts, "down_proj"),
+         "have no 3-D parameter `down_proj`"),
+    ],
+    ids=["a projection", "blocks", "heads", "experts"],
+)  # fmt: skip
+def test_what_a_supported_family_lacks_is_an_error(
+    family: str, damage: Callable[[Any], None], message: str
+) -> None:
+    model = build(family)
+    damage(model)
+    with pytest.raises(InputError, match=message):
         find_roles(model)
 
 

@@ -4,10 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tcompress.errors import SourceError
-from tcompress.models import WeightStore
 from tests.support.tiny import TINY, TinyModel
 
 
@@ -33,11 +29,3 @@ def save(name: str, folder: Path, **options: Any) -> Any:
     model = MODELS[name].build()
     model.save_pretrained(folder, **options)
     return model
-
-
-def refusal_of(folder: Path) -> str:
-    """Why the weights of a folder are refused; every refusal says what to do."""
-    with pytest.raises(SourceError) as caught:
-        WeightStore.open(folder)
-    assert caught.value.hint
-    return caught.value.message

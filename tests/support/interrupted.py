@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModel
 
 from tcompress.conversion.converter import Converted, convert
-from tcompress.files import _exchange
 from tcompress.options import Convert
 from tcompress.progress import Silent
 from tests.support.conversions import calibration, recipe
@@ -172,12 +171,6 @@ def killed(
     process.join(120)
     assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
     return process.exitcode != 0
-
-
-def convert_again(source: Path, output: Path, aware: bool, force: bool, swaps: bool = True) -> None:
-    """Convert a tiny bert, on a system that can exchange two folders in one step, or cannot."""
-    with patch("tcompress.files._exchange", _exchange if swaps else lambda *_: False):
-        run(source, output, aware, force=force)
 
 
 def until_killed(work: Callable[..., object], *args: Any) -> None:

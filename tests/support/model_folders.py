@@ -68,6 +68,14 @@ def edited(path: Path) -> Iterator[Any]:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
+def nested_items(data: Any) -> Iterator[tuple[Any, Any]]:
+    """Every value in nested lists and mappings, as its container and its key."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+        yield data, key
+        if isinstance(value, dict | list):
+            yield from nested_items(value)
+
+
 def sentences(count: int) -> list[str]:
     """Distinct sentences of 3 to 16 words."""
     return [

@@ -164,6 +164,14 @@ def uninterrupted(
     return cache(lambda aware: run(tiny("bert"), tmp_path_factory.mktemp("whole") / "out", aware))
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """What a test draws at random does not depend on which tests ran before it."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _few_steps() -> Iterator[None]:
     """Stop fits that go on in steps early: few tests look at how good they become."""

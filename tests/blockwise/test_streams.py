@@ -28,7 +28,6 @@ from tcompress.roles.find import find_roles
 from tcompress.structures.modules.experts import StructuredExperts
 from tests.support.calibrating import one_by_one
 from tests.support.conversions import calibration, distance, outputs, recipe, threads
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 Tiny = Callable[[str], Path]
@@ -224,11 +223,8 @@ def _padded(
     return batch | {name: drawn[name] for name in others if name in drawn}
 
 
-RARER = ("llama", "bart", "whisper")
-
-
 @pytest.mark.often("opt")
-@pytest.mark.parametrize("case", tiered(LENGTHS, lambda row: row not in RARER))
+@pytest.mark.parametrize("case", LENGTHS)
 def test_padding_is_left_out(case: str, tiny: Tiny, tmp_path: Path) -> None:
     family = case.partition(",")[0]
     padded = [_padded(family, LENGTHS[case], seed) for seed in range(4)]

@@ -26,7 +26,9 @@ def modules_after(*arguments: str, setup: str = "") -> set[str]:
         f"from tcompress.cli.main import main\nmain({list(arguments)})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return set(done.stdout.rpartition("modules:")[2].split())
+    _, ended, modules = done.stdout.rpartition("modules:")
+    assert ended, done.stderr
+    return set(modules.split())
 
 
 @pytest.mark.often("arguments1")

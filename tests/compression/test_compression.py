@@ -112,4 +112,3 @@ def test_paths_are_looked_at_first(place: Path) -> None:
     assert done.code == 2
     assert "nowhere" in done.err
     assert "absent.txt" in done.err
-    assert callable(tcompress.compress)

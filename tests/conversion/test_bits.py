@@ -43,7 +43,6 @@ from tests.support.converted import converted
 from tests.support.evaluation import encoder
 from tests.support.model_folders import save_tokenizer
 from tests.support.numerics import quick
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 from tests.support.training import small, texts, train
 
@@ -149,10 +148,10 @@ def _saved_again(kind: Any, folder: Path, again: Path) -> nn.Module:
 
 
 TABLELESS = ("vit", "deit", "clip_vision_model", "tcompress_grid", "tcompress_grid-series")
-FAMILIES = tiered(TINY, lambda family: family in ("bert", "gpt2", "t5", "mixtral", "vit"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.often("bert", "gpt2", "t5", "mixtral", "vit")
+@pytest.mark.parametrize("family", TINY)
 def test_every_family_loads_what_was_rounded(family: str, tmp_path: Path) -> None:
     dense = build(family)
     dense.save_pretrained(tmp_path / "dense")

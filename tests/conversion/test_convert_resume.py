@@ -36,7 +36,6 @@ from tests.support.interrupted import (
     run,
     several_files,
 )
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,13 +61,10 @@ MOMENTS: list[tuple[bool, Moment, bool]] = [
     (True, ("writing", 40), True),
     (True, "tcompress.conversion.outputs.write_manifest", True),
 ]
-RARER = (("writing", 1), ("fitting blocks", 2), "tcompress.conversion.converter.write_index")
 
 
 @pytest.mark.often("False-tcompress.conversion.outputs.config_text-True")
-@pytest.mark.parametrize(
-    ("aware", "moment", "begun"), tiered(MOMENTS, lambda row: row[1] not in RARER)
-)
+@pytest.mark.parametrize(("aware", "moment", "begun"), MOMENTS)
 def test_killed_and_run_again(
     aware: bool, moment: Moment, begun: bool, source: Path, uninterrupted: Whole, tmp_path: Path
 ) -> None:

@@ -37,7 +37,6 @@ from tests.support.conversions import (
 )
 from tests.support.depth import deep, divergence, drawn, idle_llama, stacks, without
 from tests.support.interrupted import contents, convert_until_killed
-from tests.support.tiers import tiered
 from tests.support.tiny import IMAGE, TINY, VOCAB, TinyModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -362,13 +361,8 @@ def _made(family: str, folder: Path, **changes: Any) -> tuple[nn.Module, nn.Modu
     return model.eval(), right
 
 
-# Of each way to say how many blocks there are and what they are.
-OFTEN = ("bert", "distilbert", "deberta-v2", "modernbert", "gpt2", "opt", "gemma3", "mixtral")
-OFTEN += ("qwen3_moe", "vit", "tcompress_grid")
-
-
 @pytest.mark.often("modernbert")
-@pytest.mark.parametrize("family", tiered(ONE_STACK, lambda row: row in OFTEN))
+@pytest.mark.parametrize("family", ONE_STACK)
 def test_copies_compute_what_the_last_block_does(family: str, tmp_path: Path) -> None:
     model, right = _made(family, tmp_path, append_layers=2)
     inputs = deep(family).inputs(2, 8, 50)

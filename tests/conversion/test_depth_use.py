@@ -265,7 +265,7 @@ def test_healing_needs_no_option(bert: str, tmp_path: Path) -> None:
     assert "4 -> 2 blocks" in (done.folder / "README.md").read_text()
 
 
-def test_both_stacks_of_a_teacher(tmp_path: Path) -> None:
+def test_both_stacks(tmp_path: Path) -> None:
     source = saved("t5", tmp_path / "dense")
     keep = {"encoder": [0, 3], "decoder": [0, 1]}
     plan = tcompress.plan(source, keep_layers=keep, calibration="none")

@@ -22,7 +22,6 @@ from tcompress.reporting.model_report import report_of
 from tcompress.roles.find import find_roles
 from tests.support.conversions import calibration, make, recipe
 from tests.support.model_folders import edited, save_tokenizer
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -196,7 +195,8 @@ def test_a_class_that_nobody_knows(tmp_path: Path) -> None:
     assert note == "nobody knows the class `Foo`: a `BertModel` is taken instead"
 
 
-@pytest.mark.parametrize("family", tiered(TINY, often=lambda row: row in ("bert", "mixtral")))
+@pytest.mark.often("bert", "mixtral")
+@pytest.mark.parametrize("family", TINY)
 def test_whole_models_are_whole(family: str, sources: Callable[[str], SourceModel]) -> None:
     assert sources(family).notes == ()
 

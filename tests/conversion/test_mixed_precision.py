@@ -13,14 +13,11 @@ from tcompress.conversion.converter import convert
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tests.support.conversions import Told, calibration, make
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY
 
-CASES = [*product(TINY, ("svd", "width"))]
-OFTEN = [("bert", "svd"), ("tcompress_text", "svd")]
 
-
-@pytest.mark.parametrize(("family", "option"), tiered(CASES, OFTEN.__contains__))
+@pytest.mark.often("bert-svd", "tcompress_text-svd")
+@pytest.mark.parametrize(("family", "option"), product(TINY, ("svd", "width")))
 def test_errors_are_about_those_of_float32(family: str, option: str, tmp_path: Path) -> None:
     errors = []
     for precision in ("no", "bf16"):

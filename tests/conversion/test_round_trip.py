@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import cycle, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -38,25 +38,9 @@ from tests.support.conversions import (
     recipe,
     structured,
 )
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY, TinyModel, build
 
 ALL = (*OPTIONS, *WIDTHS)
-
-
-def _pairs() -> list[tuple[str, str, bool]]:
-    """Every family once, and every option at least once without and once with data."""
-    kinds = cycle([(option, aware) for aware in (True, False) for option in ALL])
-    return [(family, *next(kinds)) for family in TINY]
-
-
-PAIRS = _pairs()
-ROWS = list(product(TINY, ALL, (False, True)))
-
-
-def test_the_default_pairs_cover_all() -> None:
-    assert {family for family, _, _ in PAIRS} == set(TINY)
-    assert {pair[1:] for pair in PAIRS} == {(o, aware) for o in ALL for aware in (False, True)}
 
 
 def _stored(folder: Path) -> dict[str, Tensor]:
@@ -103,7 +87,7 @@ def _check_errors(made: Made, model: nn.Module) -> None:
     "phi3-fitted-False",
 )
 @pytest.mark.smoke
-@pytest.mark.parametrize(("family", "option", "aware"), tiered(ROWS, lambda row: row in PAIRS))
+@pytest.mark.parametrize(("family", "option", "aware"), product(TINY, ALL, (False, True)))
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)
     model = load_whole(type(made.dense), made.folder)
@@ -137,9 +121,7 @@ MEASURED = (
 
 
 @pytest.mark.often("phi3")
-@pytest.mark.parametrize(
-    "family", tiered(MEASURED, lambda row: row in ("bert", "gpt2", "phi3", "t5", "vit"))
-)
+@pytest.mark.parametrize("family", MEASURED)
 def test_reported_errors_are_those_of_the_loaded_model(family: str, tmp_path: Path) -> None:
     made = make(family, tmp_path, aware=True)
     small, data = made.load(), calibration(family)

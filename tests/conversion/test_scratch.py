@@ -1,6 +1,6 @@
 """Models that begin at random: where their weights come from, and how large they are."""
 
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,13 @@ from tests.support.conversions import OPTIONS, dense_weight, load_whole, outputs
 from tests.support.scratch import LPROD, architecture, config_folder, scratch
 from tests.support.structure_cases import Case, marked_cases
 from tests.support.structures import random_bank, random_operators
-from tests.support.tiers import tiered
 from tests.support.tiny import TINY
 
 # ------------------------------------------------------------- weights of the dense model
 
 
-@pytest.mark.parametrize(
-    "family", tiered(TINY, lambda row: row in ("bert", "gpt2", "mixtral", "t5", "vit"))
-)
+@pytest.mark.often("bert", "gpt2", "mixtral", "t5", "vit")
+@pytest.mark.parametrize("family", TINY)
 def test_drawn_weights_are_a_checkpoint_like_any_other(family: str, tmp_path: Path) -> None:
     source = SourceModel.open(str(config_folder(family, tmp_path / "config")), seed=3)
     dense = draw_model(source.model_class, source.config, 3)
@@ -93,13 +91,10 @@ def test_a_weight_is_linear_in_each_tensor_that_is_scaled(case: Case) -> None:
 
 
 FAMILIES = ("bert", "gpt2", "mixtral", "phi3", "t5", "vit")
-_OPTIONS = cycle(FAMILIES)
-OFTEN = {(option, next(_OPTIONS)) for option in OPTIONS}
-ROWS = [(option, family) for option in OPTIONS for family in FAMILIES]
 
 
 @pytest.mark.often("tucker-model-phi3")
-@pytest.mark.parametrize(("option", "family"), tiered(ROWS, lambda row: row in OFTEN))
+@pytest.mark.parametrize(("option", "family"), product(OPTIONS, FAMILIES))
 def test_weights_are_as_large_as_the_host_draws_them(
     option: str, family: str, tmp_path: Path
 ) -> None:

@@ -97,7 +97,7 @@ def test_parts_of_a_series(suffix: str, tmp_path: Path) -> None:
         for place in range(4):
             assert np.array_equal(past[place], windows.past(3 + place))
             assert np.array_equal(future[place], windows.future(3 + place))
-    assert not found.whole
+        assert not found.whole
 
 
 def test_windows_share_memory_and_can_be_drawn(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 
@@ -25,6 +25,7 @@ from tcompress.own_models.grid import (
 from tests.support.cli import shown
 from tests.support.evaluation import classifier
 from tests.support.grids import archive_file, grid_folder, series_file, volume_file
+from tests.support.numerics import quick
 from tests.support.tiny import HORIZON, SERIES
 
 
@@ -33,7 +34,7 @@ def _auc(scores: Any, own: Any) -> float:
     return float(pairs.statistic) / (own.sum() * (~own).sum())
 
 
-@settings(deadline=None, max_examples=30)
+@quick
 @given(st.integers(0, 10_000), st.integers(2, 4), st.booleans())
 def test_area_under_the_curve_is_that_of_mann_and_whitney(
     seed: int, classes: int, tied: bool

@@ -113,15 +113,22 @@ DATA: Mapping[str, Callable[[], CalibrationData | None]] = {
 }
 
 
+ALWAYS = (
+    ("constant", "tucker-shared", "none", "bfloat16"),
+    ("zero", "attention-tucker", "words", "float16"),
+    ("rank1", "tucker-shared", "one_sentence", None),
+)
+
+
 def _cases() -> Iterator[Any]:
-    """Those that always run are spread over all weights, methods, data and dtypes."""
+    """All combinations; the default tier has those of `ALWAYS`."""
     combinations = [
         *product(WEIGHTS, METHODS, ["none"], ["float32", "float16", "bfloat16"]),
         *product(WEIGHTS, METHODS, ["words"], ["float32", "float16"]),
         *product(["rank1", "zero", "half_most"], METHODS, ["one_token", "one_sentence"], [None]),
     ]
-    for number, case in enumerate(combinations):
-        yield pytest.param(*case, marks=() if number % 43 == 7 else pytest.mark.fuzz)
+    for case in combinations:
+        yield pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.fuzz)
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +156,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.often(
-    "constant-tucker-shared-none-bfloat16",
-    "zero-attention-tucker-words-float16",
-    "rank1-tucker-shared-one_sentence-None",
-)
-@pytest.mark.parametrize(("weights", "method", "data", "dtype"), list(_cases()))
+@pytest.mark.parametrize(("weights", "method", "data", "dtype"), _cases())
 def test_a_result_that_loads_or_one_clear_line(
     weights: str,
     method: str,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def _damage(data: Any, draw: random.Random) -> None:
         if isinstance(other[place], str | int | float | None):
             holder[key] = other[place]
     else:
-        holder[key] = draw.choice(WRONG)
+        holder[key] = deepcopy(draw.choice(WRONG))  # it may be damaged further
 
 
 def _recipe(seed: int) -> str:

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 from transformers import AutoModel
 
-import tcompress
 from tcompress.artifact.manifest import read_manifest
 from tcompress.artifact.workplace import partial_folder
 from tcompress.compression import cutting, stages

@@ -17,7 +17,7 @@ from tests.support.tiny import TINY
 
 
 @pytest.mark.often("bert-svd", "tcompress_text-svd")
-@pytest.mark.parametrize(("family", "option"), product(TINY, ("svd", "width")))
+@pytest.mark.parametrize(("family", "option"), [*product(TINY, ("svd", "width"))])
 def test_errors_are_about_those_of_float32(family: str, option: str, tmp_path: Path) -> None:
     errors = []
     for precision in ("no", "bf16"):

@@ -87,7 +87,7 @@ def _check_errors(made: Made, model: nn.Module) -> None:
     "phi3-fitted-False",
 )
 @pytest.mark.smoke
-@pytest.mark.parametrize(("family", "option", "aware"), product(TINY, ALL, (False, True)))
+@pytest.mark.parametrize(("family", "option", "aware"), [*product(TINY, ALL, (False, True))])
 def test_round_trip(family: str, option: str, aware: bool, tmp_path: Path) -> None:
     made = make(family, tmp_path, option, aware=aware)
     model = load_whole(type(made.dense), made.folder)

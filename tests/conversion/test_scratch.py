@@ -94,7 +94,7 @@ FAMILIES = ("bert", "gpt2", "mixtral", "phi3", "t5", "vit")
 
 
 @pytest.mark.often("tucker-model-phi3")
-@pytest.mark.parametrize(("option", "family"), product(OPTIONS, FAMILIES))
+@pytest.mark.parametrize(("option", "family"), [*product(OPTIONS, FAMILIES)])
 def test_weights_are_as_large_as_the_host_draws_them(
     option: str, family: str, tmp_path: Path
 ) -> None:

@@ -156,7 +156,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return of
 
 
-@pytest.mark.parametrize(("weights", "method", "data", "dtype"), _cases())
+@pytest.mark.parametrize(("weights", "method", "data", "dtype"), [*_cases()])
 def test_a_result_that_loads_or_one_clear_line(
     weights: str,
     method: str,

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -140,6 +141,15 @@ def weights(folder: Path) -> str:
 def curve(done: Finetuned) -> list[tuple[int, float | None, float | None]]:
     """What does not depend on time."""
     return [(point.step, point.loss, point.validation) for point in done.facts.curve]
+
+
+def assert_alike(one: Finetuned, two: Finetuned, tolerance: float = 1e-4) -> None:
+    """The courses of two runs are the same, up to rounding."""
+    assert len(one.facts.curve) == len(two.facts.curve)
+    for (step, *numbers), (other, *wanted) in zip(curve(one), curve(two), strict=True):
+        assert step == other
+        for number, want in zip(numbers, wanted, strict=True):
+            assert number == (want if want is None else pytest.approx(want, rel=tolerance))
 
 
 class AtStep(Silent):

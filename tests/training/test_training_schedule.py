@@ -3,7 +3,7 @@
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,8 +32,8 @@ from tcompress.training.setup import drop_nothing
 from tests.support.evaluation import pairs_file
 from tests.support.tiny import TINY, build
 from tests.support.training import (
+    assert_alike,
     batch_of,
-    curve,
     gradients,
     losses_of,
     memory_for,
@@ -240,7 +240,7 @@ def test_too_little_memory_halves_the_pieces(
         "memory ran out; going on with 2 examples at a time, which changes nothing else",
     ]
     assert tried == [8, 4, *[2] * 16]
-    assert [*chain(*curve(done))] == pytest.approx([*chain(*curve(enough))], rel=1e-4)
+    assert_alike(done, enough)
 
 
 def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +259,7 @@ def test_too_little_memory_to_validate(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(Observer, "run", run)
     done = train(losses, tmp_path / "out", **options)
     assert tried == 3 * [8, 4, 4, 4, 4]
-    assert [*chain(*curve(done))] == pytest.approx([*chain(*curve(enough))], rel=1e-4)
+    assert_alike(done, enough)
 
 
 def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_columns_are_read_as_elsewhere(tmp_path: Path) -> None:
 
 
 def test_texts_without_words_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no (words|texts?)"):
+    with pytest.raises(DataError, match="no words"):
         word_tokenizer(Words(words=text_file(tmp_path / "t.txt", [" ", " "]), size=100))
 
 

@@ -193,7 +193,7 @@ def test_padding_is_no_row_of_listed_experts(
         holdout = list(range(len(batches) - held, len(batches)))
         data = CalibrationData(batches, holdout, "tiny", 12, 144, layout)
         convert(str(tmp_path / "dense"), recipe, tmp_path / f"{held}", data=data)
-        groups.append([*fitted.values()])
+        groups.append(sum(fitted.values()))  # a run of batches has sums of its own
         fitted.clear()
     assert rows[0] == rows[1] == rows[2] == rows[3]
     assert sum(rows[0].values()) > 0

@@ -155,6 +155,11 @@ class Finetune(Section):
     mixed_precision: Literal["auto", "no", "fp16", "bf16"] = option(
         "auto", "mixed precision; `auto`: bf16 on GPUs that have it"
     )
+    shard: bool = option(
+        False,
+        "share weights, gradients and the optimizer's state out over the processes (FSDP2), for "
+        "models that no device holds whole",
+    )
     gradient_checkpointing: bool = option(
         False, "compute blocks twice instead of keeping what they compute: less memory, more time"
     )

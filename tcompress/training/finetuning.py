@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from accelerate.utils import (
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 import tcompress
 from tcompress.artifact.checksums import seal
@@ -49,7 +52,7 @@ from tcompress.errors import InputError, first_line, listed
 from tcompress.files import write_text
 from tcompress.hf.opening import KINDS, Reopened, differs, pick_device, unloadable
 from tcompress.linalg.rounding import pack, unpack
-from tcompress.models import SourceModel
+from tcompress.models import SourceModel, tell_padding
 from tcompress.models.names import CARD, carry_files, forget_code, name_cure, stray_links
 from tcompress.options import Finetune
 from tcompress.planning.entries import Plan
@@ -60,6 +63,7 @@ from tcompress.training.loop import Loop
 from tcompress.training.rounded import storage_of
 from tcompress.training.schedule import blocks_first
 from tcompress.training.setup import Setup, set_up
+from tcompress.training.sharding import check_shardable, gathered
 from tcompress.training.teacher import find_teachers
 
 
@@ -76,6 +80,17 @@ class FloatAttention(TorchFunctionMode):
         named = {name: _as_float(value) for name, value in (kwargs or {}).items()}
         with torch.autocast("cpu", enabled=False):
             return func(*map(_as_float, args), **named)
+
+
+def _attention(accelerator: Accelerator) -> AbstractContextManager[object]:
+    """How softmax attention is computed in passes of a run."""
+    low = accelerator.mixed_precision != "no" and accelerator.device.type == "cpu"
+    return FloatAttention() if low else nullcontext()
+
+
+def _contexts(accelerator: Accelerator) -> tuple[AbstractContextManager[object], ...]:
+    """Contexts of blocks in a forward pass, and in a backward pass, where no mode is on else."""
+    return nullcontext(), _attention(accelerator)
 
 
 def _as_float(value: Any) -> Any:
@@ -121,6 +136,7 @@ def finetune(
         model = open_checked(model, token=token)
     check_apart(output, model.origin or model.folder, "the model's own folder")
     check_output(output, force=force)
+    options = _as_launched(options)
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teachers = find_teachers(options.teacher, manifest, token, trust=model.trust_remote_code)
@@ -128,8 +144,11 @@ def finetune(
         check_apart(output, teacher.origin or teacher.folder, "the teacher's own folder")
     heard = progress if accelerator.is_main_process else None
     setup = set_up(model, teachers, options, manifest, heard)
+    if options.shard:
+        check_shardable(accelerator, setup.roundings.values())
     if options.gradient_checkpointing:
-        setup.model.gradient_checkpointing_enable({"use_reentrant": False})
+        contexts = partial(_contexts, accelerator)
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
     say = say or (lambda text: None)
     for note in setup.data.notes:
         say(note)
@@ -139,7 +158,8 @@ def finetune(
     return run.go(progress or Silent(), say)
 
 
-_SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_OTHER_WAYS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_BY_LAUNCHER = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`, and its settings
 _RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "sources"}
 
 
@@ -176,8 +196,9 @@ class _Run:
                 run = self.setup, self.accelerator, checkpoints, progress, say
                 spent = time.perf_counter() - self.begun
                 facts = self._train(Loop(*run, spent=spent))
+                model = self._trained_model()
                 if workplace is not None:
-                    self._write(workplace.model, facts)
+                    self._write(model, workplace.model, facts)
                     workplace.publish(force=self.force)
             self.accelerator.wait_for_everyone()
         self.accelerator.end_training()  # ends the group of processes too
@@ -215,8 +236,7 @@ class _Run:
         """Train, and record the run."""
         setup, options = self.setup, self.setup.options
         self.accelerator.init_trackers("tcompress")
-        low = self.accelerator.mixed_precision != "no" and self.accelerator.device.type == "cpu"
-        with FloatAttention() if low else nullcontext():
+        with _attention(self.accelerator):
             state = loop.run()
         assert state.best is not None  # a run begins and ends with a validation
         device = self.accelerator.device
@@ -242,13 +262,28 @@ class _Run:
             },
         )
 
-    def _write(self, folder: Path, facts: TrainingFacts) -> None:
+    def _trained_model(self) -> PreTrainedModel:
+        """The model to write; of one that is shared out, in the main process, a new one."""
+        if not self.setup.options.shard:
+            return self.setup.model
+        changed = gathered(self.setup.changed, self.accelerator)
+        if not self.accelerator.is_main_process:
+            return self.setup.model
+        model = self.setup.load()
+        tell_padding(model, self.setup.data.pad)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, value in changed.items():
+                values[name].copy_(value)
+        return model
+
+    def _write(self, trained: PreTrainedModel, folder: Path, facts: TrainingFacts) -> None:
         """Write the model; `config.json`, which makes it loadable, comes with the weights."""
         store = self.source.store
         kinds = Counter(store.dtype(key) for key in store.keys())  # noqa: SIM118 - no mapping
         stored = [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
         # Nothing comes after it: the model itself takes the dtype that the source is stored in.
-        model: Any = self.setup.model.to(stored[0] if stored else torch.float32)  # type: ignore
+        model: Any = trained.to(stored[0] if stored else torch.float32)  # type: ignore
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         name_cure(folder)
@@ -296,6 +331,16 @@ class _Run:
                 raise differs(name, "its values are others")
 
 
+def _as_launched(options: Finetune) -> Finetune:
+    """Take from accelerate's launcher that weights are to be shared out, which is done here.
+
+    The variable is taken away: Transformers, which reads it too, would load nothing in all
+    processes but one.
+    """
+    launched = os.environ.pop(_BY_LAUNCHER, "false").lower() in ("true", "1")
+    return options.model_copy(update={"shard": options.shard or launched})
+
+
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     device = pick_device(options.device)
     # Processes find one another only if accelerate is told that they are on a CPU.
@@ -328,12 +373,11 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
     except ValueError as error:
         hint = "choose another `--mixed-precision`, `--track` or `--device`"
         raise InputError(f"accelerate cannot do this: {first_line(error)}", hint) from error
-    if accelerator.distributed_type in _SHARDED:
+    if accelerator.distributed_type in _OTHER_WAYS:
         raise InputError(
-            f"accelerate is told to shard the model ({accelerator.distributed_type.value}), and "
-            "training here keeps a whole model in each process",
-            "launch it without that; `--gradient-checkpointing`, `--accumulate 8` and "
-            "`--mixed-precision bf16` take less memory",
+            f"accelerate is told to train by {accelerator.distributed_type.value}, which does not "
+            "go with training here",
+            "launch it without that; `--shard` shares the model out over the processes",
         )
     if precision == "fp16" and accelerator.device.type == "cpu":
         hint = "choose `--mixed-precision bf16`, or `no`"

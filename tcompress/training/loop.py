@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
+from torch import Tensor, nn
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.progress import Progress
@@ -26,7 +26,7 @@ from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, tokens_in
 from tcompress.training.memory_limits import FittingLosses
 from tcompress.training.mixing import JUDGED, best_mix, mixing_validations
-from tcompress.training.objectives import Batch
+from tcompress.training.objectives import Batch, TokenTeachers
 from tcompress.training.optimizers import optimizer_of
 from tcompress.training.rates import rate_for, tested_rate
 from tcompress.training.rounded import RoundedWeights
@@ -39,6 +39,7 @@ from tcompress.training.schedule import (
     total_steps,
 )
 from tcompress.training.setup import Setup
+from tcompress.training.sharding import gathered, like, shard, whole, with_shards
 from tcompress.training.step_numbers import StepNumbers, check_finite
 from tcompress.training.teacher_outputs import TeacherOutputs
 
@@ -88,17 +89,11 @@ class Loop:
         setup, options, data = self.setup, self.setup.options, self.setup.data
         lengths, processes = data.train.lengths, self.accelerator.num_processes
         self.sampler = LengthBatches(lengths, options.batch_size, processes, options.seed)
-        device, scaled = self.accelerator.device, self.accelerator.scaler is not None
-        batches = loader(data.train, data.pad, self.sampler, pinned=pins(device))
-        fused = True if device.type == "cuda" and not scaled else None
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            setup.model,
-            optimizer_of(setup, fused=fused),
-            batches,
-            device_placement=[None, None, False],  # `Losses` counts what is in them first
-        )
-        if setup.teacher_observer is not None:
-            setup.teacher_observer.model.to(device)  # type: ignore[arg-type]
+        pinned = pins(self.accelerator.device)
+        batches = loader(data.train, data.pad, self.sampler, pinned=pinned)
+        self.model, self.optimizer = _prepared(setup, self.accelerator)
+        # `Losses` counts what is in batches before they are moved.
+        self.loader = self.accelerator.prepare_data_loader(batches, device_placement=False)
         self.per_epoch = len(self.loader)
         self._most = self.state.total = total_steps(options, self.per_epoch)
         if options.minutes is not None:  # until it is clear how many they allow
@@ -249,6 +244,7 @@ class Loop:
             group["lr"] = self._rate(state.step)
         loss = self._gradients(batch)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
+        norm = None if norm is None else whole(norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         state.step += 1
@@ -305,16 +301,17 @@ class Loop:
         )
         is_best = state.add(point, higher_is_better=task is not None and task.higher_is_better)
         self.accelerator.log(point.model_dump(exclude_none=True), step=state.step)
-        if is_best and self.accelerator.is_main_process:
-            weights = {name: item.detach().cpu() for name, item in self.setup.changed.items()}
-            self.checkpoints.keep_best(weights, state.step)
+        if is_best:
+            weights = gathered(self.setup.changed, self.accelerator)
+            if self.accelerator.is_main_process:
+                self.checkpoints.keep_best(weights, state.step)
 
     def _restore_best(self) -> None:
         self.accelerator.wait_for_everyone()
         changed = self.setup.changed
         with torch.no_grad():
             for name, value in self.checkpoints.best(self.state.best_step).items():
-                changed[name].copy_(value)
+                changed[name].copy_(like(value, changed[name]))
         self.accelerator.wait_for_everyone()  # the main process removes them when it has written
 
     def _save(self) -> None:
@@ -322,6 +319,25 @@ class Loop:
         self.state.seconds = self._seconds()
         main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
         self.checkpoints.save(self.state, partial(save_memory, self.accelerator), wait, main)
+
+
+def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
+    """The model as it is run, on its device, and its optimizer; teachers are moved too."""
+    device, teachers = accelerator.device, setup.teacher_observer
+    fused = True if device.type == "cuda" and accelerator.scaler is None else None
+    if not setup.options.shard:
+        if teachers is not None:
+            teachers.model.to(device)  # type: ignore[arg-type]
+        model, optimizer = accelerator.prepare(setup.model, optimizer_of(setup, fused=fused))
+        return model, optimizer
+    beside = teachers.observers if isinstance(teachers, TokenTeachers) else [teachers]
+    for observer in filter(None, (setup.observer, *beside)):
+        shard(observer.model, observer.blocks, accelerator)
+    optimizer = optimizer_of(setup, fused=fused)
+    with_shards(accelerator, setup.model, optimizer)
+    # Mixed precision alone, and nothing around it.
+    model = accelerator.prepare_model(setup.model, device_placement=False, evaluation_mode=True)
+    return model, optimizer
 
 
 def _speed(state: RunState, each: float, seconds: float) -> str:

@@ -15,6 +15,7 @@ from math import inf, log
 from statistics import fmean, stdev
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from tcompress.artifact.manifest import SourceAgreement
@@ -25,6 +26,7 @@ from tcompress.training.losses import Losses
 from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import Setup
+from tcompress.training.sharding import class_of, like
 from tcompress.training.text_agreement import TextComparison
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -62,7 +64,7 @@ class Mix:
 def mixing_validations(setup: Setup) -> float:
     """Least time that comparing mixtures takes, in validations; 0 where none is made."""
     teacher = setup.teacher_observer
-    alike = teacher is None or type(teacher.model).__name__ == type(setup.model).__name__
+    alike = teacher is None or class_of(teacher.model).__name__ == class_of(setup.model).__name__
     if not setup.imitates or (setup.kind == "states" and not alike):
         return 0.0  # they put out other things
     count = sum(min(len(part), FEWEST * JUDGED) for part in setup.data.held.values())
@@ -118,7 +120,7 @@ def best_mix(
                 changes[share].setdefault(source, []).append(change)
             progress.advance()
     agreements = {share: comparisons[share].agreement for share in SHARES}
-    share = chosen(changes, agreements)
+    share = broadcast_object_list([chosen(changes, agreements)])[0]  # all have to choose alike
     line.go(share)
     return Mix(
         share,
@@ -220,7 +222,7 @@ class _Line:
 
     def __init__(self, changed: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> None:
         self._changed = changed
-        self._start = {name: start[name].to(value.device) for name, value in changed.items()}
+        self._start = {name: like(start[name], value) for name, value in changed.items()}
         self._end = {name: value.detach().clone() for name, value in changed.items()}
 
     @contextmanager

@@ -60,7 +60,7 @@ class Observer:
     def __init__(
         self, model: PreTrainedModel, roles: Roles, blocks: Sequence[int], projections: bool
     ) -> None:
-        self.model = model
+        self.model, self.blocks = model, [block.name for block in roles.blocks]
         names = [roles.blocks[index].name for index in blocks]
         self.modules = [model.get_submodule(name) for name in names]
         both = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -108,21 +108,21 @@ class TokenTeachers:
     """Several teachers that read the same tokens: the mean of their probabilities of the next."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = observers
+        self.observers = observers
         self.model = nn.ModuleList([observer.model for observer in observers])
 
     def run(self, batch: Mapping[str, Tensor]) -> Observed:
         """Run all of them; a single one as it is."""
-        if len(self._observers) == 1:
-            return self._observers[0].run(batch)
+        if len(self.observers) == 1:
+            return self.observers[0].run(batch)
         mean: Tensor | None = None
-        for observer in self._observers:
+        for observer in self.observers:
             logits = observer.run(batch).logits
             assert logits is not None  # of models without a head there is only one
             logs = logits.float().log_softmax(-1)
             mean = logs if mean is None else torch.logaddexp(mean, logs)
         assert mean is not None
-        return Observed(SimpleNamespace(logits=mean - log(len(self._observers))))
+        return Observed(SimpleNamespace(logits=mean - log(len(self.observers))))
 
 
 @contextmanager

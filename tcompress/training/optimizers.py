@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.training.setup import Setup
+from tcompress.training.sharding import like, whole
 
 # Coefficients of the quintic iteration of Jordan et al. (Muon, 2024). In three steps it brings
 # singular values from a thirtieth of the largest to between 0.7 and 1.2.
@@ -92,13 +93,14 @@ class Muon(torch.optim.AdamW):
     def _move(self, parameters: list[Tensor], rate: float, decay: float) -> None:
         """Move parameters by their orthogonalised momenta."""
         alike: dict[Any, list[int]] = defaultdict(list)
-        updates = [as_matrices(update) for update in self._momenta(parameters)]
+        updates = [as_matrices(whole(update)) for update in self._momenta(parameters)]
         for index, update in enumerate(updates):
             alike[_batch_shape(update), update.device].append(index)
         for (shape, _), indices in alike.items():
             matrices = orthogonalised_together([updates[index] for index in indices], shape)
             for index, update in zip(indices, matrices, strict=True):
-                updates[index] = update.reshape(parameters[index].shape)
+                pattern = parameters[index]
+                updates[index] = like(update.reshape(pattern.shape), pattern)
         torch._foreach_mul_(parameters, 1 - rate * decay)
         torch._foreach_add_(parameters, updates, alpha=-rate * _SPECTRAL)
 

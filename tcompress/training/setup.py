@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -63,6 +63,7 @@ class Setup:
     """A run before its first step; `untrained` weights are as they began at random."""
 
     options: Finetune
+    load: Callable[[], PreTrainedModel]  # opens the model as it was at first
     model: PreTrainedModel
     observer: Observer
     teacher_observer: Observer | TokenTeachers | None
@@ -127,7 +128,8 @@ def set_up(
     data, head = with_head(task, data, source, first if "logits" in names else None)
     task = task and task.suited_to(data.labels)
     begun = time.perf_counter()
-    model = load_model(source, task.head if task else None, dtype=torch.float32, **head)
+    load = partial(load_model, source, task.head if task else None, dtype=torch.float32, **head)
+    model = load()
     opening = time.perf_counter() - begun
     if options.task == "causal-lm" and _sees_ahead(model):
         raise InputError(
@@ -175,6 +177,7 @@ def set_up(
     untrained = manifest is not None and manifest.is_untrained
     setup = Setup(
         options,
+        load,
         model,
         observer,
         teacher_observer,

@@ -40,7 +40,7 @@ CHUNK = 1024
 """Texts in a file: what is computed again at most, where a run was killed."""
 
 _AT_ONCE = 64  # texts in a forward pass
-_FITTED = 4096  # texts that the map into the student's space is fitted to, at most
+FITTED = 4096  # texts that the map into the student's space is fitted to, at most
 _LEAST = 1e-9  # of the largest singular value: what is smaller is rounding
 _SIZES = {torch.float16: 2, torch.float32: 4}
 
@@ -218,7 +218,7 @@ class Targets:
             path: File that keeps the map.
         """
         if not path.is_file():
-            count = min(len(data), _FITTED)
+            count = min(len(data), FITTED)
             student = embed([*range(count)]).cpu().double()
             rows = self.rows[data][:count].flatten()
             map_ = _turning(self.table, self.table[rows].double(), student)

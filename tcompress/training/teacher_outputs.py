@@ -21,7 +21,7 @@ from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, host_batches, model_inputs, on_device
 from tcompress.training.objectives import Batch, Observed, embedded
 from tcompress.training.setup import Setup
-from tcompress.training.targets import Targets
+from tcompress.training.targets import FITTED, Targets
 from tcompress.training.teacher_cache import TeacherCache
 
 
@@ -38,6 +38,8 @@ class TeacherOutputs:
         """Cache outputs for these examples in a folder, where that is faster than the teacher."""
         setup, process = self.setup, self.accelerator.process_index
         if self.accelerator.device.type != "cpu" or setup.teacher_observer is None:
+            return self
+        if setup.options.shard:  # all processes have to run it together
             return self
         logits = any(objective.name == "logits" for objective, _ in setup.objectives)
         caches = {**self.caches}
@@ -66,10 +68,14 @@ class TeacherOutputs:
         )
         if any(objective.name == "embedding" for objective, _ in setup.objectives):
             path = folder / "map.outputs"
-            if not self.accelerator.is_main_process:  # which writes the map
+            embed = self._student_embeddings
+            is_main = self.accelerator.is_main_process  # which writes the map
+            if not is_main:
+                if setup.options.shard and not path.is_file():  # its part of the student
+                    embed([*range(min(len(data.train), FITTED))])
                 self.accelerator.wait_for_everyone()
-            targets = targets.fit_map(data.train, self._student_embeddings, path)
-            if self.accelerator.is_main_process:
+            targets = targets.fit_map(data.train, embed, path)
+            if is_main:
                 self.accelerator.wait_for_everyone()
         return replace(self, targets=targets)
 

@@ -137,12 +137,19 @@ def test_options_change_the_recipe(tmp_path: Path) -> None:
     assert kept.data.source == ("a.txt",)
 
 
-def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded = property(lambda _: DistributedType.FSDP)
-    monkeypatch.setattr("accelerate.Accelerator.distributed_type", sharded)
-    done = run("finetune", "bert-small", "--quiet", "--data", "texts.txt", "-o", "out", *SHORT)
+def test_ways_to_share_a_model_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a launcher asks for it, it is done as with `--shard`, all of whose problems are told."""
+    common = ("finetune", "bert-small", "--quiet", "--data", "texts.txt", "-o", "out", *SHORT)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    done = run(*common, "--bits", 8)
     assert done.code == 2
-    assert done.err.startswith("error: accelerate is told to shard the model (FSDP), and training")
+    assert "`shard` shares weights out over processes, and there is one" in done.err
+    assert "these are stored in few bits" in done.err
+    other = property(lambda _: DistributedType.DEEPSPEED)
+    monkeypatch.setattr("accelerate.Accelerator.distributed_type", other)
+    done = run(*common)
+    assert done.code == 2
+    assert done.err.startswith("error: accelerate is told to train by DEEPSPEED")
 
 
 @pytest.mark.parametrize(

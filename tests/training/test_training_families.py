@@ -134,19 +134,31 @@ def test_products_of_slices_in_bfloat16_equal_those_in_float32(product: str) -> 
 
 # The command, with a second process that is late to read the best weights.
 _LATE = """
-import os, time
+import os, signal, time
 from tcompress.__main__ import main
-from tcompress.training import checkpoints
+from tcompress.training import checkpoints, loop
 
 read = checkpoints.load_file
 if os.environ["RANK"] == "1":
     checkpoints.load_file = lambda path: time.sleep(3) or read(path)
+if limit := int(os.environ.get("DIES_AFTER", "0")):
+    step, taken = loop.Loop._step, []
+
+    def dying(self, batch):
+        step(self, batch)
+        taken.append(batch)
+        if len(taken) == limit:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    loop.Loop._step = dying
 main()
 """
 
 
-def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run `tcompress finetune` in two processes."""
+def _together(
+    folder: Path, *arguments: object, dies_after: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run `tcompress finetune` in two processes, which are killed after so many steps."""
     (folder / "late.py").write_text(_LATE, encoding="utf-8")
     # Accelerate leaves variables behind in a process that has trained.
     own = {
@@ -156,6 +168,7 @@ def _together(folder: Path, *arguments: object) -> subprocess.CompletedProcess[s
     }
     environment = {
         **own,
+        "DIES_AFTER": str(dies_after),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -178,7 +191,7 @@ def _curve(document: dict[str, Any]) -> list[float]:
 def _alone_and_together(folder: Path, *options: object) -> tuple[dict[str, Any], ...]:
     """What one process tells, and two; the second also what they said."""
     out = ("--batch-size", 8, "-o", folder / "one", "--device", "cpu", "--json", "--quiet")
-    alone = run("finetune", *options, *out).document
+    alone = run("finetune", *(item for item in options if item != "--shard"), *out).document
     done = _together(folder, *options, "--batch-size", 4, "-o", folder / "two")
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads(done.stdout)  # one of them prints
@@ -189,14 +202,14 @@ def _alone_and_together(folder: Path, *options: object) -> tuple[dict[str, Any],
 
 @pytest.mark.slow
 @pytest.mark.often("adamw")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", ["adamw", "muon", "adamw --shard", "muon --shard"])
+def test_the_curve_of_one_process(options: str, tmp_path: Path) -> None:
     """The model's pooler takes no part in the task; no process must wait for its gradient."""
     folder = small_encoder(tmp_path)
     path = pairs_file(tmp_path / "pairs.jsonl", 30)
     common = [folder, "--task", "sts", "--data", path, "--steps", 6, "--evaluate-every", 2]
     common += ["--block-steps", 2, "--checkpoint-every", 4, "--minutes", 5]
-    common += ["--optimizer", optimizer]
+    common += ["--optimizer", *options.split()]
     alone, document = _alone_and_together(tmp_path, *common)
     assert len(_curve(alone)) == 7
     for name in ("steps", "samples", "best_step", "data_fingerprint"):
@@ -207,6 +220,24 @@ def test_the_curve_of_one_process(optimizer: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_is_shared_out_is_resumed(tmp_path: Path) -> None:
+    """Its checkpoints hold the parts of both processes, the optimizer's too."""
+    folder, path = small_encoder(tmp_path), pairs_file(tmp_path / "pairs.jsonl", 30)
+    common = [folder, "--data", path, "--steps", 6, "--batch-size", 4, "--evaluate-every", 4]
+    common += ["--checkpoint-every", 2, "--shard", "--mixed-precision", "bf16"]
+    common += ["--gradient-checkpointing"]
+    killed = _together(tmp_path, *common, "-o", tmp_path / "killed", dies_after=3)
+    assert killed.returncode != 0
+    assert [*(partial_folder(tmp_path / "killed") / "checkpoints").glob("step-*2/shards/*")]
+    for name in ("killed", "whole"):
+        done = _together(tmp_path, *common, "-o", tmp_path / name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads(done.stdout)["resumed"] is (name == "killed")
+    files = [tmp_path / name / "model.safetensors" for name in ("killed", "whole")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.slow
 def test_texts_that_teachers_read_are_shared(tmp_path: Path) -> None:
     """Cosines are those of the texts of both processes, and each reads a part for the teachers."""
     pooling = {"pooling_mode_mean_tokens": True}
@@ -214,6 +245,6 @@ def test_texts_that_teachers_read_are_shared(tmp_path: Path) -> None:
     wide = encoder(tmp_path / "wide", 1, pooling, hidden_size=48, intermediate_size=64)
     path = pairs_file(tmp_path / "pairs.jsonl", 30)
     common = [student, "--teacher", wide, "--teacher", student, "--task", "sts", "--data", path]
-    common += ["--steps", 4, "--evaluate-every", 2]
+    common += ["--steps", 4, "--evaluate-every", 2, "--shard"]
     _, document = _alone_and_together(tmp_path, *common)
     assert document["training"]["objectives"] == {"task": 1, "similarities": 1, "embedding": 1}

@@ -295,7 +295,13 @@ def test_a_head_with_one_output_is_imitated(tmp_path: Path) -> None:
 def test_one_run_after_another_with_another_precision(tmp_path: Path) -> None:
     folder, data = small_encoder(tmp_path), texts(tmp_path)
     found = [
-        train(folder, tmp_path / precision, data=data, mixed_precision=precision)
+        train(
+            folder,
+            tmp_path / precision,
+            data=data,
+            mixed_precision=precision,
+            gradient_checkpointing=precision == "bf16",
+        )
         for precision in ("no", "bf16")
     ]
     assert [done.facts.environment["precision"] for done in found] == ["no", "bf16"]

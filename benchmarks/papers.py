@@ -40,13 +40,13 @@ AG = ("finetune.epochs=2", "finetune.mixed_precision=bf16")
 IMDB = ("finetune.epochs=3", "finetune.mixed_precision=bf16")
 SMALL = (
     "pretrain.epochs=null",
-    "pretrain.steps=4000",
+    "pretrain.steps=1200",
     "pretrain.learning_rate=1e-3",
-    "pretrain.evaluate_every=500",
+    "pretrain.evaluate_every=300",
     "finetune.epochs=null",
-    "finetune.steps=2000",
+    "finetune.steps=600",
     "finetune.learning_rate=1e-3",
-    "finetune.evaluate_every=500",
+    "finetune.evaluate_every=150",
     "architecture.hidden_size=64",
     "architecture.num_hidden_layers=2",
     "architecture.num_attention_heads=1",

@@ -30,11 +30,15 @@ class TrainingTask(ABC):
     head: ClassVar[Head | None] = None
     needs: ClassVar[Needs]
     validated: ClassVar[str] = "loss"
-    higher_is_better: ClassVar[bool] = False
     fewest_held: ClassVar[int] = 1  # examples to hold out, where they are not half of all
 
     def __init__(self, sentences: SentenceEncoder = PLAIN) -> None:
         self.sentences = sentences
+
+    @property
+    def higher_is_better(self) -> bool:
+        """True if the validated number grows as the model learns."""
+        return self.validated not in ("loss", "mae")
 
     def prepare(self, examples: Examples) -> Examples:
         """Complete examples as they are read."""
@@ -68,7 +72,6 @@ class Classification(TrainingTask):
     head: ClassVar[Head | None] = "classification"
     needs = Needs((1, 2), target="class", several=True)
     validated = "accuracy"
-    higher_is_better = True
 
     def loss(self, outputs: Observed, batch: Batch) -> Tensor:
         return cross_entropy(_logits(outputs), batch["labels"], reduction="sum")
@@ -219,7 +222,6 @@ class Regression(TrainingTask):
     head: ClassVar[Head | None] = "regression"
     needs = Needs((1, 2), target="score")
     validated = "spearman"
-    higher_is_better = True
 
     def loss(self, outputs: Observed, batch: Batch) -> Tensor:
         return (self.predictions(outputs, batch) - batch["labels"]).square().sum()
@@ -262,7 +264,6 @@ class Forecasting(Regression):
     head = "forecasting"
     needs = Needs(window=(0, 0))  # of the size that the model was made for
     validated = "mae"
-    higher_is_better = False
 
     def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
         """Forecasts.  # (examples, horizon, variables)."""

@@ -91,6 +91,8 @@ def test_a_variant_runs(case: str, tmp_path: Path) -> None:
         manifest = read_manifest(tmp_path / recipe.output)
         assert manifest is not None
         assert [item.task for item in manifest.training] == ["pretraining", "response-selection"]
+        losses = [point.validation for point in manifest.training[0].curve]
+        assert manifest.training[0].best == min(losses) < losses[0]
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -25,6 +25,7 @@ BATCH, LENGTH = "batch_size", "sequence_length"
 PAST, TOTAL = "past_sequence_length", "total_sequence_length"
 ENCODED = "encoder_sequence_length"
 """Names of axes whose size is free."""
+_TEXTS = ("_ids", "_mask")  # ends of names of inputs that have a length
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Part(nn.Module):
     @property
     def has_length(self) -> bool:
         """True if the length of its inputs is free."""
-        return any(name.endswith(("_ids", "_mask")) for name in self.inputs)
+        return any(name.endswith(_TEXTS) for name in self.inputs)
 
     def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
         """Draw inputs; every second text is padded at its end."""
@@ -80,14 +81,12 @@ class Part(nn.Module):
         given = dict(batch)
         if "token_type_ids" in self.inputs and "input_ids" in given:
             given.setdefault("token_type_ids", torch.zeros_like(given["input_ids"]))
-        if any(name not in given for name in self.inputs):
-            return None
-        return {name: given[name] for name in self.inputs}
+        complete = all(name in given for name in self.inputs)
+        return {name: given[name] for name in self.inputs} if complete else None
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
-        texts = name.endswith(("_ids", "_mask"))
-        return {0: BATCH, 1: LENGTH} if texts else {0: BATCH}
+        return {0: BATCH} | ({1: LENGTH} if name.endswith(_TEXTS) else {})
 
 
 def _mask(batch: int, length: int) -> Tensor:
@@ -105,7 +104,6 @@ class EmbeddingPart(Part):
         self.encoder = encoder
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute the hidden states, and pool them."""
         hidden = self.model(**inputs, return_dict=True)["last_hidden_state"]
         return hidden, self.encoder.vectors(hidden, inputs["attention_mask"])
 
@@ -123,7 +121,6 @@ class CausalPart(Part):
         self.past = dict(zip(past, widths, strict=True))
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute scores, and the cache with the new tokens in it."""
         given = [inputs[name] for name in self.past]
         cache = DynamicCache([*zip(given[::2], given[1::2], strict=True)])
         plain = {name: value for name, value in inputs.items() if name not in self.past}
@@ -153,7 +150,6 @@ class CausalPart(Part):
         return empty | {"input_ids": ids, "attention_mask": mask}
 
     def axes(self, name: str) -> dict[int, str]:
-        """Name the free axes of an input."""
         if name in self.past:
             return {0: BATCH, 2: PAST}
         return {0: BATCH, 1: TOTAL if name == "attention_mask" else LENGTH}
@@ -165,7 +161,6 @@ class EncoderPart(Part):
     file = "encoder_model"
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute the hidden states that the decoder reads."""
         return (self.model.get_encoder()(**inputs, return_dict=True)["last_hidden_state"],)
 
 
@@ -181,7 +176,6 @@ class DecoderPart(Part):
         self.width = width
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute scores of the tokens that come next."""
         states = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])
         masks = {}
         if "encoder_attention_mask" in inputs:
@@ -197,7 +191,8 @@ class DecoderPart(Part):
 
     def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
         """Draw tokens, and any numbers as states of an encoder that read a longer text."""
-        device, length = torch.device("cpu"), self._encoded(size)
+        frames, device = self.draw.shapes.get("input_features"), torch.device("cpu")
+        length = frames[-1] // 2 if frames else size.length + 3
         drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
         generator = torch.Generator().manual_seed(seed)
         shape = (size.batch, length, self.width)
@@ -206,12 +201,7 @@ class DecoderPart(Part):
         drawn["input_ids"] = drawn["decoder_input_ids"]
         return {name: drawn[name] for name in self.inputs}
 
-    def _encoded(self, size: Size) -> int:
-        frames = self.draw.shapes.get("input_features")
-        return frames[-1] // 2 if frames else size.length + 3
-
     def axes(self, name: str) -> dict[int, str]:
-        """Name the free axes of an input."""
         return {0: BATCH, 1: ENCODED if name.startswith("encoder_") else LENGTH}
 
 
@@ -223,8 +213,8 @@ def parts_of(
     With an `encoder`, sentence embeddings are an output too.
     """
     kinds, draw = inputs_of(source), RandomInputs.of(source, source)
-    names = ["input_ids", "attention_mask"] if kinds.text else []
-    names = [name for name in names if name in kinds.names]
+    texts = ("input_ids", "attention_mask") if kinds.text else ()
+    names = [name for name in texts if name in kinds.names]
     if "token_type_ids" in kinds.names and getattr(source.config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     names += draw.shapes
@@ -245,12 +235,10 @@ _LEFT_OUT = ("loss", "past_key_values", "hidden_states", "attentions", "cross_at
 
 
 def _outputs(computed: Mapping[str, Any]) -> tuple[str, ...]:
-    found = [name for name, value in computed.items() if isinstance(value, Tensor)]
-    found = [name for name in found if name not in _LEFT_OUT]
     # Sentence encoders pool by themselves; what BERT puts on its first token few models train.
-    if "last_hidden_state" in found and "pooler_output" in found:
-        found.remove("pooler_output")
-    return tuple(found)
+    pooled = ("pooler_output",) if "last_hidden_state" in computed else ()
+    tensors = (name for name, value in computed.items() if isinstance(value, Tensor))
+    return tuple(name for name in tensors if name not in (*_LEFT_OUT, *pooled))
 
 
 def _with_cache(part: Part, computed: Any, names: frozenset[str]) -> Part:
@@ -266,8 +254,8 @@ def _with_cache(part: Part, computed: Any, names: frozenset[str]) -> Part:
         )
     shapes = ((layer.keys.shape, layer.values.shape) for layer in layers)
     caches = tuple((keys[1], keys[3], values[3]) for keys, values in shapes)
-    steps = ("position_ids",) if "position_ids" in names else ()
-    part.inputs, part.outputs = (*part.inputs, *steps), ("logits",)
+    part.inputs += ("position_ids",) if "position_ids" in names else ()
+    part.outputs = ("logits",)
     return CausalPart(part, caches)
 
 

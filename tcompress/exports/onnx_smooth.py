@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tcompress.exports.onnx_quantize import LARGEST_STEP, Graph, rounded, split_gemm
+from tcompress.exports.onnx_quantize import LARGEST_STEP, Array, Graph, rounded, split_gemm
 
 STRENGTHS = (0.5, 0.6, 0.75)
 """Exponents of the range of a channel, 1 less those of its weights."""
@@ -24,8 +23,6 @@ ROWS = 512
 """Tokens that are looked at."""
 LEAST_GAIN = 0.3
 """Share of the squared error by which it has to fall where it costs an operator."""
-
-Array = NDArray[Any]
 
 
 def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tcompress.errors import InputError
@@ -62,11 +63,8 @@ class RuntimeFiles:
         return OnnxModule(OnnxModel.open(path, threads), source.config)
 
     def _stored(self, source: SourceModel, runtime: RuntimeName) -> Path | None:
-        folder = source.folder / FOLDER
-        for pattern in _FILES[runtime]:
-            for path in sorted(folder.glob(pattern)):
-                return path
-        return None
+        paths = (sorted((source.folder / FOLDER).glob(pattern)) for pattern in _FILES[runtime])
+        return next(chain.from_iterable(paths), None)
 
     def _new(self, source: SourceModel, runtime: RuntimeName) -> Path:
         output = self.scratch / f"{source.store.fingerprint()}-{runtime}"

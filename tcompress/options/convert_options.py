@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -213,10 +212,6 @@ def _usual_calibration(said: Mapping[str, Any]) -> Calibration:
     return Calibration(source=("none",)) if said.get("init") == "random" else Calibration()
 
 
-def _show_usual(schema: dict[str, Any]) -> None:
-    schema["default"] = Calibration().model_dump(mode="json")
-
-
 # No model has as many, and a list of all of them would not end.
 BlockIndex = Annotated[int, Field(ge=0, lt=1000)]
 BlockCount = Annotated[int, Field(gt=0, lt=1000)]
@@ -421,7 +416,7 @@ class Convert(Section):
     calibration: Calibration = Field(
         default_factory=_usual_calibration,
         description="calibration data; with `init: random` there is none",
-        json_schema_extra=_show_usual,
+        json_schema_extra={"default": Calibration().model_dump(mode="json")},
     )
     dtype: DType | None = option(
         None, "dtype of the output; default as the source", panel=OUTPUT, metavar="NAME"
@@ -457,15 +452,13 @@ class Convert(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Convert:
-        found = (
-            self._init_problems(),
-            self._depth_problems(),
-            self._budget_problems(),
-            self._plain_problems(),
-            self._vocab_problems(),
-            self._rounding_problems(),
-        )
-        problems = list(chain.from_iterable(found))
+        problems = [
+            *self._init_problems(),
+            *self._depth_problems(),
+            *self._budget_problems(),
+            *(self._plain_problems() if self.plain else ()),
+            *self._storage_problems(),
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -523,14 +516,12 @@ class Convert(Section):
         fixed = self.method is not None and self.method.fixes_size
         if tol_of(self.method) is not None:
             given.append("tol")
-        times, others = (
-            [name for name in given if (name in RESOURCES) == measured]
-            for measured in (True, False)
-        )
+        times = [name for name in given if name in RESOURCES]
+        others = [name for name in given if name not in RESOURCES]
         for names in (times, others):
             if len(names) > 1:
-                listed_names = " and ".join(f"`{name}`" for name in names)
-                yield f"{listed_names} are given together; allowed is one of them"
+                both = " and ".join(f"`{name}`" for name in names)
+                yield f"{both} are given together; allowed is one of them"
         if times and others and others[0] not in SIZES:
             yield f"`{times[0]}` and `{others[0]}` are given together; allowed is one of them"
         if times and self.calibration.is_none:
@@ -577,24 +568,18 @@ class Convert(Section):
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
-    def _vocab_problems(self) -> Iterator[str]:
-        if self.vocab is None:
-            return
-        if self.init == "random":
+    def _storage_problems(self) -> Iterator[str]:
+        if self.vocab is not None and self.init == "random":
             yield (
                 "`vocab` leaves out tokens of a trained model: with `init: random` give "
                 "`vocab_size` in the configuration"
             )
         elif self.vocab == "data" and not self.calibration.files:
             yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
-
-    def _rounding_problems(self) -> Iterator[str]:
         if self.group_size is not None and not (self.rounds or self.chooses_table):
             yield "`group_size` is of weights in few bits: give `bits` or `embedding_bits` too"
 
     def _plain_problems(self) -> Iterator[str]:
-        if not self.plain:
-            return
         if self.method is not None and not self.method.narrows:
             yield (
                 f"no model's own config can say `{self.method.name}`: with `plain` allowed are the "

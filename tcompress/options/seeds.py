@@ -23,14 +23,8 @@ def repetitions(recipe: Recipe, count: int) -> list[Repetition]:
     """Make a recipe for each of so many seeds: its own, and those that follow.
 
     First weights, calibration data and training have seeds. Measurements keep theirs, so that
-    all are of the same examples. What is written is named after the seed.
-
-    Args:
-        recipe: How it begins; its `output` and `name` are made longer.
-        count: Number of seeds.
-
-    Raises:
-        RecipeError: Nothing that it does depends on a seed.
+    all are of the same examples. What is written is named after the seed: `output` and `name` are
+    made longer. A `RecipeError` says that nothing in it depends on a seed.
     """
     original = _seeds_of(recipe)
     if not original:
@@ -39,9 +33,8 @@ def repetitions(recipe: Recipe, count: int) -> list[Repetition]:
             "weights at random, no calibration data, no training",
             "leave `--seeds` out",
         )
-    first = next(iter(original.values()))
     return [
-        Repetition((first + index) % _SEEDS, _seeded(recipe, original, index, first))
+        _repetition(recipe, {name: (seed + index) % _SEEDS for name, seed in original.items()})
         for index in range(count)
     ]
 
@@ -59,17 +52,17 @@ def _seeds_of(recipe: Recipe) -> dict[str, int]:
     return seeds
 
 
-def _seeded(recipe: Recipe, original: dict[str, int], index: int, first: int) -> Recipe:
-    changed: dict[str, Any] = {}
-    seeds = {section: (seed + index) % _SEEDS for section, seed in original.items()}
-    convert: Any = {"seed": seeds["convert"]} if "convert" in seeds else {}
+def _repetition(recipe: Recipe, seeds: dict[str, int]) -> Repetition:
+    changed: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update={"seed": seeds[name]})
+        for name in seeds.keys() - {"calibration"}
+    }
     if "calibration" in seeds:
-        said = {"seed": seeds["calibration"]}
-        convert["calibration"] = recipe.convert.calibration.model_copy(update=said)
-    changed["convert"] = recipe.convert.model_copy(update=convert)
-    for name in seeds.keys() & {"pretrain", "finetune"}:
-        changed[name] = getattr(recipe, name).model_copy(update={"seed": seeds[name]})
+        calibration = recipe.convert.calibration.model_copy(update={"seed": seeds["calibration"]})
+        convert = changed.get("convert", recipe.convert)
+        changed["convert"] = convert.model_copy(update={"calibration": calibration})
+    first = next(iter(seeds.values()))
     for name in ("name", "output"):
         if (value := getattr(recipe, name)) is not None:
-            changed[name] = f"{value}{SUFFIX}{(first + index) % _SEEDS}"
-    return recipe.model_copy(update=changed)
+            changed[name] = f"{value}{SUFFIX}{first}"
+    return Repetition(first, recipe.model_copy(update=changed))

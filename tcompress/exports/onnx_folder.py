@@ -159,23 +159,17 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
         )
         return
     folder.mkdir()
-    indices = (path.name for path in source.folder.glob("*.index.json"))
-    for name in sorted({*source.store.files, *indices}):
+    patterns = ("*.index.json", CARD, MANIFEST)
+    others = (path.name for pattern in patterns for path in source.folder.glob(pattern))
+    for name in sorted({*source.store.files, *others}):
         shutil.copyfile(source.folder / name, folder / name)
     carry_files(source.folder, source.auxiliary_files(), folder)
-    for name in (CARD, MANIFEST):
-        if (source.folder / name).is_file():
-            shutil.copyfile(source.folder / name, folder / name)
     if not source.trust_remote_code:
         forget_code(folder)
 
 
 def _write_files(
-    source: SourceModel,
-    place: Workplace,
-    settings: OnnxFiles,
-    to: ExportFormat,
-    progress: Progress,
+    source: SourceModel, place: Workplace, settings: OnnxFiles, to: ExportFormat, progress: Progress
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
     """Write all files, and compare each with PyTorch."""
     if settings.dense:
@@ -224,7 +218,7 @@ def _write_part(
         left: tuple[str, ...] = ()
         if bits == 8:
             options: dict[str, Any] = {"table_bits": settings.embedding_bits, "external": external}
-            if not external:  # memory holds the file twice
+            if not external:  # memory would hold it twice
                 activations = activations_of(path, [inputs for inputs, _ in proof.samples])
                 options["prepare"] = partial(smooth, activations=activations)
             left = quantize_int8(path, file, **options)
@@ -274,10 +268,8 @@ def _encoder(
     try:
         encoder = SentenceEncoder.of(source)
         if not encoder.stated and settings.sentence_embedding:
-            raise DataError(
-                f"`{source.id}` has no `modules.json` that says how it pools",
-                "leave `--sentence-embedding` out",
-            )
+            text = f"`{source.id}` has no `modules.json` that says how it pools"
+            raise DataError(text, "leave `--sentence-embedding` out")
         return (encoder if encoder.stated else None), ()
     except DataError as error:
         if settings.sentence_embedding:

@@ -102,12 +102,11 @@ def _tidy(model: Any) -> None:
     for value in list(graph.initializers.values()):
         if value.name.startswith(_OURS):
             _rename(value, _free(value.name.removeprefix(_OURS), values))
-    for item in (graph, model, *graph, *graph.inputs, *graph.initializers.values()):
+    outputs = (value for node in graph for value in node.outputs)
+    for item in (graph, model, *graph, *graph.inputs, *graph.initializers.values(), *outputs):
         item.metadata_props.clear()
     for node in graph:
         node.doc_string = None
-        for value in node.outputs:
-            value.metadata_props.clear()
 
 
 def _module_of(node: Any) -> str:

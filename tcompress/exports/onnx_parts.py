@@ -68,21 +68,22 @@ class Part(nn.Module):
         """Draw inputs; every second text is padded at its end."""
         device = torch.device("cpu")
         drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
-        if "attention_mask" in self.inputs:
-            drawn["attention_mask"] = _mask(size.batch, size.length)
-        if "token_type_ids" in self.inputs:
-            kinds = torch.zeros(size.batch, size.length, dtype=torch.long)
-            kinds[:, size.length // 2 :] = 1
-            drawn["token_type_ids"] = kinds
+        self._draw_more(drawn, size, torch.Generator().manual_seed(seed))
         return {name: drawn[name] for name in self.inputs}
+
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
+        drawn["attention_mask"] = _mask(size.batch, size.length)
+        kinds = torch.zeros(size.batch, size.length, dtype=torch.long)
+        kinds[:, size.length // 2 :] = 1
+        drawn["token_type_ids"] = kinds
 
     def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Make inputs of a batch of data for the whole model; None if it cannot be."""
-        given = dict(batch)
-        if "token_type_ids" in self.inputs and "input_ids" in given:
-            given.setdefault("token_type_ids", torch.zeros_like(given["input_ids"]))
-        complete = all(name in given for name in self.inputs)
-        return {name: given[name] for name in self.inputs} if complete else None
+        inputs = dict(batch)
+        if "token_type_ids" in self.inputs and "input_ids" in inputs:
+            inputs.setdefault("token_type_ids", torch.zeros_like(inputs["input_ids"]))
+        complete = all(name in inputs for name in self.inputs)
+        return {name: inputs[name] for name in self.inputs} if complete else None
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
@@ -128,19 +129,14 @@ class CausalPart(Part):
         held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         return (computed["logits"], *held)
 
-    def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
-        """Draw tokens and a cache of any numbers."""
-        device = torch.device("cpu")
-        drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
         past = torch.ones(size.batch, size.past, dtype=torch.long)
         drawn["attention_mask"] = torch.cat([past, _mask(size.batch, size.length)], 1)
         steps = torch.arange(size.past, size.past + size.length)
         drawn["position_ids"] = steps.expand(size.batch, -1)
-        generator = torch.Generator().manual_seed(seed)
-        for name, (heads, width) in self.past.items():
+        for name, (heads, width) in self.past.items():  # a cache of any numbers
             shape = (size.batch, heads, size.past, width)
             drawn[name] = torch.randn(shape, generator=generator)
-        return {name: drawn[name] for name in self.inputs}
 
     def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Add an empty cache to texts."""
@@ -189,17 +185,14 @@ class DecoderPart(Part):
         )
         return tuple(computed[name] for name in self.outputs)
 
-    def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
-        """Draw tokens, and any numbers as states of an encoder that read a longer text."""
-        frames, device = self.draw.shapes.get("input_features"), torch.device("cpu")
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
+        """Draw any numbers as states of an encoder that read a longer text."""
+        frames = self.draw.shapes.get("input_features")
         length = frames[-1] // 2 if frames else size.length + 3
-        drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
-        generator = torch.Generator().manual_seed(seed)
         shape = (size.batch, length, self.width)
         drawn["encoder_hidden_states"] = torch.randn(shape, generator=generator)
         drawn["encoder_attention_mask"] = _mask(size.batch, length)
         drawn["input_ids"] = drawn["decoder_input_ids"]
-        return {name: drawn[name] for name in self.inputs}
 
     def axes(self, name: str) -> dict[int, str]:
         return {0: BATCH, 1: ENCODED if name.startswith("encoder_") else LENGTH}

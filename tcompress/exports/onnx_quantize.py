@@ -45,15 +45,9 @@ def quantize_int8(
 ) -> tuple[str, ...]:
     """Write a file whose weights have eight bits; inputs of products are quantised as they come.
 
-    Args:
-        source: A file in float32.
-        target: The file to write.
-        table_bits: Bits of embeddings: 8 with a scale for each row, or 4 in blocks.
-        external: Whether weights are to lie beside the file.
-        prepare: What is done to the graph in float32 before.
-
-    Returns:
-        Names of the larger tensors that stay in float32.
+    The `source` is in float32. Embeddings have `table_bits`: 8 with a scale for each row, or 4 in
+    blocks. With `external`, weights lie beside the file. `prepare` is done to the graph in float32
+    before. Returns the names of the larger tensors that stay in float32.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -155,11 +149,11 @@ class Graph:
             self.tensors[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
-    def set_weight(self, node: Any, place: int, value: Array) -> None:
-        """Give a node another constant of the same shape, which no other node sees."""
+    def set_weight(self, node: Any, value: Array) -> None:
+        """Give a product another constant of the same shape, which no other node sees."""
         name = f"{node.name}_weight"
         self.tensors.pop(name, None)
-        node.input[place] = self.add(name, value.astype(np.float32))
+        node.input[1] = self.add(name, value.astype(np.float32))
 
     def scale(self, name: str, readers: list[Any], factors: Array) -> None:
         """Multiply the channels of a value by factors, for some of the nodes that read it."""
@@ -431,15 +425,9 @@ def store_others(graph: Graph) -> None:
 
 
 def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[Array, Array]:
-    """Round to the nearest step of a symmetric grid.
+    """Round to the nearest step of a symmetric grid; numbers along `axis` share a scale.
 
-    Args:
-        weight: Numbers.
-        axis: Axes along which they share a scale.
-        largest: Largest step.
-
-    Returns:
-        Steps in int8, and scales in float32 whose product they are.
+    Returns steps in int8, `largest` at most, and scales in float32: numbers are their products.
     """
     scales = np.abs(weight).max(axis=axis, keepdims=True).astype(np.float64) / largest
     steps = np.rint(weight / np.where(scales == 0, 1, scales))

@@ -26,14 +26,10 @@ LEAST_GAIN = 0.3
 
 
 def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:
-    """Make channels more alike wherever that pays.
+    """Make channels more alike wherever that pays, in a graph in float32, which is changed.
 
-    Args:
-        graph: A graph in float32, which is changed.
-        activations: Rows of inputs of products by name.  # (rows, channels)
-
-    Returns:
-        Number of inputs that were changed.
+    `activations` are rows of inputs of products by name.  # (rows, channels). Returns the number of
+    inputs that were changed.
     """
     groups: dict[str, list[Any]] = defaultdict(list)
     for node in graph.products(2):
@@ -50,9 +46,9 @@ def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:
             continue
         changed += 1
         for node in nodes:
-            graph.set_weight(node, 1, _weight(graph, node) * scales[:, None])
+            graph.set_weight(node, _weight(graph, node) * scales[:, None])
         if producer is not None and folds:
-            graph.set_weight(producer, 1, _weight(graph, producer) / scales)
+            graph.set_weight(producer, _weight(graph, producer) / scales)
         else:
             graph.scale(name, nodes, 1 / scales)
     return changed

@@ -48,15 +48,9 @@ class RuntimeFiles:
     def __call__(
         self, source: SourceModel, runtime: RuntimeName, threads: int | None = None
     ) -> OnnxModule:
-        """Open a model in a runtime.
+        """Open a model in a runtime, any but `torch`; a pass has torch's threads by default.
 
-        Args:
-            source: The model.
-            runtime: Any but `torch`.
-            threads: Threads of a pass; default those of torch.
-
-        Raises:
-            InputError: The runtime is not installed, or the model has no form for it.
+        An `InputError` says that it is not installed, or that the model has no form for it.
         """
         require_onnx()
         path = self._stored(source, runtime) or self._new(source, runtime)

@@ -286,7 +286,9 @@ def unasked(settings: Convert, said: dict[str, Any], typed: Given[Any]) -> Itera
     named = said.get("method") or settings.attention or method.narrows  # by its options
     if not named:
         yield _taken(settings, method, typed)
-    if method.name == "lprod" and _is_fitted(settings, method):
+    chosen = getattr(method, "transform", None) is not None
+    fitted = not (chosen or settings.calibration.is_none or settings.init == "random")
+    if method.name == "lprod" and fitted:
         yield (
             "lprod: the transform is fitted to the data, which keeps a little more than 1/p; the "
             f"layer of the paper is {typed.ask('dct', 'method', 'transform')}"
@@ -303,8 +305,3 @@ def _taken(settings: Convert, method: AnyMethod, typed: Given[Any]) -> str:
         f"No method or size is named: taking {taken} with p = {getattr(method, 'p', '')}, which "
         f"takes minutes; quicker are {quick} and {fewer}; see {_PAGE}"
     )
-
-
-def _is_fitted(settings: Convert, method: AnyMethod) -> bool:
-    chosen = getattr(method, "transform", None)
-    return chosen is None and not settings.calibration.is_none and settings.init != "random"

@@ -115,7 +115,6 @@ class Calibration(Section):
 
     @property
     def is_none(self) -> bool:
-        """True without data."""
         return self.source == ("none",)
 
     @property
@@ -220,6 +219,8 @@ BlockCount = Annotated[int, Field(gt=0, lt=1000)]
 class Convert(Section):
     """Rewriting of a model: structured layers, another attention, fewer blocks."""
 
+    panel = GOAL
+
     init: Literal["pretrained", "random"] = option(
         "pretrained",
         "where weights come from; `pretrained`: they are fitted to those of the model; `random`: "
@@ -287,14 +288,12 @@ class Convert(Section):
     target: float | None = option(
         None,
         "kept fraction of the rewritten layers' parameters",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("size", share=True),
     )
     target_params: Parameters | None = option(
         None,
         "most parameters of the whole model, such as `30M`; in place of `target`",
-        panel=GOAL,
         metavar="N|30M",
         limits=Limit("size", read=parameters_of, written="{:,.0f}"),
     )
@@ -302,7 +301,6 @@ class Convert(Section):
         None,
         "most bytes of the weights on disk, such as `60MB`; in place of `target`; headers of "
         "files, some kilobytes, come on top",
-        panel=GOAL,
         metavar="60MB",
         limits=Limit("size", "bytes", bytes_of, "{:,.0f}"),
     )
@@ -312,7 +310,6 @@ class Convert(Section):
         "on this machine, and the model as a whole before anything is fitted; beside it a size may "
         "be given, and both hold; of several, such as `2,4,8`, each is a model in the output, "
         "compared in one table",
-        panel=GOAL,
         metavar="FACTOR,...",
         read=read_factors,
         limits=Limit("resource", "nanoseconds", speedups_of),
@@ -320,7 +317,6 @@ class Convert(Section):
     latency: str | None = option(
         None,
         "most time of a pass, such as `5ms`; in place of `speedup`",
-        panel=GOAL,
         metavar="5ms",
         pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?m?s$",
         examples=["5ms"],
@@ -330,20 +326,18 @@ class Convert(Section):
         None,
         "the pass that `speedup` and `latency` are about; texts x tokens, default 32x128, or "
         "`decode`, one token after 128 others; pictures have a length of their own",
-        panel=GOAL,
         metavar="32x128|decode",
         pattern=r"^([1-9][0-9]{0,5}x[1-9][0-9]{0,5}|decode)$",
         examples=["32x128", "1x16", "decode"],
     )
     threads: int | None = option(
-        None, "threads of that pass on a CPU; default PyTorch's", panel=GOAL, gt=0, le=4096
+        None, "threads of that pass on a CPU; default PyTorch's", gt=0, le=4096
     )
     max_error: float | None = option(
         None,
         "largest predicted error of the rewritten layers' outputs; squared, weighed by what they "
         "are worth to the model and summed over layers, relative to that of leaving all of them "
         "out; without data of the weights alone; in place of `target`",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("error"),
     )
@@ -353,7 +347,6 @@ class Convert(Section):
         "the share of other classes or tokens, or what is missing to a rank correlation of 1 "
         "between similarities of embeddings; models are tried until the smallest within it is "
         "found, or with `at` the fastest",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("error"),
     )
@@ -361,7 +354,6 @@ class Convert(Section):
         "loss",
         "share a budget by loss saved, or alike; without calibration data always the latter, "
         "except under `max_error`",
-        panel=GOAL,
     )
     keep_neurons: Channels | None = option(
         None,
@@ -633,11 +625,9 @@ class Convert(Section):
     def label(self) -> str:
         """Name for people: replacement, method, `depth`, `embeddings`, or several."""
         words = [part.name for part in (self.attention, self.method) if part is not None]
-        words += ["depth"] if self.changes_depth else []
-        words += ["embeddings"] if self.embeddings else []
-        words += ["vocab"] if self.vocab else []
-        words += self.bit_words
-        return " + ".join(words) or "dense"
+        parts = {"depth": self.changes_depth, "embeddings": self.embeddings, "vocab": self.vocab}
+        words += [word for word, present in parts.items() if present]
+        return " + ".join((*words, *self.bit_words)) or "dense"
 
     @property
     def chooses_table(self) -> bool:

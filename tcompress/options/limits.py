@@ -5,18 +5,14 @@ A field of `Convert` that is one says so beside its flag (`limits=`); nothing el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ByteSize, Field, TypeAdapter
 
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = {
-    "B": 1,
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMG", 1)},
-    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
-}
+_BYTES = TypeAdapter(ByteSize)
 _MOST = 10**15  # more than any model has, and small enough to count with
 
 Parameters = (
@@ -32,12 +28,15 @@ Speedup = Annotated[float, Field(gt=1, le=1000)]
 
 def parameters_of(text: int | str) -> int:
     """Read a number of parameters such as `30M`."""
-    return _count(text, _PARAMETERS)
+    if isinstance(text, int):
+        return text
+    unit = text.lstrip("0123456789.")
+    return int(float(text.removesuffix(unit)) * _PARAMETERS.get(unit, 1))
 
 
 def bytes_of(text: int | str) -> int:
     """Read a number of bytes such as `60MB` or `60MiB`."""
-    return _count(text, _BYTES)
+    return int(_BYTES.validate_python(text))
 
 
 def milliseconds_of(text: str) -> float:
@@ -48,13 +47,6 @@ def milliseconds_of(text: str) -> float:
 def speedups_of(value: float | tuple[float, ...]) -> float:
     """Read the least of several speeds."""
     return min(value) if isinstance(value, tuple) else value
-
-
-def _count(text: int | str, units: Mapping[str, int]) -> int:
-    if isinstance(text, int):
-        return text
-    unit = text.lstrip("0123456789.")
-    return int(float(text.removesuffix(unit)) * units.get(unit, 1))
 
 
 @dataclass(frozen=True)

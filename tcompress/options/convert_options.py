@@ -549,7 +549,7 @@ class Convert(Section):
         if self.chooses_depth and self.calibration.is_none:
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if self.fixes_width and self.method is not None and self.method.shares_factors:
-            yield "factors are shared between weights of all channels: leave `share` out"
+            yield "factors are shared between weights of all channels: give `share: none`"
         if self.fixes_width and (self._only_predicted or self.resource_budget):
             yield "`keep_neurons` and `head_size` leave nothing to such a budget: give a target"
         if self.fixes_width and self.init == "random":

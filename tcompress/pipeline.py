@@ -23,8 +23,8 @@ from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
 from tcompress.options import Evaluate, Finetune, Recipe
+from tcompress.options.load import SEED_SUFFIX, repetitions
 from tcompress.options.schema import converted_beside, data_of, pretrained_beside
-from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.progress import Progress, Silent
 from tcompress.reporting.model_report import reports_of
 from tcompress.reporting.over_seeds import seed_groups
@@ -146,7 +146,7 @@ def run_seeds(
     for number, (seed, said) in enumerate(repetitions(recipe, count), 1):
         progress.part(f"seed {seed}", number, count)
         begun = source if source.seed is None else source.at_random(said.convert.seed)
-        folder = output.with_name(f"{output.name}{SUFFIX}{seed}")
+        folder = output.with_name(f"{output.name}{SEED_SUFFIX}{seed}")
         said = said.model_copy(update={"report": None})
         outcomes.append(run_recipe(said, begun, folder, **options))
     done = Repeated(tuple(outcomes))

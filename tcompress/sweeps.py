@@ -41,10 +41,9 @@ from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
 from tcompress.files import check_page, write_text
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
-from tcompress.options.load import dump_recipe
+from tcompress.options.load import SEED_SUFFIX, dump_recipe, repetitions
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.schema import data_of, short_name
-from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.pipeline import Say, missed, run_recipe, teachers_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
@@ -99,7 +98,7 @@ def cells_of(recipe: Recipe, source: SourceModel, seeds: int | None = None) -> l
 
 def _repeated(cell: Cell, seeds: int) -> Iterator[Cell]:
     for seed, recipe in repetitions(cell.recipe, seeds):
-        name = f"{cell.name}{SUFFIX}{seed}"
+        name = f"{cell.name}{SEED_SUFFIX}{seed}"
         yield replace(cell, name=name, recipe=recipe, repeats=cell.name)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -22,13 +22,13 @@ from torch import Tensor
 
 from tcompress.artifact.checksums import AGAIN as AGAIN
 from tcompress.artifact.checksums import check_format_version
-from tcompress.errors import ArtifactError, first_line, listed
+from tcompress.errors import ArtifactError, first_line, listed, read_settings
 from tcompress.files import beside, write_text
 from tcompress.linalg.rounding import Rounding, pack, unpack
 from tcompress.models.keymap import FACTOR_PREFIX
 from tcompress.models.names import CALLED, MANIFEST
-from tcompress.models.store import DTYPES
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan
+from tcompress.models.store import DTYPES, WeightStore
+from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Storage
 from tcompress.project import INSTALL
 
 WEIGHTS = "model.safetensors"
@@ -40,7 +40,6 @@ NOTE = (
     "without this section nothing can load the model"
 )
 
-E = TypeVar("E", LayerPlan, AttentionPlan)
 P = TypeVar("P", LayerPlan, AttentionPlan, FormPlan)
 Entry = LayerPlan | AttentionPlan
 
@@ -126,15 +125,16 @@ class Rebuilt:
         Their names lack, or gain, one prefix such as `bert.`, while the plan in its config stays as
         it was. A plan whose tensors are not found keeps its names.
         """
-        layers, attention = _renamed_like(self.layers, keys), _renamed_like(self.attention, keys)
-        after: tuple[Entry, ...] = (*layers, *attention)
-        pairs = zip(self.entries, after, strict=True)
-        lost, gained = next((_prefixes(old.name, new.name) for old, new in pairs), ("", ""))
-        forms = tuple(
-            form.model_copy(update={"name": gained + form.name.removeprefix(lost)})
-            for form in self.forms
-        )
-        return replace(self, layers=layers, attention=attention, forms=forms)
+        firsts: tuple[Entry, ...] = (*self.layers[:1], *self.attention[:1])
+        pairs = (pair for entry in firsts if (pair := _prefixes(entry, keys)) is not None)
+        lost, gained = next(pairs, ("", ""))
+        if lost == gained:
+            return self
+
+        def moved(item: Any) -> Any:
+            return _moved(item, lambda name: gained + name.removeprefix(lost))
+
+        return replace(self, **{kind: (*map(moved, items),) for kind, items in vars(self).items()})
 
 
 def parse_plan(section: Mapping[str, Any], manifest: Rebuilt | None = None) -> Rebuilt:
@@ -206,40 +206,31 @@ def stored_tensors(entry: Entry) -> dict[str, tuple[int, ...]]:
     return {**entry.stored_shapes, entry.key: (0,)}  # the guard under the dense name
 
 
-def _renamed_like(layers: tuple[E, ...], keys: Collection[str]) -> tuple[E, ...]:
-    mark = next(iter(stored_tensors(layers[0])), "") if layers else ""
+def _prefixes(entry: Entry, keys: Collection[str]) -> tuple[str, str] | None:
+    """Find the prefixes that names have lost, and gained, by the first tensor of an entry."""
+    mark = next(iter(stored_tensors(entry)), "")
     if not mark or mark in keys:
-        return layers
+        return "", ""
     for key in keys:
         if key.endswith(f".{mark}"):
-            return tuple(_moved(layer, "", key.removesuffix(mark)) for layer in layers)
+            return "", key.removesuffix(mark)
         if mark.endswith(f".{key}"):
-            return tuple(_moved(layer, mark.removesuffix(key), "") for layer in layers)
-    return layers
+            return mark.removesuffix(key), ""
+    return None
 
 
-def _prefixes(old: str, new: str) -> tuple[str, str]:
-    """Prefixes that a name has lost, and gained."""
-    if len(new) < len(old):
-        return old.removesuffix(new), ""
-    return "", new.removesuffix(old)
-
-
-def _moved(entry: E, lost: str, gained: str) -> E:
-    def move(name: str) -> str:
-        return gained + name.removeprefix(lost)
-
-    def moved(item: Any) -> Any:
-        return item.model_copy(update={"name": move(item.name)})
-
-    changed: dict[str, Any] = {"block": move(entry.block)}
+def _moved(entry: Any, move: Callable[[str], str]) -> Any:
+    """Rename an entry, or a part of one, with all entries that it names."""
+    changed: dict[str, Any] = {"name": move(entry.name)}
+    if isinstance(entry, LayerPlan | AttentionPlan):
+        changed["block"] = move(entry.block)
     if isinstance(entry, AttentionPlan):
-        changed |= {"unused": tuple(map(moved, entry.unused)), "like": move(entry.like)}
-        changed["guard"] = entry.guard and moved(entry.guard)
-    else:
+        changed["unused"] = tuple(_moved(item, move) for item in entry.unused)
+        changed |= {"guard": entry.guard and _moved(entry.guard, move), "like": move(entry.like)}
+    elif isinstance(entry, LayerPlan):
         changed["input_of"] = entry.input_of and move(entry.input_of)
         changed["bank_of"] = {bank: move(name) for bank, name in entry.bank_of.items()}
-    return moved(entry).model_copy(update=changed)  # type: ignore[no-any-return]
+    return entry.model_copy(update=changed)
 
 
 def verify_shapes(
@@ -308,6 +299,11 @@ class Shard:
     file: str
     tensors: tuple[Stored, ...]
 
+    @classmethod
+    def of(cls, file: str, tensors: Iterable[Stored]) -> Shard:
+        """Put wide elements first: every tensor then starts at a multiple of its element size."""
+        return cls(file, tuple(sorted(tensors, key=lambda item: -item.itemsize)))
+
 
 def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
     """Distributes tensors, in the order in which they are made, over files of a largest size."""
@@ -317,8 +313,7 @@ def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=largest
     )
     return [
-        # Wide elements first: every tensor then starts at a multiple of its element size.
-        Shard(file, tuple(sorted((by_key[key] for key in keys), key=lambda it: -it.itemsize)))
+        Shard.of(file, (by_key[key] for key in keys))
         for file, keys in split.filename_to_tensors.items()
     ]
 
@@ -379,3 +374,44 @@ def _chunks(
             flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             yield flat.numpy().data
         written(item.nbytes)
+
+
+def round_files(
+    folder: Path, roundings: Mapping[str, Rounding | None], storage: Storage
+) -> dict[str, Rounding]:
+    """Round a model that `save_pretrained` wrote, by names that may gain or lose a prefix.
+
+    Returns the roundings by stored name. Memory holds one tensor.
+    """
+    store = WeightStore.open(folder)
+    stored = _alike(roundings, store)
+    if not stored:
+        return {}
+    shards = []
+    for file in store.files:
+        keys = sorted(key for key in store.keys() if store.file_of(key) == file)  # noqa: SIM118
+        tensors = (Stored(k, store.shape(k), store.dtype(k), stored.get(k)) for k in keys)
+        shards.append(Shard.of(file, tensors))
+    for shard in shards:
+        write_shard(folder, shard, lambda item: store.tensor(item.key), lambda _: None)
+    write_index(folder, shards)
+    path = folder / "config.json"
+    config = read_settings(path)
+    facts = storage.model_dump(mode="json", exclude_none=True)
+    section: dict[str, Any] = config.get("quantization_config") or quantization_section(())
+    section = {**section, "format_version": 5, "storage": facts}
+    config["quantization_config"] = {**section, "digest": section_digest(section)}
+    write_text(path, json.dumps(config, indent=2) + "\n")
+    return stored
+
+
+def _alike(roundings: Mapping[str, Rounding | None], store: WeightStore) -> dict[str, Rounding]:
+    """Find the rounding of every stored tensor, by its name with or without a prefix."""
+    chosen = {key: rounding for key, rounding in roundings.items() if rounding is not None}
+    stored = {}
+    for key in store.keys():  # noqa: SIM118 - no mapping
+        ends = (k for k in chosen if key.endswith(f".{k}") or k.endswith(f".{key}"))
+        match = key if key in chosen else None if key in roundings else next(ends, None)
+        if match is not None:
+            stored[key] = chosen[match]
+    return stored

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 import tcompress
@@ -17,8 +18,7 @@ from tcompress.artifact.format import Rebuilt, first_problem
 from tcompress.errors import ArtifactError
 from tcompress.fields import RuntimeName
 from tcompress.files import write_text
-from tcompress.models.card import head_of, loading_code, render_head
-from tcompress.models.names import MANIFEST
+from tcompress.models.names import CARD, MANIFEST, encodes_sentences
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
 from tcompress.project import INSTALL, REPOSITORY
@@ -319,11 +319,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def record(folder: Path, kind: Literal["metrics", "speed"], new: Sequence[Any], key: Key) -> bool:
     """Puts numbers into a model's manifest in place of those of equal key; tells if it could."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    merged = _merged(getattr(manifest, kind), new, key)
-    return _rewritten(folder, manifest.model_copy(update={kind: merged}))
+    return _changed(folder, lambda facts: {kind: _merged(getattr(facts, kind), new, key)})
 
 
 def record_of_file(folder: Path, runtime: RuntimeName, new: Sequence[Metric], key: Key) -> bool:
@@ -331,21 +327,20 @@ def record_of_file(folder: Path, runtime: RuntimeName, new: Sequence[Metric], ke
 
     A model without such a file, or with several that only work together, has no place for them.
     """
-    manifest = read_manifest(folder)
-    exported = None if manifest is None else one_file(manifest.exports, runtime)
-    if manifest is None or exported is None:
-        return False
-    measured = exported.model_copy(update={"metrics": _merged(exported.metrics, new, key)})
-    exports = [measured if file is exported else file for file in manifest.exports]
-    return _rewritten(folder, manifest.model_copy(update={"exports": exports}))
+
+    def change(manifest: Manifest) -> dict[str, Any] | None:
+        exported = one_file(manifest.exports, runtime)
+        if exported is None:
+            return None
+        measured = exported.model_copy(update={"metrics": _merged(exported.metrics, new, key)})
+        return {"exports": [measured if file is exported else file for file in manifest.exports]}
+
+    return _changed(folder, change)
 
 
 def record_map(folder: Path, shown: AttentionMap) -> bool:
     """Puts what an attention looks at into a model's manifest; tells if it could."""
-    manifest = read_manifest(folder)
-    if manifest is None:
-        return False
-    return _rewritten(folder, manifest.model_copy(update={"attention_map": shown}))
+    return _changed(folder, lambda _: {"attention_map": shown})
 
 
 def one_file(files: Sequence[ExportedFile], runtime: RuntimeName) -> ExportedFile | None:
@@ -360,9 +355,14 @@ def _merged(before: Sequence[Any], new: Sequence[Any], key: Key) -> list[Any]:
     return [*(item for item in before if key(item) not in replaced), *new]
 
 
-def _rewritten(folder: Path, manifest: Manifest) -> bool:
+def _changed(folder: Path, change: Callable[[Manifest], dict[str, Any] | None]) -> bool:
+    """Writes other fields into a model's manifest; tells if it could."""
+    manifest = read_manifest(folder)
+    fields = None if manifest is None else change(manifest)
+    if manifest is None or fields is None:
+        return False
     try:
-        write_manifest(folder, manifest)
+        write_manifest(folder, manifest.model_copy(update=fields))
     except OSError:  # models are often kept where they cannot be changed
         return False
     return True
@@ -500,3 +500,75 @@ def _sentence(facts: TrainingFacts) -> str:
         f"{what} for {facts.steps:,} steps on {facts.data} ({facts.samples:,} examples seen){by}; "
         f"{facts.validation} on held-out data {facts.best:.4g}{before}."
     )
+
+
+_MARK = "---"
+# In the order in which heads are written; tags come last.
+_CARRIED = ("library_name", "base_model", "license", "license_name", "license_link")
+
+
+def head_of(folder: Path) -> dict[str, Any]:
+    """Read licence, library, base model and tags from a card; what cannot be read is left out."""
+    try:
+        text = (folder / CARD).read_text(encoding="utf-8-sig")
+        lines = [line.rstrip() for line in text.splitlines()]
+        end = lines.index(_MARK, 1) if lines[:1] == [_MARK] else 0
+        facts = yaml.safe_load("\n".join(lines[1:end]))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    facts = facts if isinstance(facts, dict) else {}
+    head = {key: facts[key] for key in (*_CARRIED, "tags") if _is_words(facts.get(key))}
+    if isinstance(head.get("tags"), str):
+        head["tags"] = [head["tags"]]
+    return head
+
+
+# What follows `AutoModel`. Some classes are found under several names: the first one counts.
+_HEADS = (
+    "", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering",
+    "ForMultipleChoice", "ForImageClassification", "ForMaskedLM", "ForCausalLM", "ForSeq2SeqLM",
+    "ForImageTextToText", "ForSpeechSeq2Seq", "ForCTC", "ForAudioClassification",
+    "ForTimeSeriesPrediction", "ForPreTraining", "ForTextEncoding",
+)  # fmt: skip
+
+
+def loading_code(folder: Path, architecture: str | None, *, plain: bool) -> str:
+    """Write the lines of Python that load a model of an architecture, as that in a folder."""
+    library, loader = "transformers", loader_of(architecture)
+    call = f'{loader}.from_pretrained("PATH")'
+    if encodes_sentences(folder):
+        library, loader = "sentence_transformers", "SentenceTransformer"
+        call = f'{loader}("PATH")'
+    first = "" if plain else "import tcompress\n"
+    return f"{first}from {library} import {loader}\n\nmodel = {call}"
+
+
+def loader_of(architecture: str | None) -> str:
+    """Name the class of Transformers that loads a model with its head, by its architecture."""
+    import transformers
+
+    for head in _HEADS:
+        mapping = getattr(getattr(transformers, f"AutoModel{head}", None), "_model_mapping", None)
+        if mapping is None:
+            continue
+        listed = mapping._model_mapping.values()
+        registered = {kind.__name__ for kind in mapping._extra_content.values()}
+        if architecture in registered or any(
+            architecture in ((kinds,) if isinstance(kinds, str) else kinds) for kinds in listed
+        ):
+            return f"AutoModel{head}"
+    return "AutoModel"
+
+
+def render_head(head: Mapping[str, Any], tags: Iterable[str], base_model: str | None) -> str:
+    """Write the head of a card: that of its source, with more tags and what it was made of."""
+    base = {} if base_model is None else {"base_model": base_model}
+    facts = {"library_name": "transformers", **head, **base}
+    ordered = {key: facts[key] for key in _CARRIED if key in facts}
+    ordered["tags"] = list(dict.fromkeys((*head.get("tags", ()), *tags)))
+    return f"{_MARK}\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{_MARK}"
+
+
+def _is_words(value: Any) -> bool:
+    words = value if isinstance(value, list) else [value]
+    return bool(words) and all(isinstance(word, str) and word for word in words)

@@ -19,7 +19,7 @@ from tcompress.artifact.format import parse_plan, verify_shapes
 from tcompress.artifact.manifest import Manifest, read_manifest
 from tcompress.errors import ArtifactError, InputError, Problems, after_colon
 from tcompress.models import SourceModel, resolve
-from tcompress.models.names import CARD, MANIFEST, METHODS
+from tcompress.models.names import CARD, MANIFEST, own_section
 from tcompress.models.store import WeightStore
 from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Storage
 
@@ -40,7 +40,7 @@ class Artifact:
     @property
     def storage(self) -> Storage | None:
         """Bits that tensors were rounded to, as `config.json` has it."""
-        section = (_section(self.config) or {}).get("storage")
+        section = (own_section(self.config) or {}).get("storage")
         return None if section is None else Storage.model_validate(section)
 
     @classmethod
@@ -51,7 +51,7 @@ class Artifact:
         """
         folder = Path(folder).expanduser()
         config = read_converted_config(folder, strict=True)
-        section = _section(config)
+        section = own_section(config)
         if section is None:
             raise _not_converted(folder)
         # Nothing more can be said of a format that is not known.
@@ -180,21 +180,13 @@ def _damage(folder: Path, name: str, checksum: str, size: int | None) -> str | N
 def is_converted(folder: Path | str) -> bool:
     """True where a folder holds a model that tcompress converted."""
     try:
-        return _section(read_converted_config(Path(folder).expanduser())) is not None
+        return own_section(read_converted_config(Path(folder).expanduser())) is not None
     except ArtifactError:
         return False
-
-
-def _section(config: dict[str, Any]) -> dict[str, Any] | None:
-    section = config.get("quantization_config")
-    if isinstance(section, dict) and section.get("quant_method") in METHODS:
-        return section
-    return None
 
 
 def _joined(folder: Path, problems: list[InputError]) -> ArtifactError:
     if len(problems) == 1:
         return ArtifactError(problems[0].message, problems[0].hint)
-    lines = after_colon([problem.message for problem in problems])
-    many = f"{len(problems)} problems:{lines}"
+    many = f"{len(problems)} problems:{after_colon([problem.message for problem in problems])}"
     return ArtifactError(f"the converted model in `{folder}` is damaged, {many}", AGAIN)

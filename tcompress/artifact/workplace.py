@@ -150,12 +150,9 @@ def _digest(folder: Path) -> str:
 
 
 def _read_mark(folder: Path) -> dict[str, Any]:
-    def parse(text: str) -> dict[str, Any]:
-        mark = json.loads(text)
-        facts = {name: mark[name] for name in ("folder", "config", "identity")}
-        return {**facts, "result": mark.get("result")}
-
-    return read_record(folder / _MARK, parse) or {}
+    mark = read_record(folder / _MARK, json.loads)
+    facts = {"folder", "config", "identity"}
+    return mark if isinstance(mark, dict) and mark.keys() >= facts else {}
 
 
 class Workplace:
@@ -178,10 +175,8 @@ class Workplace:
         self._lock: FileLock | None = None  # which the first of several processes has
         self.published, self.resumed = self._opened(identity, force)
         if not self.folder.is_dir():
-            raise InputError(
-                f"not all processes see the working folder `{self.folder}`",
-                "write to a folder that all machines share, with `-o`",
-            )
+            text = f"not all processes see the working folder `{self.folder}`"
+            raise InputError(text, "write to a folder that all machines share, with `-o`")
 
     @by_first
     def _opened(self, identity: str, force: bool) -> tuple[bool, bool]:
@@ -400,5 +395,4 @@ def identity_of(parts: Mapping[str, Any]) -> str:
     """Render what determines a result; the version of torch changes rounding."""
     import torch  # places are looked at before anything is imported that takes seconds
 
-    facts = {**parts, "torch": torch.__version__}
-    return json.dumps(facts, sort_keys=True, default=str)
+    return json.dumps({**parts, "torch": torch.__version__}, sort_keys=True, default=str)

@@ -178,8 +178,7 @@ def convert(
 ) -> None:
     """Does what `tcompress convert` says."""
     from tcompress.options import find_recipe, parse_recipe
-    from tcompress.options.choose import conversion
-    from tcompress.options.taken import unasked
+    from tcompress.options.choose import conversion, unasked
 
     recipe = parse_recipe(*find_recipe(call.recipe)) if call.recipe is not None else None
     values = said.values()

@@ -17,7 +17,7 @@ from tcompress.cli.convert import Job, default_output, perform, show_plan
 from tcompress.cli.first_look import first_look
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
-from tcompress.options.seeds import SUFFIX, repetitions
+from tcompress.options.load import SEED_SUFFIX, repetitions
 
 if TYPE_CHECKING:
     from tcompress.models import SourceModel
@@ -146,7 +146,7 @@ def _run_seeds(said: Recipe, job: Job, count: int) -> None:
     output = job.output.expanduser().absolute()
     with first_look() as look:
         for seed, repeated in repetitions(said, count):
-            folder = output.with_name(f"{output.name}{SUFFIX}{seed}")
+            folder = output.with_name(f"{output.name}{SEED_SUFFIX}{seed}")
             look.recipe(repeated, folder, force=job.force)
         job.look_at_model(look)
     source = job.open()

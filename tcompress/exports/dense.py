@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from transformers import CONFIG_MAPPING
 
 from tcompress.artifact.format import Stored, plan_shards, write_index, write_shard
-from tcompress.artifact.manifest import card
+from tcompress.artifact.manifest import card, head_of, loading_code, render_head
 from tcompress.artifact.reader import Artifact, check_files
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.errors import FitError, InputError
 from tcompress.files import write_text
 from tcompress.hf.opening import Reopened, applied, differs, unloadable
 from tcompress.models import SourceModel
-from tcompress.models.card import head_of, loading_code, render_head
 from tcompress.models.names import (
     CARD,
     WEIGHTS,
@@ -194,8 +193,7 @@ def _outputs(
 def _write_rest(artifact: Artifact, folder: Path) -> None:
     """Writes everything but the weights; `config.json`, which makes it loadable, last."""
     own = _has_own_code(artifact.config)
-    names = auxiliary_files(artifact.folder, with_code=own)
-    carry_files(artifact.folder, names, folder)
+    carry_files(artifact.folder, auxiliary_files(artifact.folder, with_code=own), folder)
     write_text(folder / CARD, _card(artifact))
     ours = ("quantization_config", WEIGHTS)
     config = {key: value for key, value in artifact.config.items() if key not in ours}
@@ -257,5 +255,4 @@ compressed one computes within rounding, and needs nothing but \
     head["tags"] = [tag for tag in head.get("tags", ()) if tag != "compressed"]  # no more
     written = render_head(head, ["tcompress"], base_model=base)
     architecture = next(iter(artifact.config.get("architectures") or ()), None)
-    code = loading_code(artifact.folder, architecture, plain=plain)
-    return card(title, body, written, code)
+    return card(title, body, written, loading_code(artifact.folder, architecture, plain=plain))

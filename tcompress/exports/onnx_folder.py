@@ -6,8 +6,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from tcompress.artifact.manifest import (
 from tcompress.artifact.reader import open_checked
 from tcompress.artifact.workplace import Workplace, check_apart, check_output, identity_of
 from tcompress.data.sentences import SentenceEncoder
-from tcompress.errors import DataError, read_settings
+from tcompress.errors import DataError, InputError, first_line, read_settings
 from tcompress.exports.dense import export_dense
 from tcompress.exports.onnx_graph import LARGEST_FILE, expressible, write_graph
 from tcompress.exports.onnx_parts import parts_of
 from tcompress.exports.onnx_proof import Proof, runtime_versions, samples_of
-from tcompress.exports.onnx_quantize import Graph, quantize_int4, quantize_int8
+from tcompress.exports.onnx_quantize import quantize_int4, quantize_int8
 from tcompress.exports.onnx_smooth import activations_of, smooth
-from tcompress.exports.openvino import PREFIX, write_openvino
 from tcompress.fields import ExportFormat
 from tcompress.files import second_name, write_text
 from tcompress.hf.opening import load_model
@@ -55,6 +55,7 @@ from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.runtimes.installed import require_onnx, require_openvino
 from tcompress.runtimes.onnx_session import OnnxModel, bytes_of
+from tcompress.runtimes.openvino_session import OpenvinoModel
 
 FOLDER = "onnx"
 """Folder inside that of a model where libraries look for ONNX files."""
@@ -158,23 +159,17 @@ def _carry(source: SourceModel, folder: Path, whole: Path | None, to: ExportForm
         )
         return
     folder.mkdir()
-    indices = (path.name for path in source.folder.glob("*.index.json"))
-    for name in sorted({*source.store.files, *indices}):
+    patterns = ("*.index.json", CARD, MANIFEST)
+    others = (path.name for pattern in patterns for path in source.folder.glob(pattern))
+    for name in sorted({*source.store.files, *others}):
         shutil.copyfile(source.folder / name, folder / name)
     carry_files(source.folder, source.auxiliary_files(), folder)
-    for name in (CARD, MANIFEST):
-        if (source.folder / name).is_file():
-            shutil.copyfile(source.folder / name, folder / name)
     if not source.trust_remote_code:
         forget_code(folder)
 
 
 def _write_files(
-    source: SourceModel,
-    place: Workplace,
-    settings: OnnxFiles,
-    to: ExportFormat,
-    progress: Progress,
+    source: SourceModel, place: Workplace, settings: OnnxFiles, to: ExportFormat, progress: Progress
 ) -> tuple[tuple[ExportedFile, ...], tuple[str, ...]]:
     """Write all files, and compare each with PyTorch."""
     if settings.dense:
@@ -222,13 +217,11 @@ def _write_part(
         file = path.with_name(f"{name}{SUFFIXES[bits]}.onnx")
         left: tuple[str, ...] = ()
         if bits == 8:
-            left = quantize_int8(
-                path,
-                file,
-                table_bits=settings.embedding_bits,
-                external=external,
-                prepare=_smoothed(path, proof, external),
-            )
+            options: dict[str, Any] = {"table_bits": settings.embedding_bits, "external": external}
+            if not external:  # memory would hold it twice
+                activations = activations_of(path, [inputs for inputs, _ in proof.samples])
+                options["prepare"] = partial(smooth, activations=activations)
+            left = quantize_int8(path, file, **options)
         elif bits == 4:
             left = quantize_int4(path, file, external=external)
         opened = OnnxModel.open(file)
@@ -238,23 +231,32 @@ def _write_part(
 
 
 def _write_openvino_part(proof: Proof, place: Workplace, progress: Progress) -> ExportedFile:
-    """Write a part by way of an ONNX file, which is not kept."""
+    """Write a part by way of an ONNX file, which is not kept.
+
+    Names begin as optimum and sentence-transformers look for them. An `InputError` says that
+    OpenVINO has no form for an operator.
+    """
+    import openvino
+
     name = proof.part.file
+    target = place.model / "openvino" / f"openvino_{name}.xml"
     with tempfile.TemporaryDirectory(dir=place.folder) as scratch:
         graph = Path(scratch) / f"{name}.onnx"
         write_graph(proof.part, graph)
-        opened = write_openvino(graph, place.model / "openvino" / f"{PREFIX}{name}.xml")
+        try:
+            # `convert_model` does the same, and reports to its authors over the network.
+            model = openvino.Core().read_model(graph)
+        except Exception as error:  # of classes that OpenVINO does not document
+            raise InputError(
+                f"OpenVINO {openvino.__version__} cannot read the ONNX file of this model "
+                f"({first_line(error)})",
+                "use `--to onnx`",
+            ) from error
+        openvino.save_model(model, target, compress_to_fp16=False)
+        opened = OpenvinoModel.open(target)
     facts = proof.facts(opened, f"openvino/{opened.path.name}", 32, opened.nbytes)
     progress.advance(1, opened.path.name)
     return facts
-
-
-def _smoothed(path: Path, proof: Proof, external: bool) -> Callable[[Graph], object]:
-    """Give what makes channels more alike, on samples, in files that memory holds twice."""
-    if external:
-        return lambda graph: None
-    activations = activations_of(path, [inputs for inputs, _ in proof.samples])
-    return lambda graph: smooth(graph, activations)
 
 
 def _encoder(
@@ -266,10 +268,8 @@ def _encoder(
     try:
         encoder = SentenceEncoder.of(source)
         if not encoder.stated and settings.sentence_embedding:
-            raise DataError(
-                f"`{source.id}` has no `modules.json` that says how it pools",
-                "leave `--sentence-embedding` out",
-            )
+            text = f"`{source.id}` has no `modules.json` that says how it pools"
+            raise DataError(text, "leave `--sentence-embedding` out")
         return (encoder if encoder.stated else None), ()
     except DataError as error:
         if settings.sentence_embedding:
@@ -324,10 +324,6 @@ _READERS: dict[ExportFormat, str] = {
 }
 
 
-def _has_sets(metrics: Sequence[Metric]) -> bool:
-    return len(set(map(set_of, metrics))) > 1
-
-
 def _quality(metric: Metric | None) -> str:
     """Quality of a file, with its interval and as a share of the dense model's in PyTorch."""
     if metric is None:
@@ -339,7 +335,8 @@ def _quality(metric: Metric | None) -> str:
 
 def with_files(card: str, files: Sequence[ExportedFile], to: ExportFormat = "onnx") -> str:
     """Put a table of the files at the end of a card, in the place of an older one."""
-    metrics = [main_of(item.metrics, several=_has_sets(item.metrics)) for item in files]
+    several = [len(set(map(set_of, item.metrics))) > 1 for item in files]
+    metrics = [main_of(item.metrics, several=s) for item, s in zip(files, several, strict=True)]
     main = next((metric for metric in metrics if metric is not None), None)
     rows = [
         f"| `{item.file}` | {item.bits} | {item.bytes / 1e6:.1f} | {item.ratio:.2f} x | "

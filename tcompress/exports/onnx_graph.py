@@ -95,18 +95,18 @@ def _tidy(model: Any) -> None:
         counts[path] += 1
         node.name = path if counts[path] == 1 else f"{path}_{counts[path] - 1}"
         for value in node.inputs:
-            made = value is not None and value.is_initializer() and not _is_parameter(value)
+            made = value is not None and value.is_initializer()
+            made = made and ("." not in value.name or "/" in value.name)  # no parameter
             if made and scope and len(value.const_value.shape) > 1 and len(value.uses()) == 1:
                 _rename(value, _free(f"{scope}.weight", values))
     for value in list(graph.initializers.values()):
         if value.name.startswith(_OURS):
             _rename(value, _free(value.name.removeprefix(_OURS), values))
-    for item in (graph, model, *graph, *graph.inputs, *graph.initializers.values()):
+    outputs = (value for node in graph for value in node.outputs)
+    for item in (graph, model, *graph, *graph.inputs, *graph.initializers.values(), *outputs):
         item.metadata_props.clear()
     for node in graph:
         node.doc_string = None
-        for value in node.outputs:
-            value.metadata_props.clear()
 
 
 def _module_of(node: Any) -> str:
@@ -114,10 +114,6 @@ def _module_of(node: Any) -> str:
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "['', '']"))
     name = scopes[-2] if len(scopes) > 1 else ""
     return "" if name == _OURS.rstrip(".") else str(name.removeprefix(_OURS))
-
-
-def _is_parameter(value: Any) -> bool:
-    return "." in value.name and "/" not in value.name
 
 
 def _rename(value: Any, name: str) -> None:

@@ -25,6 +25,7 @@ BATCH, LENGTH = "batch_size", "sequence_length"
 PAST, TOTAL = "past_sequence_length", "total_sequence_length"
 ENCODED = "encoder_sequence_length"
 """Names of axes whose size is free."""
+_TEXTS = ("_ids", "_mask")  # ends of names of inputs that have a length
 
 
 @dataclass(frozen=True)
@@ -61,33 +62,32 @@ class Part(nn.Module):
     @property
     def has_length(self) -> bool:
         """True if the length of its inputs is free."""
-        return any(name.endswith(("_ids", "_mask")) for name in self.inputs)
+        return any(name.endswith(_TEXTS) for name in self.inputs)
 
     def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
         """Draw inputs; every second text is padded at its end."""
         device = torch.device("cpu")
         drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
-        if "attention_mask" in self.inputs:
-            drawn["attention_mask"] = _mask(size.batch, size.length)
-        if "token_type_ids" in self.inputs:
-            kinds = torch.zeros(size.batch, size.length, dtype=torch.long)
-            kinds[:, size.length // 2 :] = 1
-            drawn["token_type_ids"] = kinds
+        self._draw_more(drawn, size, torch.Generator().manual_seed(seed))
         return {name: drawn[name] for name in self.inputs}
+
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
+        drawn["attention_mask"] = _mask(size.batch, size.length)
+        kinds = torch.zeros(size.batch, size.length, dtype=torch.long)
+        kinds[:, size.length // 2 :] = 1
+        drawn["token_type_ids"] = kinds
 
     def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Make inputs of a batch of data for the whole model; None if it cannot be."""
-        given = dict(batch)
-        if "token_type_ids" in self.inputs and "input_ids" in given:
-            given.setdefault("token_type_ids", torch.zeros_like(given["input_ids"]))
-        if any(name not in given for name in self.inputs):
-            return None
-        return {name: given[name] for name in self.inputs}
+        inputs = dict(batch)
+        if "token_type_ids" in self.inputs and "input_ids" in inputs:
+            inputs.setdefault("token_type_ids", torch.zeros_like(inputs["input_ids"]))
+        complete = all(name in inputs for name in self.inputs)
+        return {name: inputs[name] for name in self.inputs} if complete else None
 
     def axes(self, name: str) -> dict[int, str]:
         """Name the free axes of an input."""
-        texts = name.endswith(("_ids", "_mask"))
-        return {0: BATCH, 1: LENGTH} if texts else {0: BATCH}
+        return {0: BATCH} | ({1: LENGTH} if name.endswith(_TEXTS) else {})
 
 
 def _mask(batch: int, length: int) -> Tensor:
@@ -105,7 +105,6 @@ class EmbeddingPart(Part):
         self.encoder = encoder
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute the hidden states, and pool them."""
         hidden = self.model(**inputs, return_dict=True)["last_hidden_state"]
         return hidden, self.encoder.vectors(hidden, inputs["attention_mask"])
 
@@ -123,7 +122,6 @@ class CausalPart(Part):
         self.past = dict(zip(past, widths, strict=True))
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute scores, and the cache with the new tokens in it."""
         given = [inputs[name] for name in self.past]
         cache = DynamicCache([*zip(given[::2], given[1::2], strict=True)])
         plain = {name: value for name, value in inputs.items() if name not in self.past}
@@ -131,19 +129,14 @@ class CausalPart(Part):
         held = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
         return (computed["logits"], *held)
 
-    def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
-        """Draw tokens and a cache of any numbers."""
-        device = torch.device("cpu")
-        drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
         past = torch.ones(size.batch, size.past, dtype=torch.long)
         drawn["attention_mask"] = torch.cat([past, _mask(size.batch, size.length)], 1)
         steps = torch.arange(size.past, size.past + size.length)
         drawn["position_ids"] = steps.expand(size.batch, -1)
-        generator = torch.Generator().manual_seed(seed)
-        for name, (heads, width) in self.past.items():
+        for name, (heads, width) in self.past.items():  # a cache of any numbers
             shape = (size.batch, heads, size.past, width)
             drawn[name] = torch.randn(shape, generator=generator)
-        return {name: drawn[name] for name in self.inputs}
 
     def completed(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Add an empty cache to texts."""
@@ -153,7 +146,6 @@ class CausalPart(Part):
         return empty | {"input_ids": ids, "attention_mask": mask}
 
     def axes(self, name: str) -> dict[int, str]:
-        """Name the free axes of an input."""
         if name in self.past:
             return {0: BATCH, 2: PAST}
         return {0: BATCH, 1: TOTAL if name == "attention_mask" else LENGTH}
@@ -165,7 +157,6 @@ class EncoderPart(Part):
     file = "encoder_model"
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute the hidden states that the decoder reads."""
         return (self.model.get_encoder()(**inputs, return_dict=True)["last_hidden_state"],)
 
 
@@ -181,7 +172,6 @@ class DecoderPart(Part):
         self.width = width
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Compute scores of the tokens that come next."""
         states = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])
         masks = {}
         if "encoder_attention_mask" in inputs:
@@ -195,23 +185,16 @@ class DecoderPart(Part):
         )
         return tuple(computed[name] for name in self.outputs)
 
-    def sample(self, size: Size, seed: int = 0) -> dict[str, Tensor]:
-        """Draw tokens, and any numbers as states of an encoder that read a longer text."""
-        device, length = torch.device("cpu"), self._encoded(size)
-        drawn = self.draw.batch(size.batch, size.length, seed, device, torch.float32)
-        generator = torch.Generator().manual_seed(seed)
+    def _draw_more(self, drawn: dict[str, Tensor], size: Size, generator: torch.Generator) -> None:
+        """Draw any numbers as states of an encoder that read a longer text."""
+        frames = self.draw.shapes.get("input_features")
+        length = frames[-1] // 2 if frames else size.length + 3
         shape = (size.batch, length, self.width)
         drawn["encoder_hidden_states"] = torch.randn(shape, generator=generator)
         drawn["encoder_attention_mask"] = _mask(size.batch, length)
         drawn["input_ids"] = drawn["decoder_input_ids"]
-        return {name: drawn[name] for name in self.inputs}
-
-    def _encoded(self, size: Size) -> int:
-        frames = self.draw.shapes.get("input_features")
-        return frames[-1] // 2 if frames else size.length + 3
 
     def axes(self, name: str) -> dict[int, str]:
-        """Name the free axes of an input."""
         return {0: BATCH, 1: ENCODED if name.startswith("encoder_") else LENGTH}
 
 
@@ -223,8 +206,8 @@ def parts_of(
     With an `encoder`, sentence embeddings are an output too.
     """
     kinds, draw = inputs_of(source), RandomInputs.of(source, source)
-    names = ["input_ids", "attention_mask"] if kinds.text else []
-    names = [name for name in names if name in kinds.names]
+    texts = ("input_ids", "attention_mask") if kinds.text else ()
+    names = [name for name in texts if name in kinds.names]
     if "token_type_ids" in kinds.names and getattr(source.config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     names += draw.shapes
@@ -245,12 +228,10 @@ _LEFT_OUT = ("loss", "past_key_values", "hidden_states", "attentions", "cross_at
 
 
 def _outputs(computed: Mapping[str, Any]) -> tuple[str, ...]:
-    found = [name for name, value in computed.items() if isinstance(value, Tensor)]
-    found = [name for name in found if name not in _LEFT_OUT]
     # Sentence encoders pool by themselves; what BERT puts on its first token few models train.
-    if "last_hidden_state" in found and "pooler_output" in found:
-        found.remove("pooler_output")
-    return tuple(found)
+    pooled = ("pooler_output",) if "last_hidden_state" in computed else ()
+    tensors = (name for name, value in computed.items() if isinstance(value, Tensor))
+    return tuple(name for name in tensors if name not in (*_LEFT_OUT, *pooled))
 
 
 def _with_cache(part: Part, computed: Any, names: frozenset[str]) -> Part:
@@ -266,8 +247,8 @@ def _with_cache(part: Part, computed: Any, names: frozenset[str]) -> Part:
         )
     shapes = ((layer.keys.shape, layer.values.shape) for layer in layers)
     caches = tuple((keys[1], keys[3], values[3]) for keys, values in shapes)
-    steps = ("position_ids",) if "position_ids" in names else ()
-    part.inputs, part.outputs = (*part.inputs, *steps), ("logits",)
+    part.inputs += ("position_ids",) if "position_ids" in names else ()
+    part.outputs = ("logits",)
     return CausalPart(part, caches)
 
 

@@ -131,6 +131,7 @@ class Proof:
             )
         own, dense = self.seconds(file)
         size = self.timed
+        samples = sum(len(next(iter(inputs.values()))) for inputs, _ in self.samples)
         return ExportedFile(
             file=name,
             bits=bits,
@@ -143,7 +144,7 @@ class Proof:
             left=list(left),
             protocol={
                 "compared": "outputs with PyTorch in float32, at three shapes of random inputs",
-                "agreement": f"mean cosine of outputs on {sum(map(_count, self.samples))} samples",
+                "agreement": f"mean cosine of outputs on {samples} samples",
                 "batch": size.batch,
                 **({"length": size.length} if self.part.has_length else {}),
                 "threads": torch.get_num_threads(),
@@ -162,10 +163,6 @@ def samples_of(source: SourceModel) -> list[dict[str, Tensor]]:
         return load_batches(source, options).batches
     except DataError:
         return []
-
-
-def _count(answer: tuple[dict[str, Tensor], Arrays]) -> int:
-    return len(next(iter(answer[0].values())))
 
 
 def _answers(part: Part, inputs: Sequence[dict[str, Tensor]]) -> Answers:

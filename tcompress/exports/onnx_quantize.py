@@ -30,6 +30,7 @@ BLOCK = 32
 FEWEST = 1024
 """Numbers below which a tensor stays as it is: it would save nothing that counts."""
 _DOMAIN = "com.microsoft"
+_FLOAT, _HALF = 1, 10  # types of ONNX's tensors
 
 Array = NDArray[Any]
 
@@ -44,18 +45,11 @@ def quantize_int8(
 ) -> tuple[str, ...]:
     """Write a file whose weights have eight bits; inputs of products are quantised as they come.
 
-    Args:
-        source: A file in float32.
-        target: The file to write.
-        table_bits: Bits of embeddings: 8 with a scale for each row, or 4 in blocks.
-        external: Whether weights are to lie beside the file.
-        prepare: What is done to the graph in float32 before.
-
-    Returns:
-        Names of the larger tensors that stay in float32.
+    The `source` is in float32. Embeddings have `table_bits`: 8 with a scale for each row, or 4 in
+    blocks. With `external`, weights lie beside the file. `prepare` is done to the graph in float32
+    before. Returns the names of the larger tensors that stay in float32.
     """
     import onnx
-    from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     graph = Graph.open(source)
@@ -85,7 +79,7 @@ def quantize_int8(
             weight_type=QuantType.QInt8,
             use_external_data_format=external,
             # What contributed operators compute, shape inference does not know.
-            extra_options={"DefaultTensorType": TensorProto.FLOAT},
+            extra_options={"DefaultTensorType": _FLOAT},
         )
         if external:  # under the name that its weights have here
             _save(onnx.load(written), target, external)
@@ -155,19 +149,17 @@ class Graph:
             self.tensors[name] = numpy_helper.from_array(np.ascontiguousarray(value), name)
         return name
 
-    def set_weight(self, node: Any, place: int, value: Array) -> None:
-        """Give a node another constant of the same shape, which no other node sees."""
+    def set_weight(self, node: Any, value: Array) -> None:
+        """Give a product another constant of the same shape, which no other node sees."""
         name = f"{node.name}_weight"
         self.tensors.pop(name, None)
-        node.input[place] = self.add(name, value.astype(np.float32))
+        node.input[1] = self.add(name, value.astype(np.float32))
 
     def scale(self, name: str, readers: list[Any], factors: Array) -> None:
         """Multiply the channels of a value by factors, for some of the nodes that read it."""
-        from onnx import helper
-
         scaled = f"{name}_smooth"
         factors_name = self.add(f"{scaled}_scales", factors.astype(np.float32))
-        node = helper.make_node("Mul", [name, factors_name], [scaled], scaled)
+        node = _node("Mul", [name, factors_name], [scaled], scaled)
         ends = [index for index, item in enumerate(self.nodes) if name in item.output]
         self.nodes.insert(ends[0] + 1 if ends else 0, node)
         for reader in readers:
@@ -192,10 +184,24 @@ class Graph:
                 found.append(node)
         return found
 
+    def makes(self, name: str) -> bool:
+        """Return whether a node puts a value of that name out."""
+        return any(name in item.output for item in self.nodes)
+
     def replace(self, node: Any, *nodes: Any) -> None:
         """Put nodes in the place of one."""
         place = next(index for index, item in enumerate(self.nodes) if item is node)
         self.nodes[place : place + 1] = nodes
+
+
+def _node(kind: str, inputs: Any, outputs: Any, name: str, **options: Any) -> Any:
+    from onnx import helper
+
+    return helper.make_node(kind, inputs, outputs, name, **options)
+
+
+def _to_float(value: str, made: str, name: str) -> Any:
+    return _node("Cast", [value], [made], name, to=_FLOAT)
 
 
 def split_gemm(graph: Graph) -> None:
@@ -212,11 +218,8 @@ def split_gemm(graph: Graph) -> None:
             name = graph.add(f"{name}_turned", weight.T)
         (out,), bias = node.output, node.input[2:]
         product = f"{out}_product" if bias else out
-        nodes = [helper.make_node("MatMul", [node.input[0], name], [product], node.name)]
-        if bias:
-            sum_ = helper.make_node("Add", [product, *bias], [out], f"{node.name}_add")
-            nodes.append(sum_)
-        graph.replace(node, *nodes)
+        sums = [_node("Add", [product, *bias], [out], f"{node.name}_add")] if bias else []
+        graph.replace(node, _node("MatMul", [node.input[0], name], [product], node.name), *sums)
 
 
 def part_norms(graph: Graph) -> None:
@@ -239,28 +242,24 @@ def turned_tables(graph: Graph) -> dict[str, Any]:
 
 def share_products(graph: Graph) -> None:
     """Quantise products with a table that is read by rows too; both read the same bytes."""
-    from onnx import helper
-
     turned = turned_tables(graph)
     for node in graph.of_kind("MatMul"):
         turn = turned.get(node.input[1])
         if turn is None:
             continue
         graph.nodes = [item for item in graph.nodes if item is not turn]
-        parts = _in_bytes(graph, turn.input[0], LARGEST_STEP)
+        parts = _in_bytes(graph, turn.input[0], 1, LARGEST_STEP)
         names = [f"{part}_turned" for part in parts]
-        _integer_product(graph, node, names[0], names[1])
-        if not any(names[0] in item.output for item in graph.nodes):
+        _integer_product(graph, node, *names)
+        if not graph.makes(names[0]):
             graph.nodes[:0] = [
-                helper.make_node("Transpose", [part], [name], name, perm=[1, 0])
+                _node("Transpose", [part], [name], name, perm=[1, 0])
                 for part, name in zip(parts, names, strict=True)
             ]
 
 
 def block_products(graph: Graph) -> None:
     """Store matrices in blocks of four bits, and those that are tables turned round."""
-    from onnx import helper
-
     turned = turned_tables(graph)
     for node in graph.of_kind("MatMul"):
         turn = turned.get(node.input[1])
@@ -272,11 +271,10 @@ def block_products(graph: Graph) -> None:
         outputs, inputs = rows.shape
         if inputs < BLOCK:
             continue
-        codes, scales = _in_blocks(graph, name, rows)
         options = {"K": inputs, "N": outputs, "bits": 4, "block_size": BLOCK}
-        product = helper.make_node(
+        product = _node(
             "MatMulNBits",
-            [node.input[0], codes, scales],
+            [node.input[0], *_in_blocks(graph, name, rows)],
             list(node.output),
             node.name,
             domain=_DOMAIN,
@@ -289,8 +287,6 @@ def block_products(graph: Graph) -> None:
 
 def block_tables(graph: Graph) -> None:
     """Store tables in blocks of four bits; those that a product has so too are shared."""
-    from onnx import TensorProto, helper
-
     for node in graph.tables():
         name, (out,) = node.input[0], node.output
         table = graph.weight(name)
@@ -303,23 +299,19 @@ def block_tables(graph: Graph) -> None:
         read = [f"{part}_rows" for part in parts]
         for part, shape, new in zip(parts, shapes, read, strict=True):
             size = graph.add(f"{part}_shape", np.array(shape, dtype=np.int64))
-            if not any(new in item.output for item in graph.nodes):
-                graph.nodes.insert(0, helper.make_node("Reshape", [part, size], [new], new))
-        follow = []
-        value = out
+            if not graph.makes(new):
+                graph.nodes.insert(0, _node("Reshape", [part, size], [new], new))
+        follow, value = [], out
         if width % BLOCK:  # codes of whole blocks, of which the last is cut off
             value = f"{out}_whole"
             ends = ((0, "start"), (width, "end"), (-1, "axis"))
             cut = [graph.add(f"{name}_{what}", np.array([at])) for at, what in ends]
-            follow.append(helper.make_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
-        if graph.tensors[parts[1]].data_type == TensorProto.FLOAT16:
+            follow.append(_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
+        if graph.tensors[parts[1]].data_type == _HALF:
             half = f"{out}_half"
-            cast = helper.make_node(
-                "Cast", [half], [value], f"{node.name}_cast", to=TensorProto.FLOAT
-            )
-            follow.insert(0, cast)
+            follow.insert(0, _to_float(half, value, f"{node.name}_cast"))
             value = half
-        lookup = helper.make_node(
+        lookup = _node(
             "GatherBlockQuantized",
             [read[0], node.input[1], read[1]],
             [value],
@@ -358,13 +350,15 @@ def _in_blocks(graph: Graph, name: str, rows: Array, *, half: bool = False) -> t
     return parts
 
 
-def _in_bytes(graph: Graph, name: str, largest: int = 127) -> tuple[str, str]:
-    """Store a table in eight bits with a scale for each row, once; gives both names."""
+def _in_bytes(
+    graph: Graph, name: str, axis: int | tuple[int, ...], largest: int = 127
+) -> tuple[str, str]:
+    """Store a weight in eight bits, once; gives the names of steps and of scales. See `rounded`."""
     parts = f"{name}_int8", f"{name}_scales"
     if parts[0] not in graph.tensors:
-        table = graph.weight(name)
-        assert table is not None
-        for part, value in zip(parts, rounded(table, axis=1, largest=largest), strict=True):
+        weight = graph.weight(name)
+        assert weight is not None
+        for part, value in zip(parts, rounded(weight, axis, largest), strict=True):
             graph.add(part, value)
     return parts
 
@@ -374,54 +368,40 @@ def shrink_tables(graph: Graph, *, all_: bool) -> None:
 
     Without `all_`, only those that a product reads in eight bits anyway.
     """
-    from onnx import TensorProto, helper
-
     for node in graph.tables():
         if not all_ and f"{node.input[0]}_int8" not in graph.tensors:
             continue
-        steps, scales = _in_bytes(graph, node.input[0])
+        steps, scales = _in_bytes(graph, node.input[0], 1)
         ids, (out,) = node.input[1], node.output
         names = [f"{out}_{end}" for end in ("int8", "steps", "scales")]
         graph.replace(
             node,
-            helper.make_node("Gather", [steps, ids], names[:1], node.name),
-            helper.make_node(
-                "Cast", names[:1], names[1:2], f"{node.name}_steps", to=TensorProto.FLOAT
-            ),
-            helper.make_node("Gather", [scales, ids], names[2:], f"{node.name}_scales"),
-            helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
+            _node("Gather", [steps, ids], names[:1], node.name),
+            _to_float(names[0], names[1], f"{node.name}_steps"),
+            _node("Gather", [scales, ids], names[2:], f"{node.name}_scales"),
+            _node("Mul", names[1:], [out], f"{node.name}_scaled"),
         )
 
 
 def quantize_products(graph: Graph, products: list[Any]) -> None:
     """Store matrices, or stacks of them, in eight bits, and quantise what they multiply."""
     for node in products:
-        weight, name = graph.weight(node.input[1]), node.input[1]
-        assert weight is not None
-        steps, scales = rounded(weight, axis=-2, largest=LARGEST_STEP)
-        _integer_product(
-            graph, node, graph.add(f"{name}_int8", steps), graph.add(f"{name}_scales", scales)
-        )
+        _integer_product(graph, node, *_in_bytes(graph, node.input[1], -2, LARGEST_STEP))
 
 
 def _integer_product(graph: Graph, node: Any, steps: str, scales: str) -> None:
     """Multiply integers in the place of a product, and scale what comes out."""
-    from onnx import TensorProto, helper
-
     x, (out,) = node.input[0], node.output
     parts = [f"{x}_{end}" for end in ("uint8", "scale", "zero")]
     names = [f"{out}_{end}" for end in ("int32", "sum", "scales")]
     nodes = [
-        helper.make_node(
-            "MatMulInteger", [parts[0], steps, parts[2]], names[:1], f"{node.name}_integer"
-        ),
-        helper.make_node("Cast", names[:1], names[1:2], f"{node.name}_sum", to=TensorProto.FLOAT),
-        helper.make_node("Mul", [parts[1], scales], names[2:], f"{node.name}_scales"),
-        helper.make_node("Mul", names[1:], [out], f"{node.name}_scaled"),
+        _node("MatMulInteger", [parts[0], steps, parts[2]], names[:1], f"{node.name}_integer"),
+        _to_float(names[0], names[1], f"{node.name}_sum"),
+        _node("Mul", [parts[1], scales], names[2:], f"{node.name}_scales"),
+        _node("Mul", names[1:], [out], f"{node.name}_scaled"),
     ]
-    if not any(parts[0] in item.output for item in graph.nodes):
-        quantise = helper.make_node("DynamicQuantizeLinear", [x], parts, f"{x}_quantize")
-        nodes.insert(0, quantise)
+    if not graph.makes(parts[0]):
+        nodes.insert(0, _node("DynamicQuantizeLinear", [x], parts, f"{x}_quantize"))
     graph.replace(node, *nodes)
 
 
@@ -430,8 +410,6 @@ def store_others(graph: Graph) -> None:
 
     ONNX Runtime does that once, when it opens the file: so memory and time stay as they were.
     """
-    from onnx import TensorProto, helper
-
     spared = {node.input[1] for node in graph.products(2)}
     read = {name for node in graph.nodes for name in node.input}
     for name in [name for name in graph.tensors if name in read - spared]:
@@ -440,26 +418,16 @@ def store_others(graph: Graph) -> None:
             continue
         # A scale for each index of the longest axis.
         others = tuple({*range(weight.ndim)} - {int(np.argmax(weight.shape))})
-        steps, scales = rounded(weight, axis=others, largest=127)
-        names = graph.add(f"{name}_int8", steps), graph.add(f"{name}_scales", scales)
-        cast = helper.make_node(
-            "Cast", [names[0]], [f"{name}_steps"], f"{name}_steps", to=TensorProto.FLOAT
-        )
-        scaled = helper.make_node("Mul", [f"{name}_steps", names[1]], [name], f"{name}_scaled")
+        steps, scales = _in_bytes(graph, name, others)
+        cast = _to_float(steps, f"{name}_steps", f"{name}_steps")
+        graph.nodes[:0] = [cast, _node("Mul", [f"{name}_steps", scales], [name], f"{name}_scaled")]
         del graph.tensors[name]
-        graph.nodes[:0] = [cast, scaled]
 
 
 def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[Array, Array]:
-    """Round to the nearest step of a symmetric grid.
+    """Round to the nearest step of a symmetric grid; numbers along `axis` share a scale.
 
-    Args:
-        weight: Numbers.
-        axis: Axes along which they share a scale.
-        largest: Largest step.
-
-    Returns:
-        Steps in int8, and scales in float32 whose product they are.
+    Returns steps in int8, `largest` at most, and scales in float32: numbers are their products.
     """
     scales = np.abs(weight).max(axis=axis, keepdims=True).astype(np.float64) / largest
     steps = np.rint(weight / np.where(scales == 0, 1, scales))
@@ -468,7 +436,7 @@ def rounded(weight: Array, axis: int | tuple[int, ...], largest: int) -> tuple[A
 
 def _is_large(tensor: Any) -> bool:
     """Return whether a tensor is in float32, of some size, of more than one axis, and no scales."""
-    if tensor is None or tensor.data_type != 1 or len(tensor.dims) < 2:
+    if tensor is None or tensor.data_type != _FLOAT or len(tensor.dims) < 2:
         return False
     return bool(np.prod(tensor.dims) >= FEWEST) and not tensor.name.endswith("_scales")
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tcompress.exports.onnx_quantize import LARGEST_STEP, Graph, rounded, split_gemm
+from tcompress.exports.onnx_quantize import LARGEST_STEP, Array, Graph, rounded, split_gemm
 
 STRENGTHS = (0.5, 0.6, 0.75)
 """Exponents of the range of a channel, 1 less those of its weights."""
@@ -25,18 +24,12 @@ ROWS = 512
 LEAST_GAIN = 0.3
 """Share of the squared error by which it has to fall where it costs an operator."""
 
-Array = NDArray[Any]
-
 
 def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:
-    """Make channels more alike wherever that pays.
+    """Make channels more alike wherever that pays, in a graph in float32, which is changed.
 
-    Args:
-        graph: A graph in float32, which is changed.
-        activations: Rows of inputs of products by name.  # (rows, channels)
-
-    Returns:
-        Number of inputs that were changed.
+    `activations` are rows of inputs of products by name.  # (rows, channels). Returns the number of
+    inputs that were changed.
     """
     groups: dict[str, list[Any]] = defaultdict(list)
     for node in graph.products(2):
@@ -53,9 +46,9 @@ def smooth(graph: Graph, activations: Mapping[str, Array]) -> int:
             continue
         changed += 1
         for node in nodes:
-            graph.set_weight(node, 1, _weight(graph, node) * scales[:, None])
+            graph.set_weight(node, _weight(graph, node) * scales[:, None])
         if producer is not None and folds:
-            graph.set_weight(producer, 1, _weight(graph, producer) / scales)
+            graph.set_weight(producer, _weight(graph, producer) / scales)
         else:
             graph.scale(name, nodes, 1 / scales)
     return changed

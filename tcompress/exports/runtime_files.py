@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from tcompress.errors import InputError
@@ -47,26 +48,17 @@ class RuntimeFiles:
     def __call__(
         self, source: SourceModel, runtime: RuntimeName, threads: int | None = None
     ) -> OnnxModule:
-        """Open a model in a runtime.
+        """Open a model in a runtime, any but `torch`; a pass has torch's threads by default.
 
-        Args:
-            source: The model.
-            runtime: Any but `torch`.
-            threads: Threads of a pass; default those of torch.
-
-        Raises:
-            InputError: The runtime is not installed, or the model has no form for it.
+        An `InputError` says that it is not installed, or that the model has no form for it.
         """
         require_onnx()
         path = self._stored(source, runtime) or self._new(source, runtime)
         return OnnxModule(OnnxModel.open(path, threads), source.config)
 
     def _stored(self, source: SourceModel, runtime: RuntimeName) -> Path | None:
-        folder = source.folder / FOLDER
-        for pattern in _FILES[runtime]:
-            for path in sorted(folder.glob(pattern)):
-                return path
-        return None
+        paths = (sorted((source.folder / FOLDER).glob(pattern)) for pattern in _FILES[runtime])
+        return next(chain.from_iterable(paths), None)
 
     def _new(self, source: SourceModel, runtime: RuntimeName) -> Path:
         output = self.scratch / f"{source.store.fingerprint()}-{runtime}"

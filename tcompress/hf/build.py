@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from tcompress.structures.modules.embedding import LookupScale, StructuredEmbedd
 from tcompress.structures.modules.experts import StructuredExperts
 from tcompress.structures.modules.linear import PointwiseConvolution, StructuredLinear
 from tcompress.structures.modules.shared import FactorsModule
+
+E = TypeVar("E", LayerPlan, AttentionPlan, FormPlan)
 
 
 def install_layers(
@@ -41,11 +43,8 @@ def install_layers(
     """
     installed: dict[str, StructuredLinear | StructuredExperts] = {}
     factors = {} if factors is None else factors
-    entries = [*entries]
-    for entry in entries:
-        path = runtime_name(entry.name)
-        if path is None:
-            continue
+    placed = [*_placed(entries, runtime_name)]
+    for entry, path in placed:
         dense = root.get_submodule(path)
         new: StructuredLinear | StructuredExperts
         if entry.kind == "experts":
@@ -63,8 +62,17 @@ def install_layers(
         set_module(root, path, new)
         if isinstance(new, StructuredEmbedding):
             tie_tables(root, path, new)
-    narrow_heads(root, [path for entry in entries if (path := runtime_name(entry.name))])
+    narrow_heads(root, [path for _, path in placed])
     return installed
+
+
+def _placed(
+    entries: Iterable[E], runtime_name: Callable[[str], str | None]
+) -> Iterator[tuple[E, str]]:
+    """Yield what a model has of a plan, each entry with the path of its module."""
+    for entry in entries:
+        if (path := runtime_name(entry.name)) is not None:
+            yield entry, path
 
 
 def narrow_heads(root: nn.Module, paths: Sequence[str]) -> None:
@@ -204,8 +212,7 @@ class SliceNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         slices = input.unflatten(-1, (self.p, -1))
-        normal = layer_norm(slices, slices.shape[-1:], eps=self.eps).flatten(-2)
-        scaled = normal * self.weight
+        scaled = layer_norm(slices, slices.shape[-1:], eps=self.eps).flatten(-2) * self.weight
         return scaled if self.bias is None else scaled + self.bias
 
     def extra_repr(self) -> str:
@@ -219,16 +226,12 @@ def install_forms(
     **place: Any,
 ) -> None:
     """Change planned modules to their form; tensors keep their names. See `install_layers`."""
-    for entry in entries:
-        path = runtime_name(entry.name)
-        if path is None:
-            continue
+    for entry, path in _placed(entries, runtime_name):
         module = root.get_submodule(path)
         if entry.kind == "norm":
             assert isinstance(module, nn.LayerNorm)
-            bias = module.bias is not None
-            norm = SliceNorm(entry.shape[-1], entry.p, module.eps, bias=bias, **place)
-            set_module(root, path, norm)
+            options = {"bias": module.bias is not None, **place}
+            set_module(root, path, SliceNorm(entry.shape[-1], entry.p, module.eps, **options))
             continue
         table = torch.empty(entry.shape, **place)
         # What is no parameter is trained by nobody, whichever trainer it is.
@@ -379,10 +382,8 @@ def _check_flash(
         alone = torch.compiler.is_compiling() or not bool((positions.diff(dim=-1) != 1).any())
         problem = None if alone else "packed texts"
     if problem is not None:
-        raise DataError(
-            f"attention `{name}` cannot read {problem} as flash attention is told of them",
-            'load the model with `attn_implementation="sdpa"`',
-        )
+        text = f"attention `{name}` cannot read {problem} as flash attention is told of them"
+        raise DataError(text, 'load the model with `attn_implementation="sdpa"`')
 
 
 def _take_over(attention: Any) -> Any:
@@ -406,10 +407,7 @@ def install_attention(
 ) -> dict[str, ReplacementModule]:
     """Add replacements to planned attentions, with empty tensors; see `install_layers`."""
     installed: dict[str, ReplacementModule] = {}
-    for entry in entries:
-        path = runtime_name(entry.name)
-        if path is None:
-            continue
+    for entry, path in _placed(entries, runtime_name):
         attention: Any = root.get_submodule(path)
         installed[entry.name] = replacement = ReplacementModule(entry.layout, path, **place)
         replacement.host_config = _take_over(attention)

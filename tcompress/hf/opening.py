@@ -85,10 +85,9 @@ _AUTO: dict[str, Any] = {
 
 def has_head(source: SourceModel, head: Head) -> bool:
     """Return whether a model comes with the head of a task."""
-    mapping = _AUTO[head]._model_mapping
-    kind: Any = mapping.get(type(source.config), None)
-    kinds = kind if isinstance(kind, tuple | list) else (kind,)
-    return source.model_class in kinds or (source.headed is not None and source.headed in kinds)
+    kinds: Any = _AUTO[head]._model_mapping.get(type(source.config), ())
+    kinds = kinds if isinstance(kinds, tuple | list) else (kinds,)
+    return any(kind in (source.model_class, source.headed) for kind in kinds)
 
 
 def load_model(

@@ -22,13 +22,7 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from tcompress.artifact.format import (
-    AGAIN,
-    Rebuilt,
-    parse_plan,
-    section_digest,
-    verify_shapes,
-)
+from tcompress.artifact.format import AGAIN, Rebuilt, parse_plan, section_digest, verify_shapes
 from tcompress.artifact.manifest import read_manifest
 from tcompress.errors import ArtifactError, SourceError
 from tcompress.hf.build import install_attention, install_forms, install_layers

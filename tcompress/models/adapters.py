@@ -76,13 +76,13 @@ def merge(base: Path, adapter: Path, kind: Any, target: Path, *, trust: bool = F
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of tensors without a place, which are counted
-                left = _merge_as(each, base, adapter, target, trust)
+                unused = _merge_as(each, base, adapter, target, trust)
         except Exception as error:  # PEFT and the classes of models may raise anything
             reasons.append(f"{type(error).__name__}: {first_line(error)}")
             continue
-        if not left:
+        if not unused:
             return
-        reasons.append(f"a `{_name(each)}` has no place for {listed(left)}")
+        reasons.append(f"a `{_name(each)}` has no place for {listed(unused)}")
     raise SourceError(
         f"the adapter in `{adapter}` cannot be merged into `{_name(kind)}`: {'; '.join(reasons)}",
         "merge and save it with PEFT, in the class that it was trained in, and convert that",
@@ -99,29 +99,25 @@ def _merge_as(kind: Any, base: Path, adapter: Path, target: Path, trust: bool) -
     heads = [tensor.shape[0] for key, tensor in stored.items() if _HEAD.search(key)]
     sizes = {"num_labels": heads[-1], "ignore_mismatched_sizes": True} if heads else {}
     model = kind.from_pretrained(base, dtype="auto", trust_remote_code=trust, **sizes)
-    joined = peft.PeftModel.from_pretrained(model, str(adapter))
-    used = {
-        key for name in joined.peft_config for key in peft.get_peft_model_state_dict(
-            joined, adapter_name=name
-        )
-    }  # fmt: skip
-    left = [key for key in stored if key not in used]
-    if not left:
-        joined.merge_and_unload(safe_merge=True).save_pretrained(target)
-    return left
+    adapted = peft.PeftModel.from_pretrained(model, str(adapter))
+    state = peft.get_peft_model_state_dict
+    applied = {key for name in adapted.peft_config for key in state(adapted, adapter_name=name)}
+    unused = [key for key in stored if key not in applied]
+    if not unused:
+        adapted.merge_and_unload(safe_merge=True).save_pretrained(target)
+    return unused
 
 
 def _classes(kind: Any, adapter: Path) -> Iterator[Any]:
     """Give the class of the base, unless the adapter's task needs another head, then that one."""
     import transformers
 
-    auto: Any = getattr(
-        transformers, _KINDS.get(str(_settings(adapter).get("task_type")), ""), None
-    )
-    mapping = {} if auto is None else auto._model_mapping
-    fitting = mapping.get(kind.config_class, None) if kind.config_class in mapping else None
-    several = fitting if isinstance(fitting, tuple | list) else (fitting,)
-    if fitting is not None and kind not in several:
+    name = _KINDS.get(str(_settings(adapter).get("task_type")), "")
+    auto: Any = getattr(transformers, name, None)
+    mapping: Any = getattr(auto, "_model_mapping", {})
+    fitting: Any = mapping.get(kind.config_class, ())
+    kinds = fitting if isinstance(fitting, tuple | list) else (fitting,)
+    if kinds and kind not in kinds:
         yield auto
     yield kind
 

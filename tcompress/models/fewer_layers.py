@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from tcompress.errors import PlanError, SourceError, after_colon, first_line
+from tcompress.models.keymap import modules_above
 from tcompress.models.model import SourceModel
 
 Kept = Mapping[str, Sequence[int]]
@@ -30,7 +31,9 @@ _DECODER = ("decoder_layers", "num_decoder_layers")
 _ONLY = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
 # Lists with one entry for each block.
-_BY_BLOCK = ("layer_types", "mlp_layer_types", "no_rope_layers", "attention_window")
+_BY_BLOCK = (
+    "layer_types", "mlp_layer_types", "no_rope_layers", "attention_window", "attention_layers",
+)  # fmt: skip
 
 
 def _cut_settings(source: SourceModel, kept: Kept) -> dict[str, Any]:
@@ -65,11 +68,9 @@ def write_keys(section: dict[str, Any], owner: Any, values: Mapping[str, Any]) -
 
 def _owner(config: Any, model: nn.Module, path: str) -> tuple[str | None, Any]:
     """The part of the config that a stack follows, and its name; None for the whole."""
-    above, steps = model, path.split(".")
     nearest = getattr(model, "config", None)
-    for step in steps:
-        above = above.get_submodule(step)
-        nearest = getattr(above, "config", None) or nearest
+    for above in (*modules_above(path), path):
+        nearest = getattr(model.get_submodule(above), "config", None) or nearest
     for part in getattr(config, "sub_configs", {}):
         # The model holds a copy of the config, with parts that are its own.
         if nearest is getattr(model.config, part, None):  # type: ignore[union-attr]
@@ -103,16 +104,14 @@ def _counts(owner: Any, model: Any, path: str, kept: Kept, part: str | None) -> 
 
 def _by_block(owner: Any, indices: Sequence[int]) -> dict[str, Any]:
     """Lists by block, written out even where the file leaves them to a default."""
-    found: dict[str, Any] = {}
+    lists: dict[str, Any] = {}
     for name in _BY_BLOCK:
         values = getattr(owner, name, None)
         if isinstance(values, list | tuple) and len(values) > indices[-1]:
-            found[name] = [values[index] for index in indices]
-    kinds = getattr(owner, "attention_layers", None)  # of GPT-Neo, which writes it as runs
-    if isinstance(kinds, list) and len(kinds) > indices[-1]:
-        found["attention_layers"] = [kinds[index] for index in indices]
-        found["attention_types"] = [[[kinds[index]], 1] for index in indices]
-    return found
+            lists[name] = [values[index] for index in indices]
+    if "attention_layers" in lists:  # of GPT-Neo, which writes it as runs
+        lists["attention_types"] = [[[kind], 1] for kind in lists["attention_layers"]]
+    return lists
 
 
 def _stages(owner: Any, settings: Mapping[str, Any], indices: Sequence[int]) -> dict[str, Any]:
@@ -211,7 +210,7 @@ def _differences(before: nn.Module, after: nn.Module, was: int, now: int) -> Ite
         two = new[name]
         if type(one) is not type(two):
             yield f"whose `{name}` is a {type(two).__name__} and not a {type(one).__name__}"
-        if _shapes(one) != _shapes(two):
+        if shapes_of(one) != shapes_of(two):
             yield f"whose `{name}` has other shapes"
         first, second = _plain(one), _plain(two)
         for key in sorted(first.keys() | second.keys()):
@@ -229,7 +228,8 @@ def _plain(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that a module itself holds, by name."""
     own = {**module._parameters, **module._buffers}
     return {name: tuple(item.shape) for name, item in own.items() if item is not None}
 

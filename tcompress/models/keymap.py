@@ -136,7 +136,7 @@ class KeyMap:
             return dict(zip(keys, values.values(), strict=True))
         found = revert_weight_conversion(self.model, dict(values))
         named = {key: name for key in keys for name in found if f".{key}".endswith(f".{name}")}
-        if len(named) != len(found) or len(named) != len(keys):
+        if not len(named) == len(found) == len(keys):
             raise SourceError(
                 f"Transformers would store {listed(values)} as {listed(found)}, and the checkpoint "
                 f"has {listed(keys)}",
@@ -345,14 +345,10 @@ def _missing(keymap: KeyMap) -> tuple[list[str], list[str]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._NormBase):
             needed |= {f"{path}.running_mean", f"{path}.running_var"}
-    lost: list[str] = []
-    unset: list[str] = []
-    for name in keymap.missing:
-        if name in needed:
-            # Poolers that nobody trained, and vectors that mask inputs while training.
-            spare = "pooler" in name.split(".") or "mask" in name.rpartition(".")[2]
-            (unset if spare else lost).append(name)
-    return lost, unset
+    missing = [name for name in keymap.missing if name in needed]
+    # Poolers that nobody trained, and vectors that mask inputs while training.
+    unset = [n for n in missing if "pooler" in n.split(".") or "mask" in n.rpartition(".")[2]]
+    return [name for name in missing if name not in unset], unset
 
 
 def _under(names: Collection[str], others: Iterable[str]) -> str:

@@ -41,7 +41,6 @@ class Copy:
                 (self.folder / path.name).symlink_to(path.resolve())
 
     def configure(self, settings: Mapping[str, Any]) -> None:
-        """Writes the config."""
         write_text(self.folder / "config.json", json.dumps(settings, indent=2) + "\n")
 
 

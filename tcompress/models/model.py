@@ -39,6 +39,7 @@ from tcompress.models.names import (
     encodes_sentences,
     is_only_rounded,
     local_folder,
+    own_section,
     read_config,
     resolve,
     sentence_root,
@@ -160,48 +161,57 @@ class SourceModel:
         folder = copies[-1].folder if copies else origin
         raw = read_config(folder)
         raw = raw if converted else _without_rounding(raw)
-        ours = _method(raw) in METHODS
+        ours = own_section(raw) is not None
         if not (converted and ours):
             _refuse_quantised(raw, folder)
         if not ours and (mended := plain_types(raw, folder / "config.json")) != raw:
             copies.append(with_settings(folder, mended))
             folder = copies[-1].folder
-        found = cls.described(folder, {}, trust_remote_code, token)
+        source = cls.described(folder, {}, trust_remote_code, token)
         if not converted:
-            found = replace(found, settings=_without_rounding(found.settings))
+            source = replace(source, settings=_without_rounding(source.settings))
         if local_folder(name) is None and not (seed is not None and Path(name).is_file()):
             # The name of a folder in the hub's cache is that of the commit.
             snapshot = (sentence_root(origin) or origin).name
             commit = snapshot if re.fullmatch("[0-9a-f]{40}", snapshot) else revision
-            found = replace(found, id=ALIASES.get(name, name), revision=commit)
+            source = replace(source, id=ALIASES.get(name, name), revision=commit)
         else:
-            found = replace(found, id=name)
-        found = replace(found, origin=origin if copies else None, keeps=copies or None)
+            source = replace(source, id=name)
+        source = replace(source, origin=origin if copies else None, keeps=copies or None)
         if seed is not None:
-            return found.as_encoder().at_random(seed)
+            return source.as_encoder().at_random(seed)
         notes = () if adapter is None else (f"the adapter in `{name}` is merged into its weights",)
-        return found._with_weights(checked=not ours, notes=notes)
+        return source._with_weights(checked=not ours, notes=notes)
 
     def _with_weights(self, *, checked: bool, notes: tuple[str, ...]) -> SourceModel:
         """Open the weights; those that are no plain model's are compared with their own plan."""
         asked, kind = self.config.architectures or [], self.model_class.__name__
-        found, store = self, WeightStore.open(self.folder)
+        source, store = self, WeightStore.open(self.folder)
         if checked and (names := plain_names(store.keys())):
             copy = with_names(self.folder, read_config(self.folder), store, names)
             store, origin = WeightStore.open(copy.folder), self.origin or self.folder
             keeps = [*(self.keeps or ()), copy]
-            found = replace(self, folder=copy.folder, origin=origin, keeps=keeps)
-        found = replace(found, store=store).as_stored().as_encoder()
+            source = replace(self, folder=copy.folder, origin=origin, keeps=keeps)
+        source = replace(source, store=store).as_stored().as_encoder()
         if checked:
             # The object is not handed out yet, and a copy would map all names again.
             unknown = () if kind in asked else asked
-            notes += check_weights(found.origin or found.folder, store, found.keymap, unknown)
-            if kind != found.model_class.__name__ and not (found.folder / MODULES).is_file():
-                notes = (_without_head(kind, found), *notes)
-            if found.headed is not None:
-                notes = (_as_encoder(found), *notes)
-            object.__setattr__(found, "notes", notes)
-        return found
+            notes += check_weights(source.origin or source.folder, store, source.keymap, unknown)
+            name = source.model_class.__name__
+            if kind != name and not (source.folder / MODULES).is_file():
+                text = (
+                    f"`architectures` names a `{kind}`, but nothing is stored of its head: it is "
+                    f"taken as a `{name}`, and results name that class"
+                )
+                notes = (text, *notes)
+            if source.headed is not None:
+                text = (
+                    f"`architectures` names a `{source.headed.__name__}`, and `modules.json` a "
+                    f"sentence encoder: it is taken as a `{name}`, as sentence-transformers runs it"
+                )
+                notes = (text, *notes)
+            object.__setattr__(source, "notes", notes)
+        return source
 
     @classmethod
     def described(
@@ -232,31 +242,31 @@ class SourceModel:
             return self
         keymap = self.keymap
         names, inside = list(keymap.model.state_dict()), f"{prefix}."
-        own = [
-            name  # of the head, and not that of an embedding
+        head = [
+            name  # and not that of an embedding
             for name in names
             if not any(other.startswith(inside) for other in (name, *keymap.tied(name)))
         ]
-        if not own or len(own) == len(names) or any(map(keymap.has, own)):
+        if not head or len(head) == len(names) or any(map(keymap.has, head)):
             return self
-        settings = {**self.settings, "architectures": [bare.__name__]}
-        return replace(self, model_class=bare, settings=settings)
+        return self._of_class(bare)
+
+    def _of_class(self, kind: type[PreTrainedModel], **changes: Any) -> SourceModel:
+        settings = {**self.settings, "architectures": [kind.__name__]}
+        return replace(self, model_class=kind, settings=settings, **changes)
 
     def as_encoder(self) -> SourceModel:
         """Describe the class that sentence-transformers runs, where the folder is such an encoder.
 
         It has neither the head that a language model predicts tokens with nor, of T5, a decoder.
         """
-        if not encodes_sentences(self.folder):
-            return self
-        kind = _encoder_class(self.config, self.model_class)
+        encodes = encodes_sentences(self.folder)
+        kind = _encoder_class(self.config, self.model_class) if encodes else self.model_class
         if kind is self.model_class:
             return self
         config = deepcopy(self.config)
         config.architectures = [kind.__name__]
-        settings = {**self.settings, "architectures": [kind.__name__]}
-        headed = self.model_class
-        return replace(self, config=config, settings=settings, model_class=kind, headed=headed)
+        return self._of_class(kind, config=config, headed=self.model_class)
 
     @property
     def gives_states(self) -> bool:
@@ -287,10 +297,9 @@ class SourceModel:
         if self.seed == seed:
             return self
         store = RandomStore(self.folder, self.model_class, self.config, seed)
-        settings = {**self.settings, "architectures": [self.model_class.__name__]}
-        for key in ("torch_dtype", "quantization_config", WEIGHTS):
-            settings.pop(key, None)
-        settings["dtype"] = "float32"
+        unfit = ("torch_dtype", "quantization_config", WEIGHTS)
+        settings = {key: value for key, value in self.settings.items() if key not in unfit}
+        settings |= {"architectures": [self.model_class.__name__], "dtype": "float32"}
         return replace(self, store=store, settings=settings, notes=())
 
     def with_settings(self, settings: dict[str, Any]) -> SourceModel:
@@ -341,22 +350,6 @@ def _merged(folder: Path, token: str | None, trust: bool) -> Copy:
         return copy
 
 
-def _without_head(named: str, source: SourceModel) -> str:
-    own = source.model_class.__name__
-    return (
-        f"`architectures` names a `{named}`, but nothing is stored of its head: it is taken as a "
-        f"`{own}`, and results name that class"
-    )
-
-
-def _as_encoder(source: SourceModel) -> str:
-    named = "" if source.headed is None else source.headed.__name__
-    return (
-        f"`architectures` names a `{named}`, and `modules.json` a sentence encoder: it is taken as "
-        f"a `{source.model_class.__name__}`, as sentence-transformers runs it"
-    )
-
-
 _PREDICTS_TOKENS = re.compile(r"For(MaskedLM|PreTraining)$")
 
 
@@ -387,11 +380,6 @@ def _on_meta(kind: Any, config: Any, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _method(raw: dict[str, Any]) -> Any:
-    section = raw.get("quantization_config")
-    return section.get("quant_method") if isinstance(section, dict) else None
-
-
 def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
     """Take our section out of settings where tensors are in fewer bits, and nothing else is new.
 
@@ -403,12 +391,12 @@ def _without_rounding(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_quantised(raw: dict[str, Any], folder: Path) -> None:
-    parts = [raw, *(value for value in raw.values() if isinstance(value, dict))]
-    for part in parts:
-        found = part.get("quantization_config") or part.get("compression_config")
-        if not found:
+    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        section = part.get("quantization_config") or part.get("compression_config")
+        if not section:
             continue
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else "unknown"
+        facts = section if isinstance(section, dict) else {}
+        method = facts.get("quant_method", "unknown")
         if method in METHODS:
             hint = "convert the original model again, with the new options"
             raise SourceError(f"`{folder}` is already converted by tcompress", hint)

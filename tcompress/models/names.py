@@ -137,12 +137,8 @@ _CURE = (
     "write a dense copy: `tcompress export MODEL --to dense`)"
 )
 CALLED = f"{METHOD} (`{INSTALL}`, {_CURE}"
-_CALLED_BEFORE = f"{METHOD} (`pip install tcompress`, {_CURE}"
-METHODS = (
-    METHOD,
-    _CALLED_BEFORE,
-    CALLED,
-)  # all that were ever written; each is registered as it stands
+# All that were ever written; each is registered as it stands.
+METHODS = (METHOD, f"{METHOD} (`pip install tcompress`, {_CURE}", CALLED)
 # Key of `config.json` whose value Transformers (5.21 to 5.24) refuses, as the last line of a failed
 # `from_pretrained`, unless it names a file of weights. Our quantizer takes it out before that.
 WEIGHTS = "transformers_weights"
@@ -278,13 +274,11 @@ def is_path(name: str) -> bool:
 
 
 def _no_folder(name: str, path: Path) -> SourceError:
-    hint = "give a folder written by `save_pretrained`, or a hub id"
-    if path.suffix.lower() in (".gguf", ".onnx"):
-        hint = NO_GGUF if path.suffix.lower() == ".gguf" else NO_ONNX
-    elif (path.parent / "config.json").is_file():
+    hint = {".gguf": NO_GGUF, ".onnx": NO_ONNX}.get(path.suffix.lower())
+    if hint is None and (path.parent / "config.json").is_file():
         hint = f"give the folder `{path.parent}`"
     text = f"`{name}` is a file, but a model is a folder with `config.json` and weights"
-    return SourceError(text, hint)
+    return SourceError(text, hint or "give a folder written by `save_pretrained`, or a hub id")
 
 
 def missing_path(name: str, what: str) -> tuple[str, str]:
@@ -300,10 +294,16 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
     return f"there is no {what} `{name}`; `{parent}` holds {content}", hint
 
 
+def own_section(settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Give the section of a `config.json` that tcompress wrote; None where there is none."""
+    section = settings.get("quantization_config")
+    ours = isinstance(section, dict) and section.get("quant_method") in METHODS
+    return section if ours else None
+
+
 def is_only_rounded(section: Any) -> bool:
     """Tell whether a section of `config.json` is ours, and all of it is fewer bits."""
-    if not isinstance(section, dict) or section.get("quant_method") not in METHODS:
-        return False
+    section = own_section({"quantization_config": section}) or {}
     plan = section.get("plan")
     return "storage" in section and isinstance(plan, dict) and not any(plan.values())
 
@@ -329,9 +329,7 @@ def _hint_without_config(folder: Path) -> str:
         around = folder.absolute().parent
         return f"give the folder `{around}`" if (around / "config.json").is_file() else NO_ONNX
     inner = sorted(path.parent for path in folder.glob("*/config.json"))
-    if inner:
-        return f"did you mean `{inner[0]}`"
-    return "give a folder written by `save_pretrained`"
+    return f"did you mean `{inner[0]}`" if inner else "give a folder written by `save_pretrained`"
 
 
 def _near_name(name: str) -> str | None:
@@ -343,10 +341,8 @@ def _near_name(name: str) -> str | None:
 
 
 # Files of a model folder that are neither its weights nor its config, carried along unchanged.
-#
 # Links are followed within the folder, and within the hub's cache, whose folders consist of links;
 # nothing else that a link leads to is read.
-
 
 _PATTERNS = (
     # tokenizers
@@ -438,19 +434,16 @@ def encodes_sentences(folder: Path) -> bool:
 
     It may also hold models there that score pairs, or that predict tokens of sparse embeddings.
     """
-    root = sentence_root(folder)
+    root = sentence_root(folder) or folder
     try:
-        modules = json.loads(((root or folder) / MODULES).read_text(encoding="utf-8"))
+        modules = json.loads((root / MODULES).read_text(encoding="utf-8"))
         first = str(modules[0]["type"]).rpartition(".")[2]
-        texts = [json.loads(path.read_text(encoding="utf-8")) for path in _text_settings(folder)]
+        paths = folder.glob("sentence_*_config.json")
+        texts = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         tasks = {settings.get("transformer_task") for settings in texts}
     except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return False  # what is wrong is said where it is read
     return first == "Transformer" and tasks <= {None, "feature-extraction"}
-
-
-def _text_settings(folder: Path) -> list[Path]:
-    return sorted(folder.glob("sentence_*_config.json"))
 
 
 def _candidates(folder: Path, with_code: bool) -> set[Path]:
@@ -484,14 +477,12 @@ def _cached(folder: Path) -> set[Path]:
     own = (folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin"))
     homes = {(folder / path.readlink()).parent for path in own if path.is_symlink()}
     repos |= {home.resolve().parent for home in homes if home.name == "blobs"}
-    found = set()
-    for repo in repos:
-        blobs = repo / "blobs"
-        if blobs.is_dir() and (repo / "snapshots").is_dir():
-            stores = (blobs.resolve(), (repo.parent / "blobs").resolve())
-            files = {path.resolve() for path in blobs.iterdir()}
-            found |= {real for real in files if any(map(real.is_relative_to, stores))}
-    return found
+    cached = set()
+    for blobs in (repo / "blobs" for repo in repos if (repo / "snapshots").is_dir()):
+        stores = (blobs.resolve(), (blobs.parents[1] / "blobs").resolve())
+        files = {path.resolve() for path in blobs.iterdir()} if blobs.is_dir() else set()
+        cached |= {real for real in files if any(map(real.is_relative_to, stores))}
+    return cached
 
 
 def _module_folders(folder: Path) -> list[str]:
@@ -520,8 +511,8 @@ def shorten_texts(folder: Path, longest: int) -> None:
         path = folder / f"{name}.json"
         if path.is_file():
             settings = json.loads(path.read_text(encoding="utf-8"))
-            known = settings.get(key)
-            if known is None or known > longest:
+            before = settings.get(key)
+            if before is None or before > longest:
                 text = json.dumps(settings | {key: longest}, indent=2, ensure_ascii=False)
                 write_text(path, text + "\n")
 

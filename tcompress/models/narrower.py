@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tcompress.models.fewer_layers import sections, write_keys
+from tcompress.models.fewer_layers import sections, shapes_of, write_keys
 from tcompress.models.model import SourceModel
 
 Keys = Mapping[str, int]
@@ -108,12 +108,11 @@ def _facts(model: nn.Module) -> dict[str, Any]:
     """Shapes of all tensors by name, and what modules compute with besides: scales and switches."""
     found: dict[str, Any] = {}
     for path, module in model.named_modules():
-        tensors = {**module._parameters, **module._buffers}
-        own: dict[str, Any] = {k: tuple(t.shape) for k, t in tensors.items() if t is not None}
-        own |= {
+        plain = {
             key: value
             for key, value in vars(module).items()
             if type(value) in (float, bool, str) and not key.startswith("_")
         }
-        found |= {f"{path}.{key}".lstrip("."): value for key, value in own.items()}
+        facts = {**shapes_of(module), **plain}
+        found |= {f"{path}.{key}".lstrip("."): value for key, value in facts.items()}
     return found

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from safetensors import SafetensorError, safe_open
 
 from tcompress.errors import SourceError, after_colon, first_line, folder_content, listed, read_json
-from tcompress.linalg.rounding import Packed, Rounding, read_header, unpack
+from tcompress.linalg.rounding import Rounding, read_header, unpack
 from tcompress.models.names import NO_ONNX
 from tcompress.progress import READING, timed
 
@@ -92,22 +92,12 @@ class SafetensorsShard(Shard):
         _refuse_pointer(path)
         try:
             with safe_open(path, "np") as file:  # loads no torch
-                found = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-                kinds = {key: item.get_dtype() for key, item in found.items()}
-                shapes = {key: tuple(item.get_shape()) for key, item in found.items()}
-                packed = {key: _packed(item) for key, item in found.items()}
+                self.infos = {key: _info(path, key, file.get_slice(key)) for key in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise SourceError(
                 f"`{path.name}` is truncated or has a damaged header ({first_line(error)}); "
                 f"found {path.stat().st_size} bytes"
             ) from error
-        for key in (key for key, kind in kinds.items() if kind not in DTYPES):
-            kind = f"element type `{kinds[key]}`, which is not supported"
-            raise SourceError(f"`{path.name}` stores `{key}` with {kind}")
-        self.infos = {
-            key: TensorInfo(*DTYPES[kinds[key]], shapes[key]) if info is None else _unpacked(info)
-            for key, info in packed.items()
-        }
 
     def read(self, key: str) -> Tensor:
         try:
@@ -127,16 +117,17 @@ class SafetensorsShard(Shard):
         return hashlib.sha256(header + _sampled(self.path)).digest()
 
 
-def _packed(item: Any) -> Packed | None:
-    """Reads the header of a tensor that is stored in fewer bits, without reading the tensor."""
-    if item.get_dtype() != "U8" or len(item.get_shape()) != 1:
-        return None
-    return read_header(item, item.get_shape()[0])
-
-
-def _unpacked(info: Packed) -> TensorInfo:
-    itemsize = next(size for kind, size in DTYPES.values() if kind == info.kind)
-    return TensorInfo(info.kind, itemsize, info.shape, info.rounding)
+def _info(path: Path, key: str, item: Any) -> TensorInfo:
+    """Say what a tensor is; of one in fewer bits its header says it, which alone is read."""
+    kind, shape = item.get_dtype(), tuple(item.get_shape())
+    if kind not in DTYPES:
+        text = f"element type `{kind}`, which is not supported"
+        raise SourceError(f"`{path.name}` stores `{key}` with {text}")
+    packed = read_header(item, shape[0]) if kind == "U8" and len(shape) == 1 else None
+    if packed is None:
+        return TensorInfo(*DTYPES[kind], shape)
+    itemsize = next(size for name, size in DTYPES.values() if name == packed.kind)
+    return TensorInfo(packed.kind, itemsize, packed.shape, packed.rounding)
 
 
 class TorchShard(Shard):
@@ -191,9 +182,8 @@ class TorchShard(Shard):
                 f"found {self.path.stat().st_size} bytes"
             ) from error
         if not isinstance(loaded, dict):
-            raise SourceError(
-                f"`{self.path.name}` holds a `{type(loaded).__name__}`, not a dictionary of tensors"
-            )
+            kind = type(loaded).__name__
+            raise SourceError(f"`{self.path.name}` holds a `{kind}`, not a dictionary of tensors")
         return loaded
 
 
@@ -376,11 +366,8 @@ def _no_weights(folder: Path) -> SourceError:
         hint = "the index of the shards is missing: download it too"
     elif any(folder.glob("*.onnx")) or any(folder.glob("onnx/*.onnx")):
         hint = NO_ONNX
-    return SourceError(
-        f"`{folder}` holds no weights: expected one of {listed(_LAYOUTS)}, "
-        f"found {folder_content(folder)}",
-        hint=hint,
-    )
+    content = f"expected one of {listed(_LAYOUTS)}, found {folder_content(folder)}"
+    return SourceError(f"`{folder}` holds no weights: {content}", hint)
 
 
 def _read_index(path: Path, problems: list[str]) -> dict[str, str]:

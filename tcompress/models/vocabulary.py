@@ -101,11 +101,11 @@ def with_rows(store: WeightStore, axes: Mapping[str, int], rows: Sequence[int]) 
 
     Its fingerprint is that of the weights.
     """
-    return store.viewed(lambda shard, names: _RowsShard(shard, _inside(names, axes), rows))
 
+    def view(shard: Shard, names: Mapping[str, str]) -> Shard:
+        return _RowsShard(shard, {names[k]: axis for k, axis in axes.items() if k in names}, rows)
 
-def _inside(names: Mapping[str, str], axes: Mapping[str, int]) -> dict[str, int]:
-    return {names[key]: axis for key, axis in axes.items() if key in names}
+    return store.viewed(view)
 
 
 def select_rows(tensor: Tensor, axis: int, rows: Sequence[int]) -> Tensor:
@@ -118,17 +118,11 @@ def select_rows(tensor: Tensor, axis: int, rows: Sequence[int]) -> Tensor:
 def row_axes(whole: nn.Module, cut: nn.Module, before: int, after: int) -> dict[str, int]:
     """Find the tensors of a model that have a row for each token: the axis of each, by name.
 
-    Args:
-        whole: The model; values do not matter.
-        cut: The same by a config with another number of tokens.
-        before: That of `whole`.
-        after: That of `cut`.
-
-    Raises:
-        ValueError: They differ by more than one axis; the message names the tensor.
+    `cut` is the same by a config that has `after` tokens in place of `before`; values do not
+    matter. A `ValueError` names a tensor in which they differ by more than one axis.
     """
     old, new = whole.state_dict(keep_vars=True), cut.state_dict(keep_vars=True)
-    found: dict[str, int] = {}
+    axis_of: dict[str, int] = {}
     for name in {**old, **new}:
         shape, other = (tuple(s[name].shape) if name in s else None for s in (old, new))
         if shape == other:
@@ -140,5 +134,5 @@ def row_axes(whole: nn.Module, cut: nn.Module, before: int, after: int) -> dict[
         ]
         if not axes:
             raise ValueError(f"`{name}` is more than a row for each token")
-        found[name] = axes[0]
-    return found
+        axis_of[name] = axes[0]
+    return axis_of

@@ -1,6 +1,6 @@
 """What a user may ask for, from YAML to models with readable errors, and the recipes that ship.
 
-Nothing here imports torch. `schema` is what a recipe may say, `load` reads one, `seeds` repeats it.
+Nothing here imports torch. `schema` is what a recipe may say, `load` reads one, and changes it.
 Open `schema.py` first.
 """
 

@@ -1,8 +1,11 @@
-"""From what was said of a conversion to all that it needs, over what a recipe says."""
+"""From what was said of a conversion to all that it needs, over what a recipe says.
+
+What it takes that nobody asked for is put into words, to be said before it begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tcompress.attention import ReplacementSpec
@@ -14,6 +17,7 @@ from tcompress.options.method_options import (
     METHODS,
     NARROWING,
     REPLACEMENTS,
+    AnyMethod,
     lookup_methods,
     method_names,
     replacement_names,
@@ -36,11 +40,10 @@ _LEAVE_OUT = (
     "`width` leaves out neurons and parts of heads, `--drop-layers N` whole blocks; single weights "
     "are not set to zero"
 )
-_DISTIL = "convert with any method, then `tcompress finetune` imitates the dense model"
 _ELSEWHERE = {
     **dict.fromkeys(("int8", "int4", "8bit", "4bit", "fp8", "quant", "gptq", "awq"), _FEWER_BITS),
     **dict.fromkeys(("prun", "sparse", "sparsity"), _LEAVE_OUT),
-    "distil": _DISTIL,
+    "distil": "convert with any method, then `tcompress finetune` imitates the dense model",
 }
 """Parts of names of what other programs call methods, with where it is found here."""
 
@@ -50,6 +53,7 @@ Said = dict[str, Any]
 _LAYERS = (*BUDGETS, "allocation", "residual_rank")
 _NESTED = {"method", "attention", "attention_layers", "calibration", "embeddings", *DEPTH}
 _LISTS = ("keep", "only")
+_PAGE = "docs/methods.md"
 _ATTENTION = "such as `--method hot`; a structure alone is chosen by `--method` itself"
 
 
@@ -111,11 +115,8 @@ def _usual(data: Said, chosen: Said, *, scratch: bool) -> str:
 
 def _options_of(name: str, option: str) -> type[Spec]:
     """Looks the options of a method up, of those that `option` takes."""
-    if option == "--embeddings":
-        known = (*lookup_methods(), NO_METHOD)
-    else:
-        both = (*method_names(), *(replacement_names() if option == "--method" else ()))
-        known = (*both, NO_METHOD)
+    methods = lookup_methods() if option == "--embeddings" else method_names()
+    known = (*methods, *(replacement_names() if option == "--method" else ()), NO_METHOD)
     if name not in known:
         where = "; methods are" if option == "--method" else f" of `{option}`; allowed are"
         elsewhere = next((_ELSEWHERE[word] for word in _ELSEWHERE if word in name.lower()), None)
@@ -149,10 +150,9 @@ def _method(
         return None
     kind = _options_of(name, option)
     before = dict(base)
-    sized = any(field in said for field in BUDGETS)
+    sized, same = any(field in said for field in BUDGETS), before.get("name") in kind.names()
     if "rank" in chosen or sized:
         before.pop("tol", None)
-    same = before.get("name") in kind.names()
     if "tol" in chosen or (sized and same and read(kind, before).fixes_size):
         before.pop("rank", None)
     return _over("method", kind, name, chosen, before, said, typed)
@@ -210,9 +210,9 @@ def _attention(said: Said, base: Said, structure: str | None, typed: Given[Any])
         wrong += [("attention_layers",)] if layers else []
         wrong += [("structure",)] if structure else []
         if wrong:
-            goes = "goes" if len(wrong) == 1 else "go"
-            listed = typed.names(wrong)
-            raise RecipeError(f"{listed} {goes} with an attention replacement", _ATTENTION)
+            go = "goes" if len(wrong) == 1 else "go"
+            text = f"{typed.names(wrong)} {go} with an attention replacement"
+            raise RecipeError(text, _ATTENTION)
         return {}
     kind = next((spec for spec in REPLACEMENTS if name in spec.names()), None)
     if kind is None:
@@ -272,4 +272,36 @@ def _check_size(convert: Convert, typed: Given[Any]) -> None:
         f"{typed.ask('0.25', 'target')} keeps a quarter of the rewritten layers' parameters; "
         f"`{typed.name('target_params')}`, `{typed.name('target_bytes')}` and "
         f"`{typed.name('max_error')}` are other ways to say it",
+    )
+
+
+def unasked(settings: Convert, said: dict[str, Any], typed: Given[Any]) -> Iterator[str]:
+    """Says which method was taken where none was named, and what its defaults are.
+
+    `said` is what was typed, as a recipe would hold it. Options of a method name it too.
+    """
+    method = settings.method
+    if method is None:
+        return
+    named = said.get("method") or settings.attention or method.narrows  # by its options
+    if not named:
+        yield _taken(settings, method, typed)
+    chosen = getattr(method, "transform", None) is not None
+    fitted = not (chosen or settings.calibration.is_none or settings.init == "random")
+    if method.name == "lprod" and fitted:
+        yield (
+            "lprod: the transform is fitted to the data, which keeps a little more than 1/p; the "
+            f"layer of the paper is {typed.ask('dct', 'method', 'transform')}"
+        )
+
+
+def _taken(settings: Convert, method: AnyMethod, typed: Given[Any]) -> str:
+    taken = typed.ask(method.name, "method")
+    if settings.budget is not None or method.name != "lprod":
+        return f"No method is named: taking {taken}, as fits what is asked for; see {_PAGE}"
+    quick = f"{typed.ask('svd', 'method')} {typed.ask('0.5', 'target')}".replace("` `", " ")
+    fewer = typed.ask("2", "drop_layers")
+    return (
+        f"No method or size is named: taking {taken} with p = {getattr(method, 'p', '')}, which "
+        f"takes minutes; quicker are {quick} and {fewer}; see {_PAGE}"
     )

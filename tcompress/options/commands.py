@@ -131,8 +131,7 @@ class OnnxFiles(Section):
     )
     embedding_bits: Literal[8, 4] = option(8, "bits of embeddings in the file with 8")
     sentence_embedding: bool | None = option(
-        None,
-        "a second output, pooled and normalised in the graph; default for sentence encoders",
+        None, "a second output, pooled and normalised in the graph; default for sentence encoders"
     )
     dense: bool = option(
         False, "multiply structured weights out, so that the files are as large as before"
@@ -149,10 +148,8 @@ class OnnxFiles(Section):
         bits = {"int8", "bits", "embedding_bits"}
         if given := self.model_dump(exclude_defaults=True, include=bits):
             names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
-            raise InputError(
-                f"{names} can only be given for ONNX files; those for OpenVINO are in float32",
-                "add `--to onnx`, or quantise with OpenVINO's own tool, `nncf`",
-            )
+            text = f"{names} can only be given for ONNX files; those for OpenVINO are in float32"
+            raise InputError(text, "add `--to onnx`, or quantise with OpenVINO's own tool, `nncf`")
 
 
 class Reported(Section):

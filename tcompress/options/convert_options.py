@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -116,7 +115,6 @@ class Calibration(Section):
 
     @property
     def is_none(self) -> bool:
-        """True without data."""
         return self.source == ("none",)
 
     @property
@@ -213,10 +211,6 @@ def _usual_calibration(said: Mapping[str, Any]) -> Calibration:
     return Calibration(source=("none",)) if said.get("init") == "random" else Calibration()
 
 
-def _show_usual(schema: dict[str, Any]) -> None:
-    schema["default"] = Calibration().model_dump(mode="json")
-
-
 # No model has as many, and a list of all of them would not end.
 BlockIndex = Annotated[int, Field(ge=0, lt=1000)]
 BlockCount = Annotated[int, Field(gt=0, lt=1000)]
@@ -224,6 +218,8 @@ BlockCount = Annotated[int, Field(gt=0, lt=1000)]
 
 class Convert(Section):
     """Rewriting of a model: structured layers, another attention, fewer blocks."""
+
+    panel = GOAL
 
     init: Literal["pretrained", "random"] = option(
         "pretrained",
@@ -292,14 +288,12 @@ class Convert(Section):
     target: float | None = option(
         None,
         "kept fraction of the rewritten layers' parameters",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("size", share=True),
     )
     target_params: Parameters | None = option(
         None,
         "most parameters of the whole model, such as `30M`; in place of `target`",
-        panel=GOAL,
         metavar="N|30M",
         limits=Limit("size", read=parameters_of, written="{:,.0f}"),
     )
@@ -307,7 +301,6 @@ class Convert(Section):
         None,
         "most bytes of the weights on disk, such as `60MB`; in place of `target`; headers of "
         "files, some kilobytes, come on top",
-        panel=GOAL,
         metavar="60MB",
         limits=Limit("size", "bytes", bytes_of, "{:,.0f}"),
     )
@@ -317,7 +310,6 @@ class Convert(Section):
         "on this machine, and the model as a whole before anything is fitted; beside it a size may "
         "be given, and both hold; of several, such as `2,4,8`, each is a model in the output, "
         "compared in one table",
-        panel=GOAL,
         metavar="FACTOR,...",
         read=read_factors,
         limits=Limit("resource", "nanoseconds", speedups_of),
@@ -325,7 +317,6 @@ class Convert(Section):
     latency: str | None = option(
         None,
         "most time of a pass, such as `5ms`; in place of `speedup`",
-        panel=GOAL,
         metavar="5ms",
         pattern=r"^[0-9]{1,9}(\.[0-9]{1,9})?m?s$",
         examples=["5ms"],
@@ -335,20 +326,18 @@ class Convert(Section):
         None,
         "the pass that `speedup` and `latency` are about; texts x tokens, default 32x128, or "
         "`decode`, one token after 128 others; pictures have a length of their own",
-        panel=GOAL,
         metavar="32x128|decode",
         pattern=r"^([1-9][0-9]{0,5}x[1-9][0-9]{0,5}|decode)$",
         examples=["32x128", "1x16", "decode"],
     )
     threads: int | None = option(
-        None, "threads of that pass on a CPU; default PyTorch's", panel=GOAL, gt=0, le=4096
+        None, "threads of that pass on a CPU; default PyTorch's", gt=0, le=4096
     )
     max_error: float | None = option(
         None,
         "largest predicted error of the rewritten layers' outputs; squared, weighed by what they "
         "are worth to the model and summed over layers, relative to that of leaving all of them "
         "out; without data of the weights alone; in place of `target`",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("error"),
     )
@@ -358,7 +347,6 @@ class Convert(Section):
         "the share of other classes or tokens, or what is missing to a rank correlation of 1 "
         "between similarities of embeddings; models are tried until the smallest within it is "
         "found, or with `at` the fastest",
-        panel=GOAL,
         **FRACTION,
         limits=Limit("error"),
     )
@@ -366,7 +354,6 @@ class Convert(Section):
         "loss",
         "share a budget by loss saved, or alike; without calibration data always the latter, "
         "except under `max_error`",
-        panel=GOAL,
     )
     keep_neurons: Channels | None = option(
         None,
@@ -421,7 +408,7 @@ class Convert(Section):
     calibration: Calibration = Field(
         default_factory=_usual_calibration,
         description="calibration data; with `init: random` there is none",
-        json_schema_extra=_show_usual,
+        json_schema_extra={"default": Calibration().model_dump(mode="json")},
     )
     dtype: DType | None = option(
         None, "dtype of the output; default as the source", panel=OUTPUT, metavar="NAME"
@@ -457,15 +444,13 @@ class Convert(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Convert:
-        found = (
-            self._init_problems(),
-            self._depth_problems(),
-            self._budget_problems(),
-            self._plain_problems(),
-            self._vocab_problems(),
-            self._rounding_problems(),
-        )
-        problems = list(chain.from_iterable(found))
+        problems = [
+            *self._init_problems(),
+            *self._depth_problems(),
+            *self._budget_problems(),
+            *(self._plain_problems() if self.plain else ()),
+            *self._storage_problems(),
+        ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -523,14 +508,12 @@ class Convert(Section):
         fixed = self.method is not None and self.method.fixes_size
         if tol_of(self.method) is not None:
             given.append("tol")
-        times, others = (
-            [name for name in given if (name in RESOURCES) == measured]
-            for measured in (True, False)
-        )
+        times = [name for name in given if name in RESOURCES]
+        others = [name for name in given if name not in RESOURCES]
         for names in (times, others):
             if len(names) > 1:
-                listed_names = " and ".join(f"`{name}`" for name in names)
-                yield f"{listed_names} are given together; allowed is one of them"
+                both = " and ".join(f"`{name}`" for name in names)
+                yield f"{both} are given together; allowed is one of them"
         if times and others and others[0] not in SIZES:
             yield f"`{times[0]}` and `{others[0]}` are given together; allowed is one of them"
         if times and self.calibration.is_none:
@@ -566,7 +549,7 @@ class Convert(Section):
         if self.chooses_depth and self.calibration.is_none:
             yield "`drop_layers: auto` measures on data: choose a calibration source"
         if self.fixes_width and self.method is not None and self.method.shares_factors:
-            yield "factors are shared between weights of all channels: leave `share` out"
+            yield "factors are shared between weights of all channels: give `share: none`"
         if self.fixes_width and (self._only_predicted or self.resource_budget):
             yield "`keep_neurons` and `head_size` leave nothing to such a budget: give a target"
         if self.fixes_width and self.init == "random":
@@ -577,24 +560,18 @@ class Convert(Section):
         if isinstance(self.method, AutoSpec) and self.residual_rank:
             yield "`residual_rank` is chosen by `auto` itself: leave it out"
 
-    def _vocab_problems(self) -> Iterator[str]:
-        if self.vocab is None:
-            return
-        if self.init == "random":
+    def _storage_problems(self) -> Iterator[str]:
+        if self.vocab is not None and self.init == "random":
             yield (
                 "`vocab` leaves out tokens of a trained model: with `init: random` give "
                 "`vocab_size` in the configuration"
             )
         elif self.vocab == "data" and not self.calibration.files:
             yield "`vocab: data` keeps what your data needs: give a calibration source of your own"
-
-    def _rounding_problems(self) -> Iterator[str]:
         if self.group_size is not None and not (self.rounds or self.chooses_table):
             yield "`group_size` is of weights in few bits: give `bits` or `embedding_bits` too"
 
     def _plain_problems(self) -> Iterator[str]:
-        if not self.plain:
-            return
         if self.method is not None and not self.method.narrows:
             yield (
                 f"no model's own config can say `{self.method.name}`: with `plain` allowed are the "
@@ -648,11 +625,9 @@ class Convert(Section):
     def label(self) -> str:
         """Name for people: replacement, method, `depth`, `embeddings`, or several."""
         words = [part.name for part in (self.attention, self.method) if part is not None]
-        words += ["depth"] if self.changes_depth else []
-        words += ["embeddings"] if self.embeddings else []
-        words += ["vocab"] if self.vocab else []
-        words += self.bit_words
-        return " + ".join(words) or "dense"
+        parts = {"depth": self.changes_depth, "embeddings": self.embeddings, "vocab": self.vocab}
+        words += [word for word, present in parts.items() if present]
+        return " + ".join((*words, *self.bit_words)) or "dense"
 
     @property
     def chooses_table(self) -> bool:

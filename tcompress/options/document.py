@@ -23,12 +23,12 @@ _JSON_ONLY = re.compile(r"[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 _MOST_VALUES, _MOST_CHARACTERS = 20_000, 100_000
 _DIGITS = 16  # of whole numbers, the sign included; no size has as many
 _SYNTAX = "indent with spaces, and put text that contains `: ` or ` #` in quotes"
-_PLAIN: tuple[tuple[str, str, str], ...] = (
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
-)
+_PLAIN = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,9 @@ def _write_text(dumper: RecipeDumper, text: str) -> ScalarNode:
 
 RecipeDumper.add_representer(str, _write_text)
 
-for _name, _pattern, _first in _PLAIN:
+for _name, _pattern in _PLAIN.items():
     for _class in (_Loader, RecipeDumper):
-        _class.add_implicit_resolver(
-            _TAG + _name,
-            re.compile(rf"(?:{_pattern})\Z"),
-            # An empty value has no first character; resolvers list it under "".
-            [*_first, ""] if _name == "null" else list(_first),
-        )
+        _class.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), None)
 
 
 def read_document(text: str) -> Document:
@@ -117,8 +112,7 @@ def read_document(text: str) -> Document:
         reason = f"not valid YAML: {', '.join(filter(None, parts)) or error}"
         raise Unreadable(reason, getattr(error, "problem_mark", None), _SYNTAX) from error
     except RecursionError as error:
-        reason = "the recipe is nested too deeply, or an alias contains itself"
-        raise Unreadable(reason) from error
+        raise Unreadable("the recipe is nested too deeply, or an alias contains itself") from error
     return document
 
 

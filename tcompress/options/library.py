@@ -38,12 +38,8 @@ def find_recipe(name_or_path: str) -> tuple[str, str]:
     path = Path(name_or_path).expanduser()
     if not path.is_file() and name in _shipped():
         return recipe_text(name), name + _SUFFIX
-    # What can only be meant as a path is read, so that the error is about the path.
-    if (
-        path.exists()
-        or name_or_path.endswith(RECIPE_FILES)
-        or name_or_path.startswith((".", "/", "~"))
-    ):
+    is_path = name_or_path.endswith(RECIPE_FILES) or name_or_path.startswith((".", "/", "~"))
+    if path.exists() or is_path:  # so that an error is about the path
         return read_text(name_or_path), name_or_path
     return recipe_text(name), name + _SUFFIX
 

@@ -5,18 +5,14 @@ A field of `Convert` that is one says so beside its flag (`limits=`); nothing el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ByteSize, Field, TypeAdapter
 
 _PARAMETERS = {"K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = {
-    "B": 1,
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMG", 1)},
-    **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMG", 1)},
-}
+_BYTES = TypeAdapter(ByteSize)
 _MOST = 10**15  # more than any model has, and small enough to count with
 
 Parameters = (
@@ -32,12 +28,15 @@ Speedup = Annotated[float, Field(gt=1, le=1000)]
 
 def parameters_of(text: int | str) -> int:
     """Read a number of parameters such as `30M`."""
-    return _count(text, _PARAMETERS)
+    if isinstance(text, int):
+        return text
+    unit = text.lstrip("0123456789.")
+    return int(float(text.removesuffix(unit)) * _PARAMETERS.get(unit, 1))
 
 
 def bytes_of(text: int | str) -> int:
     """Read a number of bytes such as `60MB` or `60MiB`."""
-    return _count(text, _BYTES)
+    return int(_BYTES.validate_python(text))
 
 
 def milliseconds_of(text: str) -> float:
@@ -48,13 +47,6 @@ def milliseconds_of(text: str) -> float:
 def speedups_of(value: float | tuple[float, ...]) -> float:
     """Read the least of several speeds."""
     return min(value) if isinstance(value, tuple) else value
-
-
-def _count(text: int | str, units: Mapping[str, int]) -> int:
-    if isinstance(text, int):
-        return text
-    unit = text.lstrip("0123456789.")
-    return int(float(text.removesuffix(unit)) * units.get(unit, 1))
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,10 @@ def declare(kind: type[BaseModel]) -> dict[str, Limit]:
 
 @dataclass(frozen=True)
 class Budget:
-    """A limit: the option that sets it, and its number (of an error or fraction, or a count)."""
+    """A limit: the option that sets it, and its number (of an error or fraction, or a count).
+
+    What it limits is said where `Limit` is described.
+    """
 
     kind: str
     limit: float
@@ -104,32 +99,26 @@ class Budget:
 
     @property
     def is_size(self) -> bool:
-        """True for a size, which shapes alone tell."""
         return self._limit.what == "size"
 
     @property
     def is_resource(self) -> bool:
-        """True for a resource, which has to be measured, such as the time of a pass."""
         return self._limit.what == "resource"
 
     @property
     def is_error(self) -> bool:
-        """True for an error."""
         return self._limit.what == "error"
 
     @property
     def is_fraction(self) -> bool:
-        """True for a share of the rewritten layers; other sizes are of the whole model."""
         return self._limit.share
 
     @property
     def limits_each(self) -> bool:
-        """True for a limit on the error of each layer; other errors are sums over all layers."""
         return self._limit.each
 
     @property
     def unit(self) -> str:
-        """Unit of the limit."""
         return self._limit.unit
 
     def __str__(self) -> str:

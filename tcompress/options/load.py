@@ -1,4 +1,4 @@
-"""Recipes from YAML or JSON and back, and with values changed; all problems are told at once."""
+"""Recipes from YAML or JSON and back, with values or seeds changed; all problems told at once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ from tcompress.project import UPDATE
 COMPARE = "compare with a recipe that works: `tcompress recipes show encoder/minilm-lprod`"
 _START = "start from a recipe that works: `tcompress recipes copy encoder/minilm-lprod recipe.yaml`"
 _UPDATE = f"update tcompress: `{UPDATE}`"
+_SEEDS = 2**32
+SEED_SUFFIX = "-seed-"
+"""What stands between the name of a model and the seed that it was made with."""
 
 
 def parse_recipe(text: str, origin: str, changes: Sequence[str] = ()) -> Recipe:
@@ -195,3 +198,52 @@ def _entry(place: Any, name: str, key: str, by: str) -> Any:
     if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
         return place[int(name)]
     raise RecipeError(f"`{by}`, `{key}`: there is no `{name}` in the recipe", COMPARE)
+
+
+def repetitions(recipe: Recipe, count: int) -> list[tuple[int, Recipe]]:
+    """Make a recipe, and the number that names it, for each of so many seeds from its own on.
+
+    First weights, calibration data and training have seeds. Measurements keep theirs, so that
+    all are of the same examples. What is written is named after the seed: `output` and `name` are
+    made longer. A `RecipeError` says that nothing in it depends on a seed.
+    """
+    original = _seeds_of(recipe)
+    if not original:
+        raise RecipeError(
+            f"`--seeds {count}` repeats what depends on chance, and nothing of this does: no first "
+            "weights at random, no calibration data, no training",
+            "leave `--seeds` out",
+        )
+    return [
+        _repetition(recipe, {name: (seed + index) % _SEEDS for name, seed in original.items()})
+        for index in range(count)
+    ]
+
+
+def _seeds_of(recipe: Recipe) -> dict[str, int]:
+    """Seeds that a recipe's result depends on, by section; the first one names it."""
+    convert, seeds = recipe.convert, dict[str, int]()
+    if convert.init == "random":
+        seeds["convert"] = convert.seed
+    for name in ("pretrain", "finetune"):
+        if (training := getattr(recipe, name)) is not None:
+            seeds[name] = training.seed
+    if not convert.calibration.is_none:
+        seeds["calibration"] = convert.calibration.seed
+    return seeds
+
+
+def _repetition(recipe: Recipe, seeds: dict[str, int]) -> tuple[int, Recipe]:
+    changed: dict[str, Any] = {
+        name: getattr(recipe, name).model_copy(update={"seed": seeds[name]})
+        for name in seeds.keys() - {"calibration"}
+    }
+    if "calibration" in seeds:
+        calibration = recipe.convert.calibration.model_copy(update={"seed": seeds["calibration"]})
+        convert = changed.get("convert", recipe.convert)
+        changed["convert"] = convert.model_copy(update={"calibration": calibration})
+    first = next(iter(seeds.values()))
+    for name in ("name", "output"):
+        if (value := getattr(recipe, name)) is not None:
+            changed[name] = f"{value}{SEED_SUFFIX}{first}"
+    return first, recipe.model_copy(update=changed)

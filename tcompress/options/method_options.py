@@ -23,8 +23,8 @@ AUTO_ABOUT = (
 
 STRUCTURES: tuple[type[Spec], ...] = tuple(item.spec for item in structures())
 """Options of every structure, in the order of the registry."""
-
-
+REPLACEMENTS: tuple[type[ReplacementSpec], ...] = tuple(item.spec for item in replacements())
+"""Options of every replacement, in the order of the registry."""
 _LOOKUPS = tuple(item.spec for item in structures() if isinstance(item, LooksUp))
 
 
@@ -40,6 +40,11 @@ def lookup_methods() -> tuple[str, ...]:
 def method_names() -> tuple[str, ...]:
     """List the names that select a method."""
     return (*_names(STRUCTURES), AUTO)
+
+
+def replacement_names() -> tuple[str, ...]:
+    """List the names that select a replacement."""
+    return _names(REPLACEMENTS)
 
 
 if TYPE_CHECKING:
@@ -80,26 +85,13 @@ if TYPE_CHECKING:
     MethodSpec = Any
     TableMethod = Any
     AnyMethod = Any
+    AttentionSpec = Any
     MethodName = str
 else:
-    # Options of one structure; `name` selects it.
+    # Options of one structure, or replacement; `name` selects it.
     MethodSpec = Annotated[reduce(operator.or_, STRUCTURES), Field(discriminator="name")]
     # The same of those that can look words up.
     TableMethod = Annotated[reduce(operator.or_, _LOOKUPS), Field(discriminator="name")]
     AnyMethod = Annotated[reduce(operator.or_, METHODS), Field(discriminator="name")]
     MethodName = Literal[method_names()]
-
-REPLACEMENTS: tuple[type[ReplacementSpec], ...] = tuple(item.spec for item in replacements())
-"""Options of every replacement, in the order of the registry."""
-
-
-def replacement_names() -> tuple[str, ...]:
-    """List the names that select a replacement."""
-    return _names(REPLACEMENTS)
-
-
-if TYPE_CHECKING:
-    AttentionSpec = Any
-else:
-    # Options of one replacement; `name` selects it.
     AttentionSpec = Annotated[reduce(operator.or_, REPLACEMENTS), Field(discriminator="name")]

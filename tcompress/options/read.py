@@ -110,7 +110,6 @@ class Given(Generic[M]):
 
     @property
     def hint(self) -> str | None:
-        """Where to look options up."""
         return f"see `tcompress {self.command} --help`" if self.command else None
 
     def name(self, *place: str) -> str:
@@ -121,7 +120,6 @@ class Given(Generic[M]):
         return f"--{place[-1].replace('_', '-')}" if self.command else place[-1]
 
     def names(self, places: Sequence[Place]) -> str:
-        """Names several."""
         return quoted(self.name(*place) for place in places)
 
     def ask(self, value: str, *place: str) -> str:

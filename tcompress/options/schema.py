@@ -155,7 +155,7 @@ class Recipe(Section):
 
 def default_methods() -> tuple[str, ...]:
     """Names one method of each structure: all of them are fitted to data and take a target."""
-    return tuple(item.spec.model_fields["name"].annotation.__args__[0] for item in structures())
+    return tuple(item.spec.names()[0] for item in structures())
 
 
 def data_of(recipe: Recipe, *, converts: bool = True, trains: bool = True) -> list[str]:

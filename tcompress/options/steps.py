@@ -292,11 +292,12 @@ class Evaluate(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Evaluate:
-        for name, task in (
-            ("pack", "perplexity"),
-            ("candidates", "response-selection"),
-            ("exact_match", "seq2seq"),
-        ):
+        owners = {
+            "pack": "perplexity",
+            "candidates": "response-selection",
+            "exact_match": "seq2seq",
+        }
+        for name, task in owners.items():
             if getattr(self, name) is not None and self.task != task:
                 raise ValueError(f"`{name}` belongs to the task `{task}`, not to `{self.task}`")
         if self.task == "seq2seq" and self.runtime != ("torch",):
@@ -305,8 +306,6 @@ class Evaluate(Section):
 
 
 Sizes = tuple[Annotated[int, Field(gt=0, lt=10**9)], ...]
-
-
 CacheName = Literal["dynamic", "static"]
 
 
@@ -316,9 +315,7 @@ class Bench(Section):
     panel = MEASURED
 
     batch: Sizes = option(
-        (),
-        "sizes of batches; default 1, 8 and 32, with `generate` 1 and 8",
-        metavar="N,N,...",
+        (), "sizes of batches; default 1, 8 and 32, with `generate` 1 and 8", metavar="N,N,..."
     )
     length: Sizes = option(
         (),
@@ -426,7 +423,6 @@ class Architecture(BaseModel):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Keys of the configuration."""
         return dict(self.model_extra or {})
 
 

@@ -58,8 +58,7 @@ def suggestion(word: object, known: Iterable[object], otherwise: str) -> str:
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
     """Returns the end of a message that names the closest known word, or nothing."""
-    close = nearest(word, known)
-    return f"; did you mean `{close}`?" if close else ""
+    return (close := suggestion(word, known, "")) and f"; {close}"
 
 
 def found(node: Node) -> str:

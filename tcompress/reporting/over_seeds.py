@@ -9,7 +9,7 @@ from pathlib import PurePath
 from statistics import fmean, stdev
 from typing import Any
 
-from tcompress.options.seeds import SUFFIX
+from tcompress.options.load import SEED_SUFFIX
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.tree import ModelReport, metric_key, numbers_of
 
@@ -45,7 +45,7 @@ class SeedGroup:
     def name(self) -> str:
         """What their names have in common."""
         first = PurePath(self.reports[0].name).name
-        return first.rpartition(SUFFIX)[0] or first
+        return first.rpartition(SEED_SUFFIX)[0] or first
 
     @property
     def seeds(self) -> tuple[int, ...]:

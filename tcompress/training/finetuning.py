@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 import tcompress
 from tcompress.artifact.checksums import seal
+from tcompress.artifact.format import round_files
 from tcompress.artifact.manifest import (
     CalibrationFacts,
     Manifest,
@@ -40,7 +41,6 @@ from tcompress.artifact.manifest import (
     write_manifest,
 )
 from tcompress.artifact.reader import open_checked
-from tcompress.artifact.rounding_files import round_files
 from tcompress.artifact.workplace import (
     Workplace,
     check_apart,

@@ -11,12 +11,12 @@ import torch
 import transformers
 import yaml
 
+from tcompress.artifact.manifest import head_of, loading_code, render_head
 from tcompress.artifact.reader import Artifact
 from tcompress.conversion.converter import convert
 from tcompress.errors import FitError, InputError, WriteError
 from tcompress.exports import dense as exports
 from tcompress.exports.dense import dense_weight, export_dense
-from tcompress.models.card import head_of, loading_code, render_head
 from tests.support.conversions import distance, outputs
 from tests.support.converted import converted, recipe
 from tests.support.model_folders import edited, model_folder, sentences, text_file

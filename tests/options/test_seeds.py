@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tcompress.options import Recipe
-from tcompress.options.seeds import repetitions
+from tcompress.options.load import repetitions
 from tcompress.reporting.formatting import deviation_text, value_text
 from tests.support.cli import completed, run
 from tests.support.evaluation import labelled_file
@@ -28,13 +28,13 @@ def test_everything_but_measurements_has_another_seed() -> None:
     said = recipe(convert={"calibration": {"source": "builtin", "seed": 5}}, finetune=HEAL)
     said = said.model_copy(update={"sweep": None, "output": "out", "name": "small"})
     made = repetitions(said, 3)
-    assert [item.seed for item in made] == [0, 1, 2]
-    last = made[-1].recipe
+    assert [seed for seed, _ in made] == [0, 1, 2]
+    _, last = made[-1]
     assert (last.finetune.seed, last.convert.calibration.seed) == (2, 7)
     assert (last.output, last.name) == ("out-seed-2", "small-seed-2")
     assert last.evaluate == said.evaluate
     assert last.convert.seed == said.convert.seed  # no weights are drawn
-    assert made[0].recipe.convert == said.convert
+    assert made[0][1].convert == said.convert
 
 
 def _scratch(**changes: Any) -> None:

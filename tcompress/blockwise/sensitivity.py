@@ -302,7 +302,7 @@ class _Watch:
         self, streams: Mapping[int, Stream], batches: int, visit: Callable[[int], None]
     ) -> dict[str, Sensitivity]:
         """Visit all batches, of so many, and return the sums over them by name of a layer."""
-        total = processes.Total(_merged, self.device)
+        total = processes.Total(merged, self.device)
         with ExitStack() as hooks:
             hooks.callback(self._rows.close)
             for layer in self.layers:
@@ -343,8 +343,9 @@ class _Watch:
         self._called.add(layer.name)
 
 
-def _merged(total: dict[str, Sensitivity], more: dict[str, Sensitivity]) -> dict[str, Sensitivity]:
-    return {name: sums.merge(more[name]) for name, sums in total.items()}
+def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Add sums to others of the same keys."""
+    return total | {k: total[k].merge(sums) if k in total else sums for k, sums in other.items()}
 
 
 def damped_inputs(

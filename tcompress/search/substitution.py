@@ -83,7 +83,7 @@ class SubstitutionWalk:
             reductions=lambda block: read_reductions(moments("channels", block)),
             dtype_of=lambda _: torch.float32,
             device=device,
-            is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
+            skips_plain=True,
         )
 
     def changes(self, substitutes: Sequence[Substitute]) -> list[float]:

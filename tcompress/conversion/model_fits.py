@@ -35,7 +35,6 @@ from tcompress.fitting.block_rewrite import (
     dense_readings,
     fit_group,
 )
-from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
 from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
 from tcompress.fitting.first_values import start_shared_factors
 from tcompress.fitting.layer_fits import (
@@ -124,7 +123,7 @@ def fit(conversion: Conversion) -> Fits:
     def fit_block(name: str) -> None:
         result = BlockResult(name)
         narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
-        reductions = inputs.reductions(name) if narrow else {}
+        reductions = inputs.reductions(name, conversion.plan.layers) if narrow else {}
         for group in blocks[name]:
             fit_group(inputs, group, result, reductions)
         workdir.keep_block(result)
@@ -151,7 +150,6 @@ def fit_on_data(conversion: Conversion, sampler: OutputSampler | None = None) ->
         source,
         conversion.recipe.calibration.damping,
         conversion.workdir.moments,
-        reductions=partial(_reductions, conversion),
         dtype_of=dtype_of,
         device=conversion.device,
         factors=factors,
@@ -187,13 +185,6 @@ def _fit_embeddings(conversion: Conversion) -> dict[str, StructuredEmbedding]:
         path = module_path(conversion.source, entry.name)
         tables[path] = table.requires_grad_(False).eval()
     return tables
-
-
-def _reductions(conversion: Conversion, block: str) -> Reductions:
-    """Tell which channels of a block stay; by the weights alone where no data has told."""
-    measured = read_reductions(conversion.workdir.moments("channels", block))
-    layers = conversion.plan.layers
-    return completed(measured, conversion.source, block, layers, conversion.device)
 
 
 # Factors that many layers share are fitted once, before any of them, to all of them.

@@ -29,7 +29,13 @@ from tcompress.blockwise.streams import (
 )
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import WITHOUT_DATA, DataError, FitError
-from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
+from tcompress.fitting.channel_orders import (
+    Reductions,
+    lift_of,
+    narrowed_curvature,
+    narrowed_rows,
+    reductions_of,
+)
 from tcompress.fitting.first_values import adapt, start_layer
 from tcompress.fitting.layer_fits import (
     DATA_FREE,
@@ -71,7 +77,6 @@ class FitInputs:
     damping: float  # ridge added to the moments
     moments: Callable[[str, str], Mapping[str, Tensor]]
     """Reads what was measured of a block's layers, by kind and name of the block."""
-    reductions: Callable[[str], Reductions]  # reads channels that stay, by name of the block
     dtype_of: Callable[[LayerPlan], torch.dtype]  # in which a layer is stored
     device: torch.device  # where fits are computed
     factors: SharedFactors = field(default_factory=dict)  # fitted before
@@ -79,6 +84,11 @@ class FitInputs:
     """Of tensors of layers that are stored in few bits, by name."""
     skips_plain: bool = False
     """Whether plain layers stay as they are while nothing before them has changed."""
+
+    def reductions(self, block: str, layers: Sequence[LayerPlan]) -> Reductions:
+        """Which channels of a block stay, by name; by the weights alone where no data has told."""
+        measured = self.moments("channels", block)
+        return reductions_of(measured, self.source, block, layers, self.device)
 
 
 def fit_group(
@@ -121,7 +131,7 @@ def fit_group(
             bias = read_finite(source.store, source.keymap, name, device)
             shift = 0.0 if layer.shift is None else layer.shift
             exact = narrowed_rows(entry, bias, reductions).double() + shift
-            result.biases[entry.name] = exact.to(inputs.dtype_of(entry))
+            layer.tensors["bias"] = exact.to(inputs.dtype_of(entry))
 
 
 Rows = tuple[int, Tensor, Tensor, Tensor | None]
@@ -407,11 +417,8 @@ class RewrittenBlock:
         place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
         modules = install_layers(self.new, group, self.path, self.rewriter.installed, **place)
         for entry in group:
-            module, tensors = modules[entry.name], dict(self.result.layers[entry.key].tensors)
-            if entry.name in self.result.biases:
-                tensors["bias"] = self.result.biases[entry.name]
-            fill(module, entry, tensors)
-            module.requires_grad_(False)
+            fill(modules[entry.name], entry, self.result.layers[entry.key].tensors)
+            modules[entry.name].requires_grad_(False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -441,7 +448,7 @@ class BlockRewriter:
     ) -> RewrittenBlock:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
         result = BlockResult(block.name) if stored is None else stored
-        reductions = self.inputs.reductions(block.name) if stored is None else {}
+        reductions = self.inputs.reductions(block.name, self.layers) if stored is None else {}
         rewritten = RewrittenBlock(self, block, dense, readings, result)
         rewritten.replace_attention()
         for layers in block.groups:

@@ -119,25 +119,20 @@ def stored_reductions(reductions: Reductions) -> dict[str, Tensor]:
     }
 
 
-def read_reductions(named: Mapping[str, Tensor]) -> dict[ReductionKey, Reduction]:
-    """Read them back."""
-    tensors = defaultdict[ReductionKey, dict[str, Tensor]](dict)
-    for path, tensor in named.items():
-        key, part, size, name = path.rsplit("/", 3)
-        tensors[key, part, int(size)][name] = tensor
-    return {key: Reduction(**fields) for key, fields in tensors.items()}
-
-
-def completed(
-    measured: Reductions,
+def reductions_of(
+    named: Mapping[str, Tensor],
     source: SourceModel,
     block: str,
     layers: Sequence[LayerPlan],
     device: torch.device,
 ) -> Reductions:
-    """Add reductions of narrow layers of a block that no data has told: by the weights alone."""
+    """Read them back, and add those of narrow layers that no data has told, by the weights."""
+    tensors = defaultdict[ReductionKey, dict[str, Tensor]](dict)
+    for path, tensor in named.items():
+        key, part, size, name = path.rsplit("/", 3)
+        tensors[key, part, int(size)][name] = tensor
+    reductions = {key: Reduction(**fields) for key, fields in tensors.items()}
     entries = {path_of(source, entry): entry for entry in layers}
-    reductions = dict(measured)
     for coupling in (c for b in roles_of(source).blocks if b.name == block for c in couplings(b)):
         names = {layer.weight_name for layer in coupling.layers}
         if not names <= entries.keys() or not any(entries[name].is_narrow for name in names):

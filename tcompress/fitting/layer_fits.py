@@ -225,9 +225,11 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
 def _predicted(splits: Iterable[_Split], gram: Tensor) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
-    for weight, missed in ((split.weight, split.weight - split.total) for split in splits):
-        lost += float(missed.mul(missed @ gram).sum((-2, -1)))
-        missing += float(weight.mul(weight @ gram).sum((-2, -1)))
+    for split in splits:
+        weight = split.weight
+        missed = weight - split.total
+        lost += float(missed.mul(missed @ gram).sum())
+        missing += float(weight.mul(weight @ gram).sum())
     return relative_error(max(lost, 0.0), missing)
 
 
@@ -246,7 +248,7 @@ CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe 
 class FittedLayer:
     """Result for one layer."""
 
-    tensors: dict[str, Tensor]  # to store, by name relative to the layer
+    tensors: dict[str, Tensor]  # to store, by name relative to the layer; in the end its bias too
     errors: dict[str, float]  # relative, by kind: `calibration` and `held_out`, or `weight`
     shift: Tensor | None = None  # what the bias gains, float64  # (out,)
     loss: float | None = None  # predicted, relative to leaving it out, where it was asked for
@@ -258,7 +260,6 @@ class BlockResult:
 
     block: str  # its name
     layers: dict[str, FittedLayer] = field(default_factory=dict)  # by weight name
-    biases: dict[str, Tensor] = field(default_factory=dict)  # new ones, by layer name
     attention: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of attentions that begin with what queries and keys are like, by stored name."""
 
@@ -282,7 +283,10 @@ def fit_layers(
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
-    damped = cache(_damped)  # layers that read one input have the same moments
+
+    @cache  # layers that read one input have the same moments
+    def damped(train: Moments, lift: Tensor | None, damping: float) -> DampedMoments:
+        return replace(train, lift=lift).damped(damping / train.rows)
 
     def fit(owner: LayerToFit) -> dict[str, FittedLayer]:
         """Fit a layer, and those that read what it makes of their input."""
@@ -304,10 +308,6 @@ def fit_layers(
     return [results[layer.entry.key] for layer in layers]
 
 
-def _damped(train: Moments, lift: Tensor | None, damping: float) -> DampedMoments:
-    return replace(train, lift=lift).damped(damping / train.rows)
-
-
 def _splits(
     layer: LayerToFit,
     damping: float,
@@ -322,12 +322,10 @@ def _splits(
             "repair the checkpoint, or leave the layer out with `--keep`",
         )
     damping *= entry.parts[0].terms[0].regressors
-    lifts: list[Tensor | None] = [None] * len(stack)
-    if layer.lift is not None:
-        lifts = [*(layer.lift if experts else layer.lift[None])]
     splits: list[list[_Split]] = []
-    for expert, (matrix, lift) in enumerate(zip(stack, lifts, strict=True)):
+    for expert, matrix in enumerate(stack):
         splits.append([])
+        lift = layer.lift[expert] if layer.lift is not None and experts else layer.lift
         train, start = layer.moments_of(expert).train, 0
         moments = None if train is None else damped(train, lift, damping)
         if moments is None and lift is not None:

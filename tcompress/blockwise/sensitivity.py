@@ -48,18 +48,15 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 # each block is run once more from there. So memory does not grow with depth.
 
 
-@dataclass
 class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
-    inputs: MomentSums  # G, each token by what it is worth  # (in, in)
-    curvature: ProductSum  # S, a sum over rows and no mean  # (out, out)
-    weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
-
-    @classmethod
-    def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        zero = ProductSum.zero(outputs, outputs, device)
-        return cls(MomentSums(inputs, device=device), zero)
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        # G, each token by what it is worth  # (in, in)
+        self.inputs = MomentSums(inputs, device=device)
+        # S, a sum over rows and no mean  # (out, out)
+        self.curvature = ProductSum.zero(outputs, outputs, device)
+        self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
 
     @property
     def rows(self) -> int:
@@ -194,16 +191,13 @@ class BackwardWalk:
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        weighed = self.sampler.weighs_tokens
-
-        def visit(index: int) -> None:
-            self._backward_visit(block.name, self._visits[index].pop())
-
+        weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
         with self._model.loaded(block.name) as module:
             watch = _Watch(module, block, layers, self.device, gradients=True, weighed=weighed)
             return watch.total(self._streams, len(self.batches), visit)
 
-    def _backward_visit(self, block: str, visit: _Visit) -> None:
+    def _backward_visit(self, block: str, index: int) -> None:
+        visit = self._visits[index].pop()
         stored = load_tensors(visit.file, self.device)
         visit.file.unlink()
         leaves = [stored.get(str(number), value) for number, value in enumerate(visit.values)]
@@ -310,17 +304,17 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
-                self._sums = {layer.name: self._empty(layer) for layer in self.layers}
+                self._sums = {}
+                for layer in self.layers:
+                    outputs = sum(part.size for part in layer.parts) if self.gradients else 0
+                    empty = Sensitivity(layer.in_features, outputs, self.device)
+                    self._sums[layer.name] = empty
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
                     self._called.clear()
                     visit(index)
                 total.add(self._sums)
         return total.whole()
-
-    def _empty(self, layer: Layer) -> Sensitivity:
-        outputs = sum(part.size for part in layer.parts) if self.gradients else 0
-        return Sensitivity.empty(layer.in_features, outputs, self.device)
 
     def _ran(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         """Add what a layer has read, once the gradients of its output are there."""

@@ -125,7 +125,11 @@ def convert(
         source = replace(source, autocast=torch.bfloat16)
     plan = make_plan(recipe, source)
     times.turn_to("reading data")
-    data = _calibration(source, recipe, plan, data)
+    if not plan.reads_data:
+        data = None
+    elif data is None and not recipe.calibration.is_none:
+        widest = max((entry.in_features for entry in plan.layers), default=0)
+        data = load_batches(source, recipe.calibration.within(plan.longest), widest)
     device = pick_device(recipe.device, fits=True)
     if source.autocast is not None and device.type == "cpu" and not multiplies_bfloat16():
         times.tell(
@@ -151,24 +155,14 @@ def convert(
             workdir.discard()
             return Converted(output, _timed(source, output, done, recipe), resumed=True)
         times.resume(workdir.seconds(), workdir.keep_seconds)
-        parts = (source, recipe.within_blocks, plan, data, workdir, device, times)
-        conversion = Conversion(*parts, dense=source, full_recipe=recipe, statistics=statistics)
+        parts = (source, recipe.within_blocks, plan, data, workdir, device)
+        conversion = Conversion(
+            *parts, progress=times, dense=source, full_recipe=recipe, statistics=statistics
+        )
         processes.first(lambda: check_room(conversion))
-        manifest = _fit_and_write(choose(conversion), paper, times)
+        manifest = _fit_and_write(choose(conversion), paper)
         workdir.publish(force=force)
     return Converted(output, _timed(source, output, manifest, recipe), workdir.resumed)
-
-
-def _calibration(
-    source: SourceModel, recipe: Convert, plan: Plan, data: CalibrationData | None
-) -> CalibrationData | None:
-    """Load the data that a plan reads, unless it is given."""
-    if not plan.reads_data:
-        return None
-    if data is None and not recipe.calibration.is_none:
-        widest = max((entry.in_features for entry in plan.layers), default=0)
-        data = load_batches(source, recipe.calibration.within(plan.longest), widest)
-    return data
 
 
 # What becomes of a model: answers are tried where data is there.
@@ -232,12 +226,7 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, data: CalibrationData)
 
     def change(name: str) -> float:
         label = f"trying without {depth.blocks - depths[name].kept} of {depth.blocks} blocks"
-
-        def shallower(trial: Conversion) -> Conversion:
-            cut = trial.cut(depths[name])
-            return _taken(cut, _plans(cut))
-
-        return _distance(conversion, name, label, shallower).change
+        return _distance(conversion, name, label, depths[name]).change
 
     best, changes = try_out(names(), change, shrinking=True)
     return depths[best].model_copy(update={"weighed": tuple(changes.values())})
@@ -245,7 +234,11 @@ def _try_depths(conversion: Conversion, depth: DepthPlan, data: CalibrationData)
 
 def _best(conversion: Conversion, plans: Mapping[str, Plan]) -> dict[str, Plan]:
     """Try all answers, and take the best."""
-    best, changes = try_out(plans, lambda name: _try_answer(conversion, name, plans[name]).change)
+
+    def change(name: str) -> float:
+        return _distance(conversion, name, f"trying {name}", plans[name]).change
+
+    best, changes = try_out(plans, change)
     tried = {name: change for name, change in changes.items() if change is not None}
     method = conversion.full_recipe.method
     simple = simplest(best, method.name if method else "", tried)
@@ -264,7 +257,8 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
         plan = within_error(conversion, measured, error)
         if plan is None:
             return None
-        lost = _try_answer(conversion, f"error-{error:.4g}", plan).lost
+        name = f"error-{error:.4g}"
+        lost = _distance(conversion, name, f"trying {name}", plan).lost
         if lost is None:
             raise PlanError(
                 "`max_loss` cannot be measured: the samples held out are too few, or what the "
@@ -285,31 +279,23 @@ def _within_loss(conversion: Conversion, allowed: float) -> dict[str, Plan]:
     return {f"error-{error:.4g}": plans[error].with_facts(facts)}
 
 
-def _try_answer(conversion: Conversion, name: str, plan: Plan) -> Distance:
-    """Fit a plan to some of the data, and compare."""
+def _distance(conversion: Conversion, name: str, label: str, tried: DepthPlan | Plan) -> Distance:
+    """Fit a model with these blocks, or a plan to some of the data, in a folder of its own.
 
-    def on_part(trial: Conversion) -> Conversion:
-        return _taken(replace(trial, data=trial.trial_data), {name: plan})
-
-    return _distance(conversion, name, f"trying {name}", on_part, measures=False)
-
-
-def _distance(
-    conversion: Conversion,
-    name: str,
-    label: str,
-    prepare: Callable[[Conversion], Conversion],
-    *,
-    measures: bool = True,
-) -> Distance:
-    """Fit what is prepared in the folder of a trial, and compare its output with the dense one."""
+    Its output is compared with that of the dense model.
+    """
     conversion.workdir.note("trial", name=name)
-    with closing(conversion.workdir.trial(name, measures=measures)) as trial:
+    with closing(conversion.workdir.trial(name, measures=isinstance(tried, DepthPlan))) as trial:
         distance = trial.distance()
         if distance is None:
             conversion.progress.stage(label, 1, "trial")
             conversion.progress.advance(1, "")
-            chosen = prepare(replace(conversion, workdir=trial))
+            chosen = replace(conversion, workdir=trial)
+            if isinstance(tried, DepthPlan):
+                chosen = chosen.cut(tried)
+                chosen = _taken(chosen, _plans(chosen))
+            else:
+                chosen = _taken(replace(chosen, data=chosen.trial_data), {name: tried})
             comparison = fit_on_data(chosen, sampler_of(conversion.dense)).comparison
             assert comparison is not None
             distance = Distance(comparison.change, comparison.lost)
@@ -410,24 +396,20 @@ def try_out(
 # What a conversion writes.
 
 
-def _fit_and_write(
-    conversion: Conversion, paper: Sequence[PaperRow], times: StageTimes
-) -> Manifest:
+def _fit_and_write(conversion: Conversion, paper: Sequence[PaperRow]) -> Manifest:
     """Fit and write what was chosen, of which nothing is held while the result is timed."""
     outputs = conversion.outputs
     # Fits are kept until what they yield is written.
     sizes = (it.nbytes * (1 + (it.key in outputs.group_of)) for it in outputs.tensors.values())
     conversion.workdir.need(sum(sizes))
-    return _write_model(conversion, fit(conversion), paper, times)
+    return _write_model(conversion, fit(conversion), paper)
 
 
 @processes.by_first
-def _write_model(
-    conversion: Conversion, fits: Fits, paper: Sequence[PaperRow], times: StageTimes
-) -> Manifest:
+def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) -> Manifest:
     """Write the model in the working folder, and prove that it holds what was fitted."""
     recipe, source, folder = conversion.full_recipe, conversion.source, conversion.workdir.model
-    checksums = _write_shards(conversion)
+    checksums, times = _write_shards(conversion), conversion.progress
     plan = _with_warnings(conversion, fits.unreached)
     version = needed_version(
         plan.entries,

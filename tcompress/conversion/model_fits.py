@@ -54,6 +54,7 @@ from tcompress.planning.depth import cut_to, with_depth, within
 from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import module_path, roles_of, tied_to
+from tcompress.progress import StageTimes
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.search import Statistics
 from tcompress.structures import Layout, Target, structure
@@ -68,6 +69,7 @@ TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
 class Conversion(SearchInputs):
     """A conversion of the blocks that stay, as far as they are chosen, in a working folder."""
 
+    progress: StageTimes
     dense: SourceModel  # what outputs are compared with, with all its blocks
     full_recipe: Convert  # with the choice of blocks, and what is asked of the whole model
     statistics: Statistics | None = None  # what other conversions of the model have measured

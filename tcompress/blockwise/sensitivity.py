@@ -99,20 +99,6 @@ class _Visit:
     sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
 
 
-class _Mark(torch.autograd.Function):
-    """The identity, which starts a graph and collects the gradient that comes back to it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, sink: list[Tensor]) -> Tensor:
-        ctx.sink = sink
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ctx.sink.append(gradient)
-        return None, None, None
-
-
 @dataclass
 class BackwardWalk:
     """Passes of all batches through a model, and of gradients back through its blocks.
@@ -130,7 +116,7 @@ class BackwardWalk:
     def __post_init__(self) -> None:
         self._blocks = {block.name: block for block in self.roles.blocks}
         self._model = PartialModel(self.source, [*self._blocks], self.device, head=True)
-        self._anchor = torch.zeros((), requires_grad=True, device=self.device)
+        self._zero = torch.zeros((), requires_grad=True, device=self.device)
         self._streams = self._model.streams(self.batches, keep=True, gradients=True)
         self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
 
@@ -182,11 +168,14 @@ class BackwardWalk:
             _propagate(self.sampler(output, stream.batch, index))
 
     def _marked(self, value: Any, visit: _Visit) -> Any:
+        """Start a graph at a value, and collect the gradients that come back to it."""
         if not _floating(value):
             return value
-        visit.sinks.append([])
         with torch.enable_grad():
-            return _Mark.apply(self._anchor, value, visit.sinks[-1])  # type: ignore[no-untyped-call]
+            marked = value.detach() + self._zero
+        visit.sinks.append([])
+        marked.register_hook(visit.sinks[-1].append)
+        return marked
 
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.

@@ -35,7 +35,7 @@ from tcompress.fitting.block_rewrite import (
     dense_readings,
     fit_group,
 )
-from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
+from tcompress.fitting.embeddings import EMBEDDINGS, count_words, fit_table
 from tcompress.fitting.first_values import start_shared_factors
 from tcompress.fitting.layer_fits import (
     CURVATURE_DAMPING,
@@ -171,20 +171,25 @@ def fit_on_data(conversion: Conversion, sampler: OutputSampler | None = None) ->
 def _fit_embeddings(conversion: Conversion) -> dict[str, StructuredEmbedding]:
     """Fit all tables, and give them to run the model on, by name in the model."""
     entries, workdir, device = conversion.plan.embeddings, conversion.workdir, conversion.device
-    if conversion.data is None or not entries:
+    source, data = conversion.source, conversion.data
+    if data is None or not entries:
         return {}
     result = workdir.block(EMBEDDINGS)
     if result is None:
         conversion.progress.stage("fitting embeddings", len(entries), "tables")
-        parts = (conversion.data, conversion.outputs.dtype_of, device)
-        result = fit_embeddings(conversion.source, entries, *parts)
+        result = BlockResult(EMBEDDINGS)
+        for entry in entries:
+            weight, dtype = dense_matrix(source, entry, device), conversion.outputs.dtype_of(entry)
+            counts = (count_words(data, len(weight), held_out=held) for held in (False, True))
+            fitted, held_out = (item.to(device) for item in counts)
+            result.layers[entry.key] = fit_table(entry, weight, fitted, held_out, dtype)
         workdir.keep_block(result)
         conversion.progress.advance(len(entries), "")
     tables = {}
     for entry in entries:
         table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        path = module_path(conversion.source, entry.name)
+        path = module_path(source, entry.name)
         tables[path] = table.requires_grad_(False).eval()
     return tables
 

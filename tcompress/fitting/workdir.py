@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
-from tcompress import processes
 from tcompress.artifact.disk_cache import (
     DAMAGED,
     StoredTensors,
@@ -66,14 +65,13 @@ class FitWorkplace(Workplace):
         super().__init__(output, identity, force=force)
         self._device = device
         self._measured = measured or self.folder  # where moments are
-        if processes.leads():
-            (self.folder / "blocks").mkdir(exist_ok=True)
 
     @by_first
     def keep_block(self, result: BlockResult) -> None:
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
-        facts = {"errors": json.dumps(errors)}
-        save_tensors(_flat(_groups(result)), self._path_of(result.block), facts)
+        path, facts = self._path_of(result.block), {"errors": json.dumps(errors)}
+        path.parent.mkdir(exist_ok=True)
+        save_tensors(_flat(_groups(result)), path, facts)
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:

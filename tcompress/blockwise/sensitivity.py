@@ -48,18 +48,15 @@ from tcompress.structures.modules.linear import channels_last, factor_layouts
 # each block is run once more from there. So memory does not grow with depth.
 
 
-@dataclass
 class Sensitivity:
     """Second moments of a linear layer's input and of the gradients at its output, float64."""
 
-    inputs: MomentSums  # G, each token by what it is worth  # (in, in)
-    curvature: ProductSum  # S, a sum over rows and no mean  # (out, out)
-    weights: dict[int, Tensor] = field(default_factory=dict)  # by batch  # (tokens,)
-
-    @classmethod
-    def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        zero = ProductSum.zero(outputs, outputs, device)
-        return cls(MomentSums(inputs, device=device), zero)
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        # G, each token by what it is worth  # (in, in)
+        self.inputs = MomentSums(inputs, device=device)
+        # S, a sum over rows and no mean  # (out, out)
+        self.curvature = ProductSum.zero(outputs, outputs, device)
+        self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
 
     @property
     def rows(self) -> int:
@@ -102,20 +99,6 @@ class _Visit:
     sinks: list[list[Tensor]]  # gradients of the floating tensors that the block returned
 
 
-class _Mark(torch.autograd.Function):
-    """The identity, which starts a graph and collects the gradient that comes back to it."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, sink: list[Tensor]) -> Tensor:
-        ctx.sink = sink
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        ctx.sink.append(gradient)
-        return None, None, None
-
-
 @dataclass
 class BackwardWalk:
     """Passes of all batches through a model, and of gradients back through its blocks.
@@ -133,7 +116,7 @@ class BackwardWalk:
     def __post_init__(self) -> None:
         self._blocks = {block.name: block for block in self.roles.blocks}
         self._model = PartialModel(self.source, [*self._blocks], self.device, head=True)
-        self._anchor = torch.zeros((), requires_grad=True, device=self.device)
+        self._zero = torch.zeros((), requires_grad=True, device=self.device)
         self._streams = self._model.streams(self.batches, keep=True, gradients=True)
         self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
 
@@ -185,25 +168,25 @@ class BackwardWalk:
             _propagate(self.sampler(output, stream.batch, index))
 
     def _marked(self, value: Any, visit: _Visit) -> Any:
+        """Start a graph at a value, and collect the gradients that come back to it."""
         if not _floating(value):
             return value
-        visit.sinks.append([])
         with torch.enable_grad():
-            return _Mark.apply(self._anchor, value, visit.sinks[-1])  # type: ignore[no-untyped-call]
+            marked = value.detach() + self._zero
+        visit.sinks.append([])
+        marked.register_hook(visit.sinks[-1].append)
+        return marked
 
     def _backward(self, block: Block) -> dict[str, Sensitivity]:
         # No module computes one expert's output.
         layers = [layer for layer in block.layers if layer.kind != "experts"]
-        weighed = self.sampler.weighs_tokens
-
-        def visit(index: int) -> None:
-            self._backward_visit(block.name, self._visits[index].pop())
-
+        weighed, visit = self.sampler.weighs_tokens, partial(self._backward_visit, block.name)
         with self._model.loaded(block.name) as module:
             watch = _Watch(module, block, layers, self.device, gradients=True, weighed=weighed)
             return watch.total(self._streams, len(self.batches), visit)
 
-    def _backward_visit(self, block: str, visit: _Visit) -> None:
+    def _backward_visit(self, block: str, index: int) -> None:
+        visit = self._visits[index].pop()
         stored = load_tensors(visit.file, self.device)
         visit.file.unlink()
         leaves = [stored.get(str(number), value) for number, value in enumerate(visit.values)]
@@ -302,7 +285,7 @@ class _Watch:
         self, streams: Mapping[int, Stream], batches: int, visit: Callable[[int], None]
     ) -> dict[str, Sensitivity]:
         """Visit all batches, of so many, and return the sums over them by name of a layer."""
-        total = processes.Total(_merged, self.device)
+        total = processes.Total(merged, self.device)
         with ExitStack() as hooks:
             hooks.callback(self._rows.close)
             for layer in self.layers:
@@ -310,17 +293,17 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
-                self._sums = {layer.name: self._empty(layer) for layer in self.layers}
+                self._sums = {}
+                for layer in self.layers:
+                    outputs = sum(part.size for part in layer.parts) if self.gradients else 0
+                    empty = Sensitivity(layer.in_features, outputs, self.device)
+                    self._sums[layer.name] = empty
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
                     self._called.clear()
                     visit(index)
                 total.add(self._sums)
         return total.whole()
-
-    def _empty(self, layer: Layer) -> Sensitivity:
-        outputs = sum(part.size for part in layer.parts) if self.gradients else 0
-        return Sensitivity.empty(layer.in_features, outputs, self.device)
 
     def _ran(self, layer: Layer, module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
         """Add what a layer has read, once the gradients of its output are there."""
@@ -343,8 +326,9 @@ class _Watch:
         self._called.add(layer.name)
 
 
-def _merged(total: dict[str, Sensitivity], more: dict[str, Sensitivity]) -> dict[str, Sensitivity]:
-    return {name: sums.merge(more[name]) for name, sums in total.items()}
+def merged(total: dict[Any, Any], other: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Add sums to others of the same keys."""
+    return total | {k: total[k].merge(sums) if k in total else sums for k, sums in other.items()}
 
 
 def damped_inputs(

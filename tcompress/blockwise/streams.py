@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -84,14 +85,12 @@ class PartialModel:
     @contextmanager
     def paused(self, streams: Collection[Stream]) -> Iterator[None]:
         """Start forward passes, which pause at their first block, and end them afterwards."""
-        try:
+        with ExitStack() as ends:
             for stream in streams:
+                ends.callback(stream.close)
                 stream.start()
                 give_back_memory()
             yield
-        finally:
-            for stream in streams:
-                stream.close()
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:
@@ -129,13 +128,7 @@ def cast_to(dtype: torch.dtype | None, device: torch.device, forward: Forward) -
     """
     if dtype is None:
         return forward
-    cast = torch.autocast(device.type, dtype)(forward)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        answer = cast(*args, **kwargs)
-        return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype == dtype else x, answer)
-
-    return run
+    return convert_outputs_to_fp32(torch.autocast(device.type, dtype)(forward))
 
 
 def _put(root: nn.Module, name: str, value: torch.Tensor) -> None:
@@ -344,7 +337,7 @@ class Readings:
 
     def of(self, stream: Stream, path: str, arguments: Callable[..., Any] = first_tensor) -> Any:
         """Input of a module; None if it is not called."""
-        if arguments is first_tensor and path in self.paths:
+        if path in self.paths:
             inputs, _ = self._kept.get(id(stream)) or self._keep(stream)
             if path in inputs:
                 return inputs[path]

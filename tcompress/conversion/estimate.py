@@ -120,13 +120,9 @@ class _Work:
         return self.samples * self.length
 
     @property
-    def calibrated(self) -> bool:
-        return self.tokens > 0
-
-    @property
     def weighs(self) -> bool:
         """True where the sensitivity of layers is measured."""
-        return self.calibrated and self.recipe.measures_sensitivity
+        return self.tokens > 0 and self.recipe.measures_sensitivity
 
     @cached_property
     def block_sizes(self) -> dict[str, int]:
@@ -178,7 +174,7 @@ def estimate(plan: Plan, source: SourceModel, recipe: Convert) -> Estimate:
     memory = max([copied, *(cost.bytes for cost in (*fits, *orders))])
     flops = sum(cost.flops for cost in fits) + sum(cost.flops for cost in orders)
     walks = 0  # through the whole model
-    if work.calibrated and groups:
+    if work.tokens and groups:
         walk, statistics = _walk(work, groups)
         pairs = zip(fits, groups, strict=True)
         fitting = max(fit.bytes + _moments_memory(group, work) for fit, group in pairs)
@@ -224,7 +220,7 @@ def _tried_alone(work: _Work) -> tuple[int, float]:
     recipe, source, data = work.recipe, work.source, work.recipe.calibration
     candidates, flops = 0, 0.0
     method = recipe.method
-    if not work.calibrated or not recipe.by_loss or recipe.attention is not None or method is None:
+    if not work.tokens or not recipe.by_loss or recipe.attention is not None or method is None:
         return candidates, flops
     budget = work.plan.budget
     fraction = budget.fraction if budget and budget.asked.is_size else STAND_IN
@@ -255,7 +251,7 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
     layouts = [layout for _, part in parts for layout in part.terms]
     terms = max(len(part.terms) for _, part in parts)
     size = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
-    size += max(fit_cost(layout, calibrated=work.calibrated).bytes for layout in layouts)
+    size += max(fit_cost(layout, calibrated=work.tokens > 0).bytes for layout in layouts)
     for entry in group:
         stored = weight_bytes(work.source, entry, None)
         size += entry.dense_parameters * (stored + 8 + 8 * terms)
@@ -266,9 +262,9 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
             m, n = layout.out_features, layout.in_features
-            measured = 14.0 * m * n * n + n**3 if work.calibrated else 2.0 * m * n * 64
+            measured = 14.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += 4.0 * m * m * n + m**3 if work.weighs else 0.0
-            fitted = (measured + fit_cost(layout, calibrated=work.calibrated).flops) * rounds
+            fitted = (measured + fit_cost(layout, calibrated=work.tokens > 0).flops) * rounds
             shapes = (transform_shapes(layout, side).values() for side in SIDES)
             generators = sum(map(prod, chain.from_iterable(shapes)))
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
@@ -280,7 +276,7 @@ def _orders(work: _Work) -> Iterator[FitCost]:
     """Costs, in float64, of ordering the channels of blocks that may become narrower."""
     method = work.recipe.method
     auto = isinstance(method, AutoSpec) and NARROWING in offered_by(method, STAND_IN)
-    narrow = (e for e in work.plan.layers if e.is_narrow or (auto and work.calibrated))
+    narrow = (e for e in work.plan.layers if e.is_narrow or (auto and work.tokens))
     paths = {module_path(work.source, entry.block) for entry in narrow}
     for block in (block for block in work.blocks if block.name in paths):
         for coupling in couplings(block):
@@ -291,7 +287,7 @@ def _orders(work: _Work) -> Iterator[FitCost]:
             flops = 2.0 * channels**3 + 10.0 * outputs * channels**2
             # G as measured or guessed and damped, with those of channels that are left.
             size = 28 * channels**2 + 16 * outputs * channels
-            if not work.calibrated:  # moments are guessed from weights
+            if not work.tokens:  # moments are guessed from weights
                 inputs = sum(layer.in_features for layer, _ in coupling.writers)
                 flops += 4.0 * inputs * channels**2
                 size += 8 * (inputs + outputs) * channels
@@ -303,7 +299,7 @@ def _shared(work: _Work) -> Iterator[FitCost]:
     for layout in (item for entry in work.plan.layers for item in entry.own_factors.values()):
         kind = structure(layout.structure)
         assert isinstance(kind, SharesFactors)
-        yield kind.shared_cost(layout, calibrated=work.calibrated)
+        yield kind.shared_cost(layout, calibrated=work.tokens > 0)
 
 
 def _dropping(work: _Work) -> FitCost:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from tcompress.blockwise.streams import (
     Branch,
     PartialModel,
     Readings,
+    Stream,
     common_block,
     handed_on,
     runs_twice,
 )
 from tcompress.conversion.outputs import Outputs
 from tcompress.data.calibration import CalibrationData
+from tcompress.data.inputs import Batch
 from tcompress.errors import FitError, message_of
 from tcompress.fitting.block_rewrite import (
     BlockRewriter,
@@ -32,8 +35,7 @@ from tcompress.fitting.block_rewrite import (
     dense_readings,
     fit_group,
 )
-from tcompress.fitting.channel_orders import Reductions, completed, read_reductions
-from tcompress.fitting.embeddings import EMBEDDINGS, fit_embeddings
+from tcompress.fitting.embeddings import EMBEDDINGS, count_words, fit_table
 from tcompress.fitting.first_values import start_shared_factors
 from tcompress.fitting.layer_fits import (
     CURVATURE_DAMPING,
@@ -43,14 +45,16 @@ from tcompress.fitting.layer_fits import (
     dense_matrix,
 )
 from tcompress.hf.build import fill, set_module
+from tcompress.hf.opening import pick_dtype
 from tcompress.linalg.fits import damped_curvature
 from tcompress.linalg.moments import is_finite
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.planning.depth import cut_to, with_depth, within
-from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan, Plan
+from tcompress.planning.entries import DepthPlan, FactorsKey, LayerPlan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import module_path, roles_of, tied_to
+from tcompress.progress import StageTimes
 from tcompress.search.candidates import SearchInputs
 from tcompress.search.search import Statistics
 from tcompress.structures import Layout, Target, structure
@@ -65,6 +69,7 @@ TRIAL_SAMPLES = 768  # to fit answers to that are tried: enough to compare them
 class Conversion(SearchInputs):
     """A conversion of the blocks that stay, as far as they are chosen, in a working folder."""
 
+    progress: StageTimes
     dense: SourceModel  # what outputs are compared with, with all its blocks
     full_recipe: Convert  # with the choice of blocks, and what is asked of the whole model
     statistics: Statistics | None = None  # what other conversions of the model have measured
@@ -77,6 +82,12 @@ class Conversion(SearchInputs):
         recipe = within(self.full_recipe, depth, self.dense)
         plan = with_depth(make_plan(recipe, source, self.plan.method), depth, self.dense)
         return replace(self, source=source, recipe=recipe, plan=plan)
+
+    @cached_property
+    def outputs(self) -> Outputs:
+        """All that it writes, once its plan has final sizes."""
+        dtype = pick_dtype(self.full_recipe.dtype)
+        return Outputs(self.source, self.plan, dtype, self.workdir)
 
     @property
     def trial_data(self) -> CalibrationData | None:
@@ -95,14 +106,13 @@ class Fits:
     """Relative errors of all layers by weight name, once they are fitted."""
 
 
-def fit(conversion: Conversion, outputs: Outputs) -> Fits:
+def fit(conversion: Conversion) -> Fits:
     """Fit everything that is rewritten; what no data reaches is fitted to its weights."""
-    data, workdir = conversion.data, conversion.workdir
+    data, workdir, outputs = conversion.data, conversion.workdir, conversion.outputs
     compares = data is not None and len({*data.origins.values()}) > 1  # sources of samples
     compares = compares or conversion.statistics is not None  # models of a family
-    measures = conversion.full_recipe.measures_sensitivity or outputs.plan.depth is not None
-    sampler = sampler_of(conversion.dense) if compares and measures else None
-    fits = fit_on_data(conversion, outputs, sampler)
+    measures = conversion.full_recipe.measures_sensitivity or conversion.plan.depth is not None
+    fits = fit_on_data(conversion, sampler_of(conversion.dense) if compares and measures else None)
     blocks: dict[str, list[Group]] = {}
     for group in outputs.groups:
         blocks.setdefault(outputs.block_of(group[0]), []).append(group)
@@ -115,7 +125,7 @@ def fit(conversion: Conversion, outputs: Outputs) -> Fits:
     def fit_block(name: str) -> None:
         result = BlockResult(name)
         narrow = any(entry.is_narrow for group in blocks[name] for entry in group)
-        reductions = inputs.reductions(name) if narrow else {}
+        reductions = inputs.reductions(name, conversion.plan.layers) if narrow else {}
         for group in blocks[name]:
             fit_group(inputs, group, result, reductions)
         workdir.keep_block(result)
@@ -126,69 +136,62 @@ def fit(conversion: Conversion, outputs: Outputs) -> Fits:
     return replace(fits, errors=errors)
 
 
-def fit_on_data(
-    conversion: Conversion, outputs: Outputs, sampler: OutputSampler | None = None
-) -> Fits:
+def fit_on_data(conversion: Conversion, sampler: OutputSampler | None = None) -> Fits:
     """Fit embeddings, what layers share and all blocks, as far as there is data for them.
 
     With a sampler, outputs are compared on data held out.
     """
-    source, plan = conversion.source, outputs.plan
-    tables = _fit_embeddings(conversion, outputs)
+    source, plan, dtype_of = conversion.source, conversion.plan, conversion.outputs.dtype_of
+    tables = _fit_embeddings(conversion)
     factors: SharedFactors = {}
     if source.seed is not None:
-        factors = start_shared_factors(plan.layers, outputs.dtype_of, source.seed)
+        factors = start_shared_factors(plan.layers, dtype_of, source.seed)
     elif any(entry.own_factors for entry in plan.layers):
-        factors = _fit_shared_factors(conversion, outputs)
+        factors = _fit_shared_factors(conversion)
     inputs = FitInputs(
         source,
         conversion.recipe.calibration.damping,
         conversion.workdir.moments,
-        reductions=partial(_reductions, conversion, plan),
-        dtype_of=outputs.dtype_of,
+        dtype_of=dtype_of,
         device=conversion.device,
         factors=factors,
-        roundings=outputs.roundings,
+        roundings=conversion.outputs.roundings,
     )
     if conversion.data is None or not (plan.layers or plan.reads_queries or sampler):
         return Fits(inputs)
-    roles = roles_of(source)
-    groups = sum(len(block.groups) for block in roles.blocks)
+    groups = sum(len(block.groups) for block in roles_of(source).blocks)
     conversion.progress.stage("fitting blocks", groups, "groups")
-    blocks = BlockFitter(conversion, plan, inputs, tables, sampler)
-    blocks.run()
-    comparison = blocks.comparison and blocks.comparison.merged()
-    names = {source.original_name(block.name): block.name for block in roles.blocks}
-    reached = {name for original, name in names.items() if original not in blocks.unreached}
-    unreached = (entry.name for entry in plan.layers if outputs.block_of(entry) not in reached)
-    return Fits(inputs, comparison, tuple(unreached))
+    walk = BlockFitter(conversion, inputs, tables, sampler)
+    walk.run()
+    block_of = conversion.outputs.block_of
+    unreached = (entry.name for entry in plan.layers if block_of(entry) not in walk.reached)
+    return Fits(inputs, walk.comparison and walk.comparison.merged(), tuple(unreached))
 
 
-def _fit_embeddings(conversion: Conversion, outputs: Outputs) -> dict[str, StructuredEmbedding]:
+def _fit_embeddings(conversion: Conversion) -> dict[str, StructuredEmbedding]:
     """Fit all tables, and give them to run the model on, by name in the model."""
-    entries, workdir, device = outputs.plan.embeddings, conversion.workdir, conversion.device
-    if conversion.data is None or not entries:
+    entries, workdir, device = conversion.plan.embeddings, conversion.workdir, conversion.device
+    source, data = conversion.source, conversion.data
+    if data is None or not entries:
         return {}
     result = workdir.block(EMBEDDINGS)
     if result is None:
         conversion.progress.stage("fitting embeddings", len(entries), "tables")
-        parts = (conversion.data, outputs.dtype_of, device)
-        result = fit_embeddings(conversion.source, entries, *parts)
+        result = BlockResult(EMBEDDINGS)
+        for entry in entries:
+            weight, dtype = dense_matrix(source, entry, device), conversion.outputs.dtype_of(entry)
+            counts = (count_words(data, len(weight), held_out=held) for held in (False, True))
+            fitted, held_out = (item.to(device) for item in counts)
+            result.layers[entry.key] = fit_table(entry, weight, fitted, held_out, dtype)
         workdir.keep_block(result)
         conversion.progress.advance(len(entries), "")
     tables = {}
     for entry in entries:
         table = StructuredEmbedding(entry.parts, dtype=torch.float32, device=device)
         fill(table, entry, result.layers[entry.key].tensors)
-        path = module_path(conversion.source, entry.name)
+        path = module_path(source, entry.name)
         tables[path] = table.requires_grad_(False).eval()
     return tables
-
-
-def _reductions(conversion: Conversion, plan: Plan, block: str) -> Reductions:
-    """Tell which channels of a block stay; by the weights alone where no data has told."""
-    measured = read_reductions(conversion.workdir.moments("channels", block))
-    return completed(measured, conversion.source, block, plan.layers, conversion.device)
 
 
 # Factors that many layers share are fitted once, before any of them, to all of them.
@@ -197,15 +200,14 @@ def _reductions(conversion: Conversion, plan: Plan, block: str) -> Reductions:
 # walk of their own. Without data the weights alone decide.
 
 
-def _fit_shared_factors(conversion: Conversion, outputs: Outputs) -> SharedFactors:
+def _fit_shared_factors(conversion: Conversion) -> SharedFactors:
     """Fit all shared factors, as they are stored; what an interrupted run has fitted is read."""
-    workdir, progress = conversion.workdir, conversion.progress
+    workdir, progress, layers = conversion.workdir, conversion.progress, conversion.plan.layers
     stored = workdir.factors()
     if stored is not None:
         return stored
-    entries = {entry.name: entry for entry in outputs.plan.layers}
     uses: dict[FactorsKey, list[tuple[LayerPlan, Layout, slice]]] = {}  # owners first
-    for entry in outputs.plan.layers:
+    for entry in layers:
         start = 0
         for part in entry.parts:
             rows = slice(start, start + part.out_features)
@@ -215,25 +217,20 @@ def _fit_shared_factors(conversion: Conversion, outputs: Outputs) -> SharedFacto
                     key = (entry.bank_of.get(shared.name, entry.name), shared.name)
                     uses.setdefault(key, []).append((entry, layout, rows))
     if conversion.data is not None and not conversion.full_recipe.measures_sensitivity:
-        _measure_inputs(conversion, outputs.plan, conversion.data)
+        _measure_inputs(conversion, conversion.data)
     progress.stage("fitting what layers share", len(uses), "sets")
     fitted: dict[FactorsKey, dict[str, Tensor]] = {}
     for (owner, name), members in uses.items():
-        targets = [_factors_target(conversion, entry, rows) for entry, _, rows in members]
-        layouts = [layout for _, layout, _ in members]
-        names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
-        where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
-        dtype = outputs.dtype_of(entries[owner])
-        fitted[owner, name] = _shared_factors(targets, layouts, where, dtype)
+        fitted[owner, name] = _shared_factors(conversion, members)
         progress.advance(1, f"{owner} {name}")
     workdir.keep_factors(fitted)
     return fitted
 
 
-def _measure_inputs(conversion: Conversion, plan: Plan, data: CalibrationData) -> None:
+def _measure_inputs(conversion: Conversion, data: CalibrationData) -> None:
     """Keep the input moments of all layers that use shared factors."""
     source, progress, roles = conversion.source, conversion.progress, roles_of(conversion.source)
-    layers = (entry for entry in plan.layers if factor_layouts(entry.parts))
+    layers = (entry for entry in conversion.plan.layers if factor_layouts(entry.parts))
     entries = {module_path(source, entry.name): entry for entry in layers}
     progress.stage("measuring what layers read", len(roles.blocks), "blocks")
     # What is held out is not looked at.
@@ -241,6 +238,29 @@ def _measure_inputs(conversion: Conversion, plan: Plan, data: CalibrationData) -
     for block, measured in input_moments(*parts, partial(progress.advance, 1)):
         damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
         conversion.workdir.keep_moments("inputs", block, damped)
+
+
+def _shared_factors(
+    conversion: Conversion, members: Sequence[tuple[LayerPlan, Layout, slice]]
+) -> dict[str, Tensor]:
+    """Fit factors to all layers that share them; members are their layouts and output splits."""
+    names = ", ".join(f"`{entry.name}`" for entry, _, _ in members[:3])
+    where = f"what {names} and {len(members) - 3} more share" if len(members) > 3 else names
+    targets = [_factors_target(conversion, entry, rows) for entry, _, rows in members]
+    layouts = [layout for _, layout, _ in members]
+    dtype = conversion.outputs.dtype_of(members[0][0])
+    kind = structure(layouts[0].structure)
+    assert isinstance(kind, SharesFactors)
+    try:
+        with torch.no_grad():
+            factors = kind.fit_shared(targets, layouts)
+    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
+        hint = "use more calibration data or a larger `damping`, or share less"
+        raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
+    stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
+    if not all(map(is_finite, stored.values())):
+        raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
+    return stored
 
 
 def _factors_target(conversion: Conversion, entry: LayerPlan, rows: slice) -> Target:
@@ -258,23 +278,6 @@ def _factors_target(conversion: Conversion, entry: LayerPlan, rows: slice) -> Ta
     return Target(product, gram, scale, curvature, weight)
 
 
-def _shared_factors(
-    targets: list[Target], layouts: list[Layout], where: str, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    kind = structure(layouts[0].structure)
-    assert isinstance(kind, SharesFactors)
-    try:
-        with torch.no_grad():
-            factors = kind.fit_shared(targets, layouts)
-    except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
-        hint = "use more calibration data or a larger `damping`, or share less"
-        raise FitError(f"the fit of {where} failed: {message_of(error)}", hint) from error
-    stored = {name: tensor.to(dtype).contiguous().cpu() for name, tensor in factors.items()}
-    if not all(map(is_finite, stored.values())):
-        raise FitError(f"the fit of {where} is not finite in {dtype}", WIDER)
-    return stored
-
-
 # Blocks are fitted with two streams of activations: the dense one, and that of what is rewritten.
 
 
@@ -289,19 +292,17 @@ class BlockFitter:
     def __init__(
         self,
         conversion: Conversion,
-        plan: Plan,
         inputs: FitInputs,
         tables: Mapping[str, StructuredEmbedding],
         sampler: OutputSampler | None,
     ) -> None:
-        source, dense, data = conversion.source, conversion.dense, conversion.data
+        source, plan, data = conversion.source, conversion.plan, conversion.data
         assert data is not None
-        if plan.depth is not None and plan.depth.deeper:
-            dense = source
+        dense = source if plan.depth is not None and plan.depth.deeper else conversion.dense
         self._conversion, self._data = conversion, data
         self.comparison = OutputComparison(sampler) if sampler else None
+        self.reached: set[str] = set()  # blocks that the data has come to
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
-        self.unreached = set(self._blocks)  # blocks that the data has not come to
         names = [block.name for block in roles_of(dense).blocks]
         self._model = PartialModel(dense, names, conversion.device, head=sampler is not None)
         for path, table in tables.items():
@@ -312,19 +313,18 @@ class BlockFitter:
                     set_module(self._model.model, name, branch)
         every = range(len(data.batches))
         self._own = processes.own_batches(len(every))
-        # What attentions begin with is learnt from all that reaches them.
-        indices = every if plan.attention else self._own
-        batches: dict[int, Mapping[str, Tensor]] = {i: data.batches[i] for i in indices}
         judged = (data.holdout or every) if sampler else ()  # one sample is all there is
-        if sampler is not None:
-            batches |= {i: sampler.with_variants(b) for i, b in batches.items() if i in judged}
-        self._streams = {
-            index: (
-                self._model.stream(batch, keep=index in judged),
-                self._model.stream(batch, rewritten=True, keep=index in judged),
+        self._streams: dict[int, tuple[Stream, Stream]] = {}
+        # What attentions begin with is learnt from all that reaches them.
+        for index in every if plan.attention else self._own:
+            batch: Batch = data.batches[index]
+            if sampler and index in judged:
+                batch = sampler.with_variants(batch)
+            dense_stream, new = (
+                self._model.stream(batch, rewritten=rewritten, keep=index in judged)
+                for rewritten in (False, True)
             )
-            for index, batch in batches.items()
-        }
+            self._streams[index] = dense_stream, new
         self._rewriter = BlockRewriter(inputs, data, self._streams, plan.layers, plan.attention)
 
     def run(self) -> None:
@@ -332,28 +332,32 @@ class BlockFitter:
 
         What an interrupted run has kept is taken as it is.
         """
-        pairs, unreached, workdir = self._streams, self.unreached, self._conversion.workdir
+        workdir = self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
-        streams = [pair[rewritten] for rewritten in (0, 1) for pair in pairs.values()]
+        streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
         with self._model.paused(streams):
-            while (unreached or self.comparison) and (name := common_block(streams)):
-                block = self._blocks.get(name)
-                if block is not None and name not in unreached:
+            while not self._is_over() and (name := common_block(streams)):
+                block, forward = self._blocks.get(name), self._model.forwards[name]
+                if block is not None and block.name in self.reached:
                     raise runs_twice(name)
-                unreached.discard(name)
                 with self._model.loaded(name) as dense:
-                    readings = dense_readings(block, dense, self._model.forwards[name])
+                    readings = dense_readings(block, dense, forward)
                     if block is None:  # only the dense model has it
-                        self._advance(readings, self._model.forwards[name], None)
+                        self._advance(readings, forward, None)
                         continue
+                    self.reached.add(block.name)
                     stored = workdir.block(block.name)
                     rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
-                    if not unreached and not self.comparison:  # the output head was never loaded
+                    if self._is_over():  # the output head was never loaded
                         self._check_end(readings)
                     else:
                         self._advance(readings, rewritten.forward, rewritten.routing)
                 if stored is None:
                     workdir.keep_block(rewritten.result)
+
+    def _is_over(self) -> bool:
+        """True once all blocks are rewritten, unless outputs are compared."""
+        return len(self.reached) == len(self._blocks) and self.comparison is None
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""

@@ -22,7 +22,7 @@ from tcompress.files import write_text
 from tcompress.fitting.block_rewrite import Group
 from tcompress.fitting.embeddings import EMBEDDINGS
 from tcompress.fitting.first_values import started_values
-from tcompress.fitting.layer_fits import WIDER, BlockResult, SharedFactors
+from tcompress.fitting.layer_fits import WIDER, FittedLayer, SharedFactors
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
@@ -53,15 +53,14 @@ from tcompress.structures.modules.linear import StructuredLinear, factor_layouts
 from tcompress.structures.modules.shared import FactorsModule, factors_module
 
 
-def groups_of(layers: Sequence[LayerPlan]) -> list[Group]:
-    """Group planned layers by the input transforms they share, each after its owner."""
-    return _grouped(layers, lambda e: f"{e.input_of}.weight" if e.input_of else e.key)
-
-
-def _grouped(layers: Sequence[LayerPlan], key: Callable[[LayerPlan], object]) -> list[Group]:
+def groups_of(
+    layers: Sequence[LayerPlan], key: Callable[[LayerPlan], object] | None = None
+) -> list[Group]:
+    """Group planned layers by a key, or by the input transforms they share, owners first."""
     members: dict[object, list[LayerPlan]] = {}
     for entry in layers:
-        members.setdefault(key(entry), []).append(entry)
+        first = f"{entry.input_of}.weight" if entry.input_of else entry.key
+        members.setdefault(key(entry) if key else first, []).append(entry)
     return [*map(tuple, members.values())]
 
 
@@ -90,10 +89,8 @@ class Outputs:
 
     def _list(self) -> None:
         source, plan, store, keymap = self.source, self.plan, self.source.store, self.source.keymap
-        if plan.plain is None:
-            groups = groups_of(plan.entries)
-        else:
-            groups = _grouped(plan.entries, partial(weight_keys, source))
+        by_weights = None if plan.plain is None else partial(weight_keys, source)
+        groups = groups_of(plan.entries, by_weights)
         replaced: dict[str, list[Group]] = {}  # several where the checkpoint fuses layers
         for group in groups:
             for key in chain.from_iterable(map(self._sources, group)):
@@ -104,8 +101,7 @@ class Outputs:
             if key in copied:
                 name = f"{guards[key]}.{FACTOR_PREFIX}weight" if key in guards else key
                 self._add(name, store.shape(key), key)
-                make = Outputs._table if key in self.tables else Outputs._copy
-                self._values[name] = partial(make, key=key)
+                self._values[name] = partial(Outputs._copy, key=key)
             for group in replaced.get(key, ()):
                 if not any(group is earlier for earlier in self.groups):
                     self._add_group(group)
@@ -136,11 +132,12 @@ class Outputs:
             stored = plain_tensors(self.source, empty, lambda name: dense(name).detach())
             listed = [(key, tuple(tensor.shape), key) for key, tensor in stored.items()]
         else:
-            listed = [
-                (key, shape, weight_keys(self.source, entry)[0])
-                for entry in group
-                for key, shape in _stored_shapes(entry).items()
-            ]
+            listed = []
+            for entry in group:
+                tensors, like = stored_tensors(entry), weight_keys(self.source, entry)[0]
+                if entry.bias and entry.kind != "experts":
+                    tensors[f"{entry.name}.bias"] = (entry.outputs_left,)
+                listed += [(key, shape, like) for key, shape in tensors.items()]
         for key, shape, like in listed:
             self._add(key, shape, like)
             self.group_of[key] = group
@@ -151,22 +148,21 @@ class Outputs:
         if unfitted is not None:
             return unfitted
         group = self.group_of[item.key]
-        result = self.fits_of(group)
         if self.plan.plain is not None:
             if self._plain[0] is not group:  # experts are made of one stack
-                fitted = dict(chain(*(fitted_parameters(self.source, e, result) for e in group)))
+                fitted = dict(chain(*map(self.fitted_parameters, group)))
                 dense = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
                 self._plain = group, plain_tensors(self.source, fitted, dense)
             what, value = f"`{item.key}`", self._plain[1][item.key]
         else:
             entry = next(e for e in group if item.key.startswith(f"{e.name}."))
-            leaf = item.key.removeprefix(f"{entry.name}.")
-            if leaf == entry.parameter:
+            if item.key == entry.key:
                 return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
+            tensors = self.fit_of(entry).tensors.items()
+            leaf, value = next(pair for pair in tensors if entry.stored_name(pair[0]) == item.key)
             if leaf != "bias":
-                tensors = result.layers[entry.key].tensors
-                return next(t for n, t in tensors.items() if entry.stored_name(n) == item.key)
-            what, value = f"the bias of layer `{entry.name}`", result.biases[entry.name]
+                return value
+            what = f"the bias of layer `{entry.name}`"
         value = value.to(item.dtype)
         if not is_finite(value):
             raise FitError(f"{what} does not fit into {item.dtype}", WIDER)
@@ -181,12 +177,14 @@ class Outputs:
         return read_finite(self.source.store, self.source.keymap, path, CPU)
 
     def _copy(self, key: str) -> Tensor:
-        """Read a tensor that is carried over.
+        """Read a tensor that is carried over, but for tables of positions that are made anew.
 
         It has to be finite and fit into the dtype; but what is no weight may hold minus infinity,
         as masks do, and a single number infinity, as bounds do.
         """
         tensor, dtype = self.source.store.tensor(key), self._cast(key)
+        if key in self.tables:
+            return first_table(self.tables[key], tensor)
         if tensor.is_floating_point() and tensor.numel():
             low, high = map(float, torch.aminmax(tensor))
             largest = max(high, -low) if key.endswith(".weight") else high
@@ -198,12 +196,9 @@ class Outputs:
                 raise FitError(f"{what} does not fit into {dtype}", WIDER)
         return tensor
 
-    def _table(self, key: str) -> Tensor:
-        return first_table(self.tables[key], self.source.store.tensor(key))
-
     def _start(self, entry: AttentionPlan, key: str) -> Tensor:
         result = self._fits(module_path(self.source, entry.block))
-        adapted = {} if result is None else result.attention  # what calibration data told of them
+        adapted = result.attention if result else {}  # what calibration data told of them
         return adapted.get(key, self._first_values(entry)[key])
 
     @cached_property
@@ -224,11 +219,20 @@ class Outputs:
         in_block = entry.kind != "embedding"
         return module_path(self.source, entry.block) if in_block else EMBEDDINGS
 
-    def fits_of(self, group: Group) -> BlockResult:
-        """Read the fits of a group, and of those that are kept with it."""
-        result = self._fits(self.block_of(group[0]))
+    def fit_of(self, entry: LayerPlan) -> FittedLayer:
+        """Read the fit of a layer, with those that are kept with it."""
+        result = self._fits(self.block_of(entry))
         assert result is not None  # all are by now
-        return result
+        return result.layers[entry.key]
+
+    def fitted_parameters(self, entry: LayerPlan) -> Iterator[tuple[str, Tensor]]:
+        """Pair the weight of a layer of a plain model, and its bias, as it has them, by name."""
+        tensors = self.fit_of(entry).tensors
+        names = (f"{tensor_prefix(entry.parts, index, 0)}w" for index in range(len(entry.parts)))
+        fitted = [entry.as_stored(torch.cat([tensors[name] for name in names], -2))]
+        if "bias" in tensors:
+            fitted.append(tensors["bias"])
+        return zip(parameter_names(self.source, entry), fitted, strict=True)
 
     def dtype_of(self, entry: LayerPlan) -> torch.dtype:
         """Dtype in which a layer is stored."""
@@ -242,32 +246,9 @@ class Outputs:
         """Names in the checkpoint of what a layer takes the place of."""
         names = parameter_names(self.source, entry)
         if entry.kind == "embedding":  # a tied head may have been stored a second time
-            tied = tied_to(self.source, module_path(self.source, entry.name))
-            names += [f"{name}.weight" for name in tied]
-        for name in names:
-            yield from self.source.keymap.sources(name).keys
-
-
-def _stored_shapes(entry: LayerPlan) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all that is stored for a layer, its bias too."""
-    has_bias = entry.bias and entry.kind != "experts"
-    bias = {f"{entry.name}.bias": (entry.outputs_left,)} if has_bias else {}
-    return stored_tensors(entry) | bias
-
-
-# Plain models: rewritten layers as the family stores its own.
-
-
-def fitted_parameters(
-    source: SourceModel, entry: LayerPlan, result: BlockResult
-) -> Iterator[tuple[str, Tensor]]:
-    """Pair the weight of a layer, and its bias, as the model has them, by name."""
-    tensors = result.layers[entry.key].tensors
-    names = (f"{tensor_prefix(entry.parts, index, 0)}w" for index in range(len(entry.parts)))
-    fitted = [entry.as_stored(torch.cat([tensors[name] for name in names], -2))]
-    if entry.name in result.biases:
-        fitted.append(result.biases[entry.name])
-    return zip(parameter_names(source, entry), fitted, strict=True)
+            path = module_path(self.source, entry.name)
+            names += [f"{name}.weight" for name in tied_to(self.source, path)]
+        return chain.from_iterable(self.source.keymap.sources(name).keys for name in names)
 
 
 def plain_tensors(
@@ -364,7 +345,7 @@ def check_written(folder: Path, outputs: Outputs, factors: SharedFactors) -> Non
             _check_group(written, outputs, group, factors)
             continue
         for entry in group:
-            for name, fitted in fitted_parameters(source, entry, outputs.fits_of(group)):
+            for name, fitted in outputs.fitted_parameters(entry):
                 if not _same(written.tensor(name), fitted.to(outputs.dtype_of(entry))):
                     raise differs(name, "its values are others")
 
@@ -386,10 +367,9 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
 
 def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: SharedFactors) -> None:
     """Compare layers with those built from their fits in float64; owners of inputs come first."""
-    result, generator = outputs.fits_of(group), torch.Generator().manual_seed(0)
-    built: dict[str, StructuredLinear] = {}
+    generator, built = torch.Generator().manual_seed(0), dict[str, StructuredLinear]()
     for entry in group:
-        built[entry.name] = expected = _built(outputs, entry, result, factors, built)
+        built[entry.name] = expected = _built(outputs, entry, factors, built)
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
@@ -398,7 +378,7 @@ def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: Sha
         change, size = (exact - tensor).abs().max(), exact.abs().max()
         if not change <= EXACT * size:
             raise differs(entry.name, f"its outputs are off by {change / size:.1%}")
-        bias = result.biases.get(entry.name)
+        bias = outputs.fit_of(entry).tensors.get("bias")
         if bias is not None and not _same(layer.bias, bias.to(outputs.dtype_of(entry))):
             raise differs(entry.name, "its bias is another")
 
@@ -406,7 +386,6 @@ def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: Sha
 def _built(
     outputs: Outputs,
     entry: LayerPlan,
-    result: BlockResult,
     factors: SharedFactors,
     owners: Mapping[str, StructuredLinear],
 ) -> StructuredLinear:
@@ -431,9 +410,9 @@ def _built(
         dtype=torch.float64,
     )
     with torch.no_grad():
+        tensors = outputs.fit_of(entry).tensors
         for name, parameter in layer.named_parameters():
-            tensor = result.layers[entry.key].tensors[name]
-            parameter.copy_(read_back(entry.stored_name(name), tensor))
+            parameter.copy_(read_back(entry.stored_name(name), tensors[name]))
     return layer
 
 

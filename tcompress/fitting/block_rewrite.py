@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import repeat
@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from tcompress import processes
 from tcompress.attention.module import CHILD
+from tcompress.blockwise.sensitivity import merged
 from tcompress.blockwise.streams import (
     Readings,
     Stream,
@@ -28,7 +29,13 @@ from tcompress.blockwise.streams import (
 )
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import WITHOUT_DATA, DataError, FitError
-from tcompress.fitting.channel_orders import Reductions, lift_of, narrowed_curvature, narrowed_rows
+from tcompress.fitting.channel_orders import (
+    Reductions,
+    lift_of,
+    narrowed_curvature,
+    narrowed_rows,
+    reductions_of,
+)
 from tcompress.fitting.first_values import adapt, start_layer
 from tcompress.fitting.layer_fits import (
     DATA_FREE,
@@ -70,14 +77,18 @@ class FitInputs:
     damping: float  # ridge added to the moments
     moments: Callable[[str, str], Mapping[str, Tensor]]
     """Reads what was measured of a block's layers, by kind and name of the block."""
-    reductions: Callable[[str], Reductions]  # reads channels that stay, by name of the block
     dtype_of: Callable[[LayerPlan], torch.dtype]  # in which a layer is stored
     device: torch.device  # where fits are computed
     factors: SharedFactors = field(default_factory=dict)  # fitted before
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Of tensors of layers that are stored in few bits, by name."""
-    is_unfitted: Callable[[LayerPlan], bool] = lambda _: False
-    """Tells layers that stay as they are while nothing before them has changed."""
+    skips_plain: bool = False
+    """Whether plain layers stay as they are while nothing before them has changed."""
+
+    def reductions(self, block: str, layers: Sequence[LayerPlan]) -> Reductions:
+        """Which channels of a block stay, by name; by the weights alone where no data has told."""
+        measured = self.moments("channels", block)
+        return reductions_of(measured, self.source, block, layers, self.device)
 
 
 def fit_group(
@@ -94,16 +105,14 @@ def fit_group(
     source, device, factors = inputs.source, inputs.device, inputs.factors
     dtype, seed = inputs.dtype_of(group[0]), source.seed
     weights = [narrowed_rows(e, dense_matrix(source, e, device), reductions) for e in group]
+    pairs = [*zip(group, weights, strict=True)]
     if seed is not None:
-        pairs = zip(group, weights, strict=True)
         with torch.no_grad():
             fitted = [start_layer(*pair, dtype=dtype, factors=factors, seed=seed) for pair in pairs]
     else:
         curvatures = inputs.moments("curvature", result.block) if moments else {}
         layers = []
-        for entry, weight, measured in zip(
-            group, weights, moments or repeat(DATA_FREE), strict=False
-        ):
+        for (entry, weight), measured in zip(pairs, moments or repeat(DATA_FREE), strict=False):
             curvature = curvatures.get(entry.name)
             if curvature is not None:
                 curvature = narrowed_curvature(entry, curvature, reductions)
@@ -122,45 +131,42 @@ def fit_group(
             bias = read_finite(source.store, source.keymap, name, device)
             shift = 0.0 if layer.shift is None else layer.shift
             exact = narrowed_rows(entry, bias, reductions).double() + shift
-            result.biases[entry.name] = exact.to(inputs.dtype_of(entry))
+            layer.tensors["bias"] = exact.to(inputs.dtype_of(entry))
 
 
-class SplitSums:
-    """Moments of a layer's input, or of every expert's, of rows to fit on and of rows held out."""
+Rows = tuple[int, Tensor, Tensor, Tensor | None]
+"""Number of an expert (0 without any), what it reads in both streams, and what that is worth.
 
-    def __init__(self) -> None:
-        self._sums: dict[tuple[int, bool], MomentSums | PairedRows] = {}
+(rows, d), (rows, d'), (rows,)
+"""
 
-    def add(
-        self, dense: Tensor, new: Tensor, *, weights: Tensor | None, expert: int, holdout: bool
-    ) -> None:
-        """Add paired rows of both streams, and what they are worth.  # (rows, d), (rows,)."""
-        if not len(dense):
-            return
-        key, widths = (expert, holdout), (dense.shape[-1], new.shape[-1])
-        if key not in self._sums:
-            only_errors = holdout and widths[0] >= WIDE
-            self._sums[key] = PairedRows() if only_errors else MomentSums(*widths, dense.device)
-        self._sums[key].add(dense, new, weights)
+Sums = dict[tuple[int, bool], MomentSums | PairedRows]
+"""Moments of a layer's input, by expert (0 without any) and whether the rows are held out."""
 
-    def merge(self, other: SplitSums) -> SplitSums:
-        """Add what another sum has taken."""
-        for key, sums in other._sums.items():
-            ours = self._sums.get(key)
-            self._sums[key] = sums if ours is None else ours.merge(sums)  # type: ignore[arg-type]
-        return self
 
-    def moments(self, expert: int, *, centred: bool, last: bool) -> LayerMoments:
-        """Return both moments; without rows to fit on there are none (a data-free fit).
+def add_rows(sums: Sums, rows: Rows, *, holdout: bool) -> None:
+    """Add paired rows of both streams to what is summed up of their expert."""
+    expert, dense, new, weights = rows
+    if not len(dense):
+        return
+    key, widths = (expert, holdout), (dense.shape[-1], new.shape[-1])
+    if key not in sums:
+        only_errors = holdout and widths[0] >= WIDE
+        sums[key] = PairedRows() if only_errors else MomentSums(*widths, dense.device)
+    sums[key].add(dense, new, weights)
 
-        With `last` the sums are given up for them.
-        """
-        fitted, held = (self._sums.get((expert, holdout)) for holdout in (False, True))
-        if fitted is None:
-            return LayerMoments()
-        train = fitted.moments(centred=centred, last=last)
-        assert isinstance(train, Moments)
-        return LayerMoments(train, held.moments(centred=centred, last=last) if held else None)
+
+def _moments(sums: Sums, expert: int, *, centred: bool, last: bool) -> LayerMoments:
+    """Return moments of both; without rows to fit on there are none (a data-free fit).
+
+    With `last` the sums are given up for them.
+    """
+    fitted, held = (sums.get((expert, holdout)) for holdout in (False, True))
+    if fitted is None:
+        return LayerMoments()
+    train = fitted.moments(centred=centred, last=last)
+    assert isinstance(train, Moments)
+    return LayerMoments(train, held.moments(centred=centred, last=last) if held else None)
 
 
 # Routed experts during calibration: both streams follow the dense stream's routing.
@@ -183,22 +189,21 @@ class Routing:
         self.paths = {name.removeprefix(f"{block.name}.") for name in names}
         self.current = 0  # index of the batch
         self._routes: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        for path in self.paths:
-            hook = partial(self._record, path)
-            dense.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+        self._hook(dense, self._record)
 
     def replay_in(self, new: nn.Module) -> None:
         """Make the experts of the compressed block follow the recorded routing."""
+        self._hook(new, self._replay)
+
+    def _hook(self, block: nn.Module, hook: Callable[..., Any]) -> None:
         for path in self.paths:
-            hook = partial(self._replay, path)
-            new.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+            module = block.get_submodule(path)
+            module.register_forward_pre_hook(partial(hook, path), with_kwargs=True)
 
     def _record(self, path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._routes[path, self.current] = routed_arguments(*args, **kwargs)[1:]
 
-    def _replay(
-        self, path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    def _replay(self, path: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         hidden = routed_arguments(*args, **kwargs)[0]
         return (hidden, *self._routes[path, self.current]), {}
 
@@ -227,44 +232,45 @@ def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[...,
     return Readings(dense, forward, () if chosen else paths, room_on(device))
 
 
-Rows = tuple[int, Tensor, Tensor, Tensor | None]
-"""Number of an expert (0 without any), what it reads in both streams, and what that is worth."""
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RewrittenBlock:
-    """One block as it is, and its copy in which layers are replaced."""
+    """One block as it is, and its copy `new` in which layers are replaced."""
 
-    inputs: FitInputs
-    data: CalibrationData
-    streams: StreamPairs  # which wait at the block
+    rewriter: BlockRewriter
     block: Block
     dense: nn.Module
-    new: nn.Module
-    result: BlockResult
     readings: Readings  # of the dense block
-    rows: TokenRows  # of the dense block
-    routing: Routing  # of the dense block's experts
+    result: BlockResult
+
+    def __post_init__(self) -> None:
+        dense, self.inputs = self.dense, self.rewriter.inputs
+        # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
+        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
+        self.new = copy.deepcopy(dense, shared)
+        del self.new.forward  # the copy runs by itself; the original pauses its stream
+        self.rows, self.routing = TokenRows(dense, self.block), Routing(dense, self.block)
 
     @property
     def forward(self) -> Callable[..., Any]:
         """Forward pass of the copy."""
-        autocast = self.inputs.source.autocast
-        return cast_to(autocast, next(self.dense.parameters()).device, self.new.forward)
+        return cast_to(self.inputs.source.autocast, self.inputs.device, self.new.forward)
 
     def path(self, name: str) -> str:
         """Path of a planned module below the block."""
         return module_path(self.inputs.source, name).removeprefix(f"{self.block.name}.")
 
-    def replace_attention(self, plans: Sequence[AttentionPlan]) -> None:
+    def replace_attention(self) -> None:
         """Replace the block's attention, before anything is fitted.
 
         What an interrupted run stored of it is used; what is missing is added.
         """
-        name, source = self.block.name, self.inputs.source
-        entries = [e for e in plans if module_path(source, e.name).startswith(f"{name}.")]
+        name, source, rewriter = self.block.name, self.inputs.source, self.rewriter
         # The guard is a matter of storage.
-        plain = [entry.model_copy(update={"guard": None}) for entry in entries]
+        plain = [
+            entry.model_copy(update={"guard": None})
+            for entry in rewriter.attention
+            if module_path(source, entry.name).startswith(f"{name}.")
+        ]
         modules = install_attention(
             self.new, plain, self.path, dtype=torch.float32, device=self.inputs.device
         )
@@ -272,7 +278,7 @@ class RewrittenBlock:
             module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
             module.requires_grad_(False)
-            passes = (self.streams[index][1].waiting for index in self.data.fitted)
+            passes = (rewriter.streams[index][1].waiting for index in rewriter.data.fitted)
             calls = (item.input_of(module, self.forward, queries_and_keys) for item in passes)
             adapt(module, f"{stored}.{CHILD}", self.result.attention, calls)
 
@@ -284,83 +290,84 @@ class RewrittenBlock:
             centred = [entry.bias and entry.kind != "experts" for entry in group]
             last = len({*centred}) == 1
             moments = {
-                flag: [sums.moments(expert, centred=flag, last=last) for expert in experts]
+                flag: [_moments(sums, expert, centred=flag, last=last) for expert in experts]
                 for flag in {*centred}
             }
         except FitError as error:
             raise FitError(f"layer `{first.name}`: {error.message}", error.hint) from error
         return [moments[flag] for flag in centred]
 
-    def _sums(self, group: Group) -> SplitSums:
+    def _sums(self, group: Group) -> Sums:
         """Sum up moments of a group's input; none of what stays as it was."""
-        first, total = group[0], processes.Total(SplitSums.merge, self.inputs.device)
+        first, data = group[0], self.rewriter.data
+        rows_of: Callable[[int], Iterable[Rows]]
         if first.kind != "experts":
-            if not self.result.layers and all(map(self.inputs.is_unfitted, group)):
-                return SplitSums()
-            rows_of = self._layer_rows(group)
+            plain = all(entry.reads is None and entry.is_plain for entry in group)
+            if self.inputs.skips_plain and plain and not self.result.layers:
+                return {}
+            rows_of = partial(self._layer_rows, first, self._token_weights(group))
         elif is_routed(self.dense.get_submodule(self.path(first.name))):
             rows_of = self._expert_rows(first)
         else:
-            return SplitSums()  # nothing is known of their routing
+            return {}  # nothing is known of their routing
+        total = processes.Total(merged, self.inputs.device)
         for run in total.runs():
-            sums = SplitSums()
-            for index in processes.batches_of(run, len(self.data.batches)):
-                holdout = index in self.data.holdout
-                for expert, x, y, weights in rows_of(index, *self.streams[index]):
+            sums: Sums = {}
+            for index in processes.batches_of(run, len(data.batches)):
+                for rows in rows_of(index):
                     with timed(MOMENTS):
-                        sums.add(x, y, weights=weights, expert=expert, holdout=holdout)
+                        add_rows(sums, rows, holdout=index in data.holdout)
             total.add(sums)
         return total.whole()
 
-    def _read(
-        self, path: str, dense: Stream, new: Stream, arguments: Callable[..., Any] = first_tensor
-    ) -> tuple[Any, Any]:
-        """Inputs of a module in both streams."""
+    def _read(self, path: str, index: int, arguments: Callable[..., Any] = first_tensor) -> Any:
+        """Inputs of a module in both streams of a batch."""
+        dense, new = self.rewriter.streams[index]
+        self.rows.batch = dense.batch
         x = self.readings.of(dense, path, arguments)
         if new is dense and not self.result.layers:  # nothing before it has changed
             return x, x
         return x, new.waiting.input_of(self.new.get_submodule(path), self.forward, arguments)
 
-    def _layer_rows(self, group: Group) -> Callable[[int, Stream, Stream], Iterator[Rows]]:
-        first, path = group[0], self.path(group[0].name)
-        name, weights = f"{self.block.name}.{path}", self._token_weights(group)
+    def _layer_rows(
+        self, entry: LayerPlan, weights: Mapping[int, Tensor], index: int
+    ) -> Iterator[Rows]:
+        """Rows of a batch that a layer reads, but for an expert of a list that none of them chose.
+
+        They count as much as their weights say, by batch.
+        """
+        path = self.path(entry.name)
+        name = f"{self.block.name}.{path}"
         modules = self.dense.get_submodule(path), self.new.get_submodule(path)
-        listed = name in self.rows.items
-
-        def rows_of(index: int, dense: Stream, new: Stream) -> Iterator[Rows]:
-            self.rows.batch = dense.batch
-            x, y = self._read(path, dense, new)
-            if listed and x is None:  # an expert that no token of these chose
+        x, y = self._read(path, index)
+        if name in self.rows.items:  # in the two streams other tokens may choose it
+            if x is None:
                 return
-            if listed:  # in the two streams other tokens may choose it
-                tokens = x.shape[:-1]
-                is_part = tokens.numel() < dense.waiting.state.shape[:-1].numel()
-                y = x if y is None or y.shape[:-1] != tokens or is_part else y
-            if x is None or y is None:
-                raise DataError(f"layer `{first.name}` did not run on calibration data")
-            same, x = y is x, channels_last(modules[0], x)
-            rows, mask = self.rows.of(x, name, first.role)
-            counts = slice(None) if mask is None else mask
-            rows = new_rows = rows[counts]
-            if not same:
-                y = channels_last(modules[1], y)
-                if y.shape[:-1].numel() != x.shape[:-1].numel():
-                    raise DataError(
-                        f"layer `{first.name}` reads other tokens once others are rewritten",
-                        WITHOUT_DATA,
-                    )
-                new_rows = y.flatten(0, -2)
-                new_rows = (first.reads.gather(new_rows) if first.reads else new_rows)[counts]
-            row_weights = weights.get(index)
-            if row_weights is not None and len(row_weights) != len(rows):
-                row_weights = None
-            yield 0, rows, new_rows, row_weights
-
-        return rows_of
+            state, tokens = self.rewriter.streams[index][0].waiting.state, x.shape[:-1]
+            is_part = tokens.numel() < state.shape[:-1].numel()
+            y = x if y is None or y.shape[:-1] != tokens or is_part else y
+        if x is None or y is None:
+            raise DataError(f"layer `{entry.name}` did not run on calibration data")
+        same, x = y is x, channels_last(modules[0], x)
+        rows, mask = self.rows.of(x, name, entry.role)
+        counts = slice(None) if mask is None else mask
+        rows = new_rows = rows[counts]
+        if not same:
+            y = channels_last(modules[1], y)
+            if y.shape[:-1].numel() != x.shape[:-1].numel():
+                raise DataError(
+                    f"layer `{entry.name}` reads other tokens once others are rewritten",
+                    WITHOUT_DATA,
+                )
+            new_rows = y.flatten(0, -2)
+            new_rows = (entry.reads.gather(new_rows) if entry.reads else new_rows)[counts]
+        row_weights = weights.get(index)
+        fits = row_weights is not None and len(row_weights) == len(rows)
+        yield 0, rows, new_rows, row_weights if fits else None
 
     def _token_weights(self, group: Group) -> dict[int, Tensor]:
         """Worth of the rows of a batch to all layers of a group, by batch."""
-        data, measured = self.data, self.inputs.moments("tokens", self.block.name)
+        data, measured = self.rewriter.data, self.inputs.moments("tokens", self.block.name)
         summed: dict[int, Tensor] = {}
         for entry in group:
             named = {i: measured.get(f"{entry.name}/{data.place(i)}") for i in data.fitted}
@@ -370,7 +377,7 @@ class RewrittenBlock:
                 summed[index] = item / mean + summed.get(index, 0.0)
         return summed
 
-    def _expert_rows(self, entry: LayerPlan) -> Callable[[int, Stream, Stream], Iterator[Rows]]:
+    def _expert_rows(self, entry: LayerPlan) -> Callable[[int], Iterator[Rows]]:
         """Rows of every expert; those that no token chose are fitted without data."""
         path = self.path(entry.name)
         experts: Any = self.dense.get_submodule(path)
@@ -387,12 +394,12 @@ class RewrittenBlock:
             shift = None if bias is None else bias[expert]
             return activated(experts, linear(tokens, weight[expert], shift))
 
-        def rows_of(index: int, dense: Stream, new: Stream) -> Iterator[Rows]:
-            routed, rerouted = self._read(path, dense, new, routed_arguments)
+        def rows_of(index: int) -> Iterator[Rows]:
+            routed, rerouted = self._read(path, index, routed_arguments)
             if routed is None or rerouted is None:
                 raise DataError(f"layer `{entry.name}` did not run on calibration data")
             hidden, chosen, weights = routed
-            _, mask = token_rows(hidden, dense.batch, self.block.name, entry.role)
+            _, mask = token_rows(hidden, self.rows.batch, self.block.name, entry.role)
             # A weight of zero means that a token skips its expert, as in some families.
             alike = weights.shape == chosen.shape
             counts = weights != 0 if alike else torch.ones_like(chosen).bool()
@@ -405,17 +412,13 @@ class RewrittenBlock:
 
         return rows_of
 
-    def install(self, group: Group, factors: dict[FactorsKey, FactorsModule]) -> None:
-        """Put fitted layers into the copy; to factors made before, what these own is added."""
-        modules = install_layers(
-            self.new, group, self.path, factors, dtype=torch.float32, device=self.inputs.device
-        )
+    def install(self, group: Group) -> None:
+        """Put fitted layers into the copy."""
+        place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
+        modules = install_layers(self.new, group, self.path, self.rewriter.installed, **place)
         for entry in group:
-            module, tensors = modules[entry.name], dict(self.result.layers[entry.key].tensors)
-            if entry.name in self.result.biases:
-                tensors["bias"] = self.result.biases[entry.name]
-            fill(module, entry, tensors)
-            module.requires_grad_(False)
+            fill(modules[entry.name], entry, self.result.layers[entry.key].tensors)
+            modules[entry.name].requires_grad_(False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -427,7 +430,7 @@ class BlockRewriter:
     streams: StreamPairs  # which wait at the block
     layers: Sequence[LayerPlan]  # of whatever block
     attention: Sequence[AttentionPlan] = ()  # those that are replaced
-    _installed: dict[FactorsKey, FactorsModule] = field(default_factory=dict)
+    installed: dict[FactorsKey, FactorsModule] = field(default_factory=dict)
     """Modules of factors that layers of several blocks share, once their owners are in place."""
 
     @cached_property
@@ -444,18 +447,10 @@ class BlockRewriter:
         progress: Callable[[str], None] = lambda _: None,
     ) -> RewrittenBlock:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
-        # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
-        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
-        new = copy.deepcopy(dense, shared)
-        del new.forward  # the copy runs by itself; the original pauses its stream
         result = BlockResult(block.name) if stored is None else stored
-        reductions = self.inputs.reductions(block.name) if stored is None else {}
-        rows, routing = TokenRows(dense, block), Routing(dense, block)
-        modules = (block, dense, new)
-        rewritten = RewrittenBlock(
-            self.inputs, self.data, self.streams, *modules, result, readings, rows, routing
-        )
-        rewritten.replace_attention(self.attention)
+        reductions = self.inputs.reductions(block.name, self.layers) if stored is None else {}
+        rewritten = RewrittenBlock(self, block, dense, readings, result)
+        rewritten.replace_attention()
         for layers in block.groups:
             names = (layer.weight_name for layer in layers)
             group = tuple(self._entries[name] for name in names if name in self._entries)
@@ -463,9 +458,8 @@ class BlockRewriter:
                 continue
             progress(f"{block.name} {', '.join(entry.role for entry in group)}")
             if stored is None:
-                moments = rewritten.moments(group)
-                fit_group(self.inputs, group, result, reductions, moments)
-            rewritten.install(group, self._installed)
-        rows.close()
-        routing.replay_in(new)
+                fit_group(self.inputs, group, result, reductions, rewritten.moments(group))
+            rewritten.install(group)
+        rewritten.rows.close()
+        rewritten.routing.replay_in(rewritten.new)
         return rewritten

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcompress.fitting.layer_fits import CURVATURE_DAMPING, dense_matrix
 from tcompress.linalg.channels import HeadBases, head_bases, order_groups, order_neurons
-from tcompress.linalg.fits import curved_constant, damped_curvature
+from tcompress.linalg.fits import curved_constant, damped_curvature, diagonal_blocks
 from tcompress.linalg.moments import safe_cholesky
 from tcompress.models import SourceModel
 from tcompress.planning.costs import path_of
@@ -119,25 +119,20 @@ def stored_reductions(reductions: Reductions) -> dict[str, Tensor]:
     }
 
 
-def read_reductions(named: Mapping[str, Tensor]) -> dict[ReductionKey, Reduction]:
-    """Read them back."""
-    tensors = defaultdict[ReductionKey, dict[str, Tensor]](dict)
-    for path, tensor in named.items():
-        key, part, size, name = path.rsplit("/", 3)
-        tensors[key, part, int(size)][name] = tensor
-    return {key: Reduction(**fields) for key, fields in tensors.items()}
-
-
-def completed(
-    measured: Reductions,
+def reductions_of(
+    named: Mapping[str, Tensor],
     source: SourceModel,
     block: str,
     layers: Sequence[LayerPlan],
     device: torch.device,
 ) -> Reductions:
-    """Add reductions of narrow layers of a block that no data has told: by the weights alone."""
+    """Read them back, and add those of narrow layers that no data has told, by the weights."""
+    tensors = defaultdict[ReductionKey, dict[str, Tensor]](dict)
+    for path, tensor in named.items():
+        key, part, size, name = path.rsplit("/", 3)
+        tensors[key, part, int(size)][name] = tensor
+    reductions = {key: Reduction(**fields) for key, fields in tensors.items()}
     entries = {path_of(source, entry): entry for entry in layers}
-    reductions = dict(measured)
     for coupling in (c for b in roles_of(source).blocks if b.name == block for c in couplings(b)):
         names = {layer.weight_name for layer in coupling.layers}
         if not names <= entries.keys() or not any(entries[name].is_narrow for name in names):
@@ -267,12 +262,6 @@ def _whole(coupling: Coupling, statistics: BlockStatistics, damping: float) -> C
     return ChannelOrder(coupling, losses, reductions)
 
 
-def _by_head(matrix: Tensor, size: int) -> Tensor:
-    """Blocks of heads on the diagonal.  # (heads size, heads size) -> (heads, size, size)."""
-    cut = matrix.unflatten(0, (-1, size)).unflatten(2, (-1, size))
-    return cut.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-
-
 def _values(coupling: Coupling, statistics: BlockStatistics, damping: float) -> ChannelOrder:
     assert coupling.reader is not None
     [(layer, part)] = coupling.writers
@@ -280,7 +269,8 @@ def _values(coupling: Coupling, statistics: BlockStatistics, damping: float) -> 
     gram, curvature = _metrics(reader, damping)
     weight = reader.weight.double().unflatten(1, (-1, coupling.size))  # (out, heads, size)
     curvatures = torch.einsum("ohs,op,pht->hst", weight, curvature, weight)
-    bases, repeated = _shared_bases(_by_head(gram, coupling.size), curvatures, part.size)
+    moments = diagonal_blocks(gram, len(curvatures))
+    bases, repeated = _shared_bases(moments, curvatures, part.size)
     reductions = {
         (writer.entry.key, part.name, coupling.size): Reduction(bases.reduce, bases.lift),
         (reader.entry.key, READ, coupling.size): repeated,
@@ -301,16 +291,16 @@ def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float) -> 
     mean = mean if querying.bias is None else mean + querying.bias[rows].double()
     if querying.entry.bias:  # else the moments hold the mean already
         computed = computed + torch.outer(mean, mean)
-    curvatures = _by_head(curvature[rows, rows], size)
+    heads = queries.size // size
+    curvatures = diagonal_blocks(curvature[rows, rows], heads)
     if querying.curvature is None:  # scores of independent inputs
         key_rows = keying.weight[second.rows_of(keys)].double()
         cut = key_rows.unflatten(0, (-1, size))
-        many = queries.size // keys.size
-        curvatures = (cut @ cut.mT).repeat_interleave(many, 0)
+        curvatures = (cut @ cut.mT).repeat_interleave(heads // len(cut), 0)
         # Without any scores as much is lost as without the outputs of another layer.
-        energy = (_by_head(weight @ weight.mT, size) * curvatures).sum()
+        energy = (diagonal_blocks(weight @ weight.mT, heads) * curvatures).sum()
         curvatures = curvatures / energy.clamp_min(torch.finfo(energy.dtype).tiny)
-    bases, repeated = _shared_bases(_by_head(computed, size), curvatures, keys.size)
+    bases, repeated = _shared_bases(diagonal_blocks(computed, heads), curvatures, keys.size)
     reductions = {
         (querying.entry.key, queries.name, size): repeated,
         # q' k with q' = P q of rank r is q (P' k): keys are taken to the same coordinates.

@@ -11,16 +11,13 @@ Reference: Good (1953), The population frequencies of species; Chen et al. (2018
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
 from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import FitError
-from tcompress.fitting.layer_fits import WIDER, BlockResult, FittedLayer, dense_matrix
+from tcompress.fitting.layer_fits import WIDER, FittedLayer
 from tcompress.linalg.moments import is_finite, relative_error
-from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Target, structure
 from tcompress.structures.base import LooksUp
@@ -28,24 +25,6 @@ from tcompress.structures.base import LooksUp
 EMBEDDINGS = "embeddings"  # name of what is fitted before all blocks
 
 LEAST = 0.01  # share of the weight that is spread over all words, at least
-
-
-def fit_embeddings(
-    source: SourceModel,
-    entries: Sequence[LayerPlan],
-    data: CalibrationData,
-    dtype_of: Callable[[LayerPlan], torch.dtype],
-    device: torch.device,
-) -> BlockResult:
-    """Fit all tables of a plan."""
-    result = BlockResult(EMBEDDINGS)
-    for entry in entries:
-        weight = dense_matrix(source, entry, device)
-        fitted, held_out = (
-            count_words(data, len(weight), held_out=held).to(device) for held in (False, True)
-        )
-        result.layers[entry.key] = fit_table(entry, weight, fitted, held_out, dtype_of(entry))
-    return result
 
 
 def count_words(data: CalibrationData, words: int, *, held_out: bool) -> Tensor:

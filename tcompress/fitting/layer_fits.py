@@ -130,6 +130,8 @@ class _Split:
     stored: Tensor  # dense weight as the checkpoint has it  # (out, in)
     moments: DampedMoments | None
     terms: Sequence[_Term]
+    dtype: torch.dtype  # in which its tensors are stored
+    roundings: Mapping[str, Rounding]  # of those that are stored in few bits, by name
 
     @property
     def weight(self) -> Tensor:
@@ -185,13 +187,22 @@ class _Split:
         shared, transforms = term.shared, term.transforms
         return Target(product, gram, 1.0, self.curvature, weight, term.exact, shared, transforms)
 
-    def keep(self, term: _Term, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    def roundings_of(self, term: _Term, tensors: Iterable[str]) -> dict[str, Rounding]:
+        """Look up the roundings of tensors of a summand, or of its transform."""
+        keys = {t: self.layer.entry.stored_name(self.name_of(term, t)) for t in tensors}
+        return {name: self.roundings[key] for name, key in keys.items() if key in self.roundings}
+
+    def fit(self, term: _Term) -> None:
+        """Fit one summand to what the others leave over."""
+        self.keep(term, term.kind.fit(self.target(term), term.layout))
+
+    def keep(self, term: _Term, tensors: Mapping[str, Tensor]) -> None:
         """Store what was fitted of a summand."""
         if not all(map(is_finite, tensors.values())):
             raise FitError("the result holds NaN or infinity")
-        stored = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+        stored = {name: tensor.to(self.dtype).contiguous() for name, tensor in tensors.items()}
         if not all(map(is_finite, stored.values())):
-            raise FitError(f"the result does not fit into {dtype}", WIDER)
+            raise FitError(f"the result does not fit into {self.dtype}", WIDER)
         term.tensors |= stored
         if len(self.terms) > 1 or self.moments is not None:
             term.dense = dense_of(term.layout, term.exact | term.shared, term.transforms)
@@ -225,9 +236,11 @@ def _sampled_error(splits: Sequence[_Split]) -> float:
 def _predicted(splits: Iterable[_Split], gram: Tensor) -> float:
     """Predicted loss of a layer fitted on data, relative to that of leaving it out."""
     lost = missing = 0.0
-    for weight, missed in ((split.weight, split.weight - split.total) for split in splits):
-        lost += float(missed.mul(missed @ gram).sum((-2, -1)))
-        missing += float(weight.mul(weight @ gram).sum((-2, -1)))
+    for split in splits:
+        weight = split.weight
+        missed = weight - split.total
+        lost += float(missed.mul(missed @ gram).sum())
+        missing += float(weight.mul(weight @ gram).sum())
     return relative_error(max(lost, 0.0), missing)
 
 
@@ -246,7 +259,7 @@ CURVATURE_DAMPING = 0.05  # ridge on S in units of its mean diagonal: one probe 
 class FittedLayer:
     """Result for one layer."""
 
-    tensors: dict[str, Tensor]  # to store, by name relative to the layer
+    tensors: dict[str, Tensor]  # to store, by name relative to the layer; in the end its bias too
     errors: dict[str, float]  # relative, by kind: `calibration` and `held_out`, or `weight`
     shift: Tensor | None = None  # what the bias gains, float64  # (out,)
     loss: float | None = None  # predicted, relative to leaving it out, where it was asked for
@@ -258,7 +271,6 @@ class BlockResult:
 
     block: str  # its name
     layers: dict[str, FittedLayer] = field(default_factory=dict)  # by weight name
-    biases: dict[str, Tensor] = field(default_factory=dict)  # new ones, by layer name
     attention: dict[str, Tensor] = field(default_factory=dict)
     """Tensors of attentions that begin with what queries and keys are like, by stored name."""
 
@@ -282,15 +294,18 @@ def fit_layers(
         roundings: Of tensors that will be stored in few bits, by name with the layer's in front.
             With data they are rounded here, where it is known what that costs.
     """
-    damped = cache(_damped)  # layers that read one input have the same moments
+
+    @cache  # layers that read one input have the same moments
+    def damped(train: Moments, lift: Tensor | None, regressors: int) -> DampedMoments:
+        return replace(train, lift=lift).damped(damping * regressors / train.rows)
 
     def fit(owner: LayerToFit) -> dict[str, FittedLayer]:
         """Fit a layer, and those that read what it makes of their input."""
         members = [owner, *(item for item in layers if item.entry.input_of == owner.entry.name)]
         with torch.no_grad():
-            splits_of = [_splits(layer, damping, factors, damped) for layer in members]
+            splits_of = [_splits(layer, damped, factors, dtype, roundings) for layer in members]
             try:
-                _fit_sum(splits_of, dtype, roundings)
+                _fit_sum(splits_of)
             except (FitError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
                 names = ", ".join(f"`{layer.entry.name}`" for layer in members)
                 hint = getattr(error, "hint", None) or MORE_DATA
@@ -304,32 +319,22 @@ def fit_layers(
     return [results[layer.entry.key] for layer in layers]
 
 
-def _damped(train: Moments, lift: Tensor | None, damping: float) -> DampedMoments:
-    return replace(train, lift=lift).damped(damping / train.rows)
-
-
 def _splits(
     layer: LayerToFit,
-    damping: float,
+    damped: Callable[[Moments, Tensor | None, int], DampedMoments],
     factors: SharedFactors,
-    damped: Callable[[Moments, Tensor | None, float], DampedMoments],
+    dtype: torch.dtype,
+    roundings: Mapping[str, Rounding],
 ) -> _Splits:
     entry, experts = layer.entry, layer.entry.experts
     stack = layer.weight if experts else layer.weight[None]
-    if not is_finite(stack):
-        raise FitError(
-            f"the weight of layer `{entry.name}` holds NaN or infinity",
-            "repair the checkpoint, or leave the layer out with `--keep`",
-        )
-    damping *= entry.parts[0].terms[0].regressors
-    lifts: list[Tensor | None] = [None] * len(stack)
-    if layer.lift is not None:
-        lifts = [*(layer.lift if experts else layer.lift[None])]
+    regressors = entry.parts[0].terms[0].regressors
     splits: list[list[_Split]] = []
-    for expert, (matrix, lift) in enumerate(zip(stack, lifts, strict=True)):
+    for expert, matrix in enumerate(stack):
         splits.append([])
+        lift = layer.lift[expert] if layer.lift is not None and experts else layer.lift
         train, start = layer.moments_of(expert).train, 0
-        moments = None if train is None else damped(train, lift, damping)
+        moments = None if train is None else damped(train, lift, regressors)
         if moments is None and lift is not None:
             matrix = matrix @ lift.to(matrix)
         for index, part in enumerate(entry.parts):
@@ -339,48 +344,35 @@ def _splits(
                 _Term(number, layout, shared_factors(entry, layout, factors, matrix.device))
                 for number, layout in enumerate(part.terms)
             ]
-            splits[-1].append(_Split(layer, index, rows, matrix[rows], moments, terms))
+            weight = (matrix[rows], moments, terms)
+            splits[-1].append(_Split(layer, index, rows, *weight, dtype, roundings))
     return splits
 
 
-def _fit_sum(
-    layers: Sequence[_Splits], dtype: torch.dtype, roundings: Mapping[str, Rounding]
-) -> None:
+def _fit_sum(layers: Sequence[_Splits]) -> None:
     splits = [*chain(*chain(*layers))]
     count = max(len(split.terms) for split in splits)
     summands: list[_Summands] = [
         [(split, split.terms[n]) for split in splits if n < len(split.terms)] for n in range(count)
     ]
     for n in reversed(range(count)):  # the residual first: it takes what everybody needs
-        _fit_transform(summands[n], "in", dtype, roundings)  # one for all
+        _fit_transform(summands[n], "in")  # one for all
         for stacked in chain(*(zip(*layer, strict=True) for layer in layers)):
             if n < len(stacked[0].terms):
-                alike = [(split, split.terms[n]) for split in stacked]
-                _fit_transform(alike, "out", dtype, roundings)
+                _fit_transform([(split, split.terms[n]) for split in stacked], "out")
         for split, term in summands[n]:
-            split.keep(term, term.kind.fit(split.target(term), term.layout), dtype)
+            split.fit(term)
     for split, term in ROUNDS * [*chain(*summands)]:
         if len(split.terms) > 1:
-            split.keep(term, term.kind.fit(split.target(term), term.layout), dtype)
+            split.fit(term)
     for split, term in chain(*summands):  # where a structure knows how to lose little by it
-        widths = _roundings(split, term, term.kind.tensors(term.layout), roundings)
+        widths = split.roundings_of(term, term.kind.tensors(term.layout))
         if widths and split.moments is not None and isinstance(term.kind, RoundsInNorm):
             target = split.target(term)
-            rounded_tensors = term.kind.rounded(target, term.layout, target.start, widths)
-            split.keep(term, rounded_tensors, dtype)
+            split.keep(term, term.kind.rounded(target, term.layout, target.start, widths))
 
 
-def _roundings(
-    split: _Split, term: _Term, tensors: Iterable[str], roundings: Mapping[str, Rounding]
-) -> dict[str, Rounding]:
-    """Look up the roundings of tensors of a summand, or of its transform."""
-    keys = {t: split.layer.entry.stored_name(split.name_of(term, t)) for t in tensors}
-    return {tensor: roundings[key] for tensor, key in keys.items() if key in roundings}
-
-
-def _fit_transform(
-    members: _Summands, side: Side, dtype: torch.dtype, roundings: Mapping[str, Rounding]
-) -> None:
+def _fit_transform(members: _Summands, side: Side) -> None:
     """Fit a transform that these share, if there is one, and build it as it is stored."""
     split, first = members[0]
     kind, transform = first.kind, transform_of(first.layout, side)
@@ -392,10 +384,10 @@ def _fit_transform(
         if side == "in":
             targets = _with_mean_moments(targets)
         tensors = kind.fit_transform(targets, first.layout, side)
-    stored = {f"{side}.{name}": tensor.to(dtype) for name, tensor in tensors.items()}
+    stored = {f"{side}.{name}": tensor.to(split.dtype) for name, tensor in tensors.items()}
     if not all(map(is_finite, stored.values())):
-        raise FitError(f"the fitted transform is not finite in {dtype}")
-    for name, width in _roundings(split, first, stored, roundings).items():  # of who stores it
+        raise FitError(f"the fitted transform is not finite in {split.dtype}")
+    for name, width in split.roundings_of(first, stored).items():  # of who stores it
         stored[name] = rounded(stored[name], width)
     exact = {name: stored[f"{side}.{name}"].double() for name in tensors}
     built = transform.build(exact, torch.empty(0, dtype=torch.float64, device=split.stored.device))

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 
-from tcompress import processes
 from tcompress.artifact.disk_cache import (
     DAMAGED,
     StoredTensors,
@@ -66,18 +65,13 @@ class FitWorkplace(Workplace):
         super().__init__(output, identity, force=force)
         self._device = device
         self._measured = measured or self.folder  # where moments are
-        if processes.leads():
-            (self.folder / "blocks").mkdir(exist_ok=True)
 
     @by_first
     def keep_block(self, result: BlockResult) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, fitted in result.layers.items():
-            tensors |= {f"layer/{name}/{key}": value for key, value in fitted.tensors.items()}
-        tensors |= {f"bias/{name}": bias for name, bias in result.biases.items()}
-        tensors |= {f"attention/{name}": value for name, value in result.attention.items()}
         errors = {name: fitted.errors for name, fitted in result.layers.items()}
-        save_tensors(tensors, self._path_of(result.block), {"errors": json.dumps(errors)})
+        path, facts = self._path_of(result.block), {"errors": json.dumps(errors)}
+        path.parent.mkdir(exist_ok=True)
+        save_tensors(_flat(_groups(result)), path, facts)
         self.note("block", name=result.block)
 
     def block(self, name: str) -> BlockResult | None:
@@ -87,14 +81,10 @@ class FitWorkplace(Workplace):
             return None
         result = BlockResult(name)
         result.layers.update((key, FittedLayer({}, relative)) for key, relative in errors.items())
-        named = {"bias": result.biases, "attention": result.attention}
+        groups = _groups(result)
         for key, tensor in tensors.items():
-            kind, _, name = key.partition("/")
-            if kind == "layer":
-                layer, _, leaf = name.partition("/")
-                result.layers[layer].tensors[leaf] = tensor
-            else:
-                named[kind][name] = tensor
+            group, _, leaf = key.rpartition("/")
+            groups[group][leaf] = tensor
         return result
 
     def errors(self, name: str) -> dict[str, dict[str, float]] | None:
@@ -129,12 +119,8 @@ class FitWorkplace(Workplace):
 
     @by_first
     def keep_factors(self, factors: Mapping[FactorsKey, Mapping[str, Tensor]]) -> None:
-        tensors = {
-            f"{owner}/{group}/{name}": tensor
-            for (owner, group), tensors in factors.items()
-            for name, tensor in tensors.items()
-        }
-        save_tensors(tensors, self.folder / "factors.safetensors")
+        groups = {"/".join(key): tensors for key, tensors in factors.items()}
+        save_tensors(_flat(groups), self.folder / "factors.safetensors")
 
     def factors(self) -> dict[FactorsKey, dict[str, Tensor]] | None:
         """Read what layers share, if an interrupted run had fitted it."""
@@ -219,6 +205,16 @@ class FitWorkplace(Workplace):
 
     def _path_of(self, block: str) -> Path:
         return self.folder / "blocks" / f"{block}.safetensors"
+
+
+def _groups(result: BlockResult) -> dict[str, dict[str, Tensor]]:
+    """Tensors of fits by what they belong to."""
+    layers = {f"layer/{name}": fitted.tensors for name, fitted in result.layers.items()}
+    return {**layers, "attention": result.attention}
+
+
+def _flat(groups: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{group}/{name}": t for group, named in groups.items() for name, t in named.items()}
 
 
 def narrowed(moment: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from tcompress.fitting.block_rewrite import (
     RewrittenBlock,
     dense_readings,
 )
-from tcompress.fitting.channel_orders import read_reductions
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
@@ -72,18 +71,16 @@ class SubstitutionWalk:
 
     def __post_init__(self) -> None:
         source, device = self.inputs.source, self.inputs.device
-        moments = self.inputs.workdir.moments
         self._blocks = {block.name: block for block in roles_of(source).blocks}
         self._model = PartialModel(source, [*self._blocks], device, head=True)
         self._sampler = sampler_of(source)
         self._fits = FitInputs(
             source,
             self.inputs.recipe.calibration.damping,
-            moments,
-            reductions=lambda block: read_reductions(moments("channels", block)),
+            self.inputs.workdir.moments,
             dtype_of=lambda _: torch.float32,
             device=device,
-            is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
+            skips_plain=True,
         )
 
     def changes(self, substitutes: Sequence[Substitute]) -> list[float]:

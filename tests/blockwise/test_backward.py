@@ -58,7 +58,7 @@ def _plain(
         if layer.kind == "experts":
             continue
         width = sum(part.size for part in layer.parts)
-        found[layer.name] = Sensitivity.empty(layer.in_features, width, CPU)
+        found[layer.name] = Sensitivity(layer.in_features, width, CPU)
 
         def keep(_: nn.Module, args: Any, kwargs: Any, output: Tensor, layer: Any = layer) -> None:
             output.retain_grad()

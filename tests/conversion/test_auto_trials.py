@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tcompress.conversion.choosing import CLEAR, simplest, try_out
-from tcompress.conversion.converter import Converted, convert
+from tcompress.conversion.converter import CLEAR, Converted, convert, simplest, try_out
 from tcompress.data.calibration import CalibrationData
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel

@@ -329,7 +329,7 @@ def test_killed_and_run_again(
     assert not output.exists()
     chosen = (name, moment) == ("one", ("fitting blocks", 2))
     if chosen:  # the choice is not made again
-        monkeypatch.setattr("tcompress.conversion.choosing.choose_blocks", None)
+        monkeypatch.setattr("tcompress.conversion.converter.choose_blocks", None)
     done = convert(str(source), recipe, output, data=calibration("bert"))
     assert done.resumed or (name == "one" and not chosen)
     assert contents(output) == contents(whole(name).folder)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.sensitivity import BackwardWalk, input_moments
 from tcompress.conversion.converter import Converted, convert
 from tcompress.data.calibration import CalibrationData
 from tcompress.exports import dense as exporting
-from tcompress.fitting.block_rewrite import SplitSums
+from tcompress.fitting import block_rewrite
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.roles.find import find_roles
@@ -165,14 +165,14 @@ def test_padding_is_no_row_of_listed_experts(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padded texts give the rows that the same texts give one by one."""
-    fitted: dict[SplitSums, int] = {}
-    add = SplitSums.add
+    fitted: list[int] = []
+    add = block_rewrite.add_rows
 
-    def counted(sums: SplitSums, dense: Tensor, new: Tensor, **options: Any) -> None:
-        fitted[sums] = fitted.get(sums, 0) + len(dense)
-        add(sums, dense, new, **options)
+    def counted(sums: block_rewrite.Sums, rows: block_rewrite.Rows, **options: Any) -> None:
+        fitted.append(len(rows[1]))
+        add(sums, rows, **options)
 
-    monkeypatch.setattr(SplitSums, "add", counted)
+    monkeypatch.setattr(block_rewrite, "add_rows", counted)
     dense: Any = EXPERTS[layout].build()
     dense.save_pretrained(tmp_path / "dense")
     source, device = SourceModel.open(str(tmp_path / "dense")), torch.device("cpu")
@@ -193,7 +193,7 @@ def test_padding_is_no_row_of_listed_experts(
         holdout = list(range(len(batches) - held, len(batches)))
         data = CalibrationData(batches, holdout, "tiny", 12, 144, layout)
         convert(str(tmp_path / "dense"), recipe, tmp_path / f"{held}", data=data)
-        groups.append(sum(fitted.values()))  # a run of batches has sums of its own
+        groups.append(sum(fitted))  # a run of batches has sums of its own
         fitted.clear()
     assert rows[0] == rows[1] == rows[2] == rows[3]
     assert sum(rows[0].values()) > 0

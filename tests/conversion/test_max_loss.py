@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from tcompress.blockwise.output_sampler import VARIANTS, OutputComparison, OutputSampler
-from tcompress.conversion.choosing import CLOSE, largest_error
+from tcompress.conversion.converter import CLOSE, largest_error
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import PlanError
 from tcompress.search.budgets import TRIES

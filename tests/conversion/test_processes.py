@@ -202,9 +202,9 @@ def test_runs_add_up_to_the_whole(kind: str) -> None:
 
 def test_sensitivities_add_up_to_the_whole() -> None:
     rows, gradients = torch.randn(40, 4) + 3, torch.randn(40, 3)
-    whole, total = (Sensitivity.empty(4, 3, torch.device("cpu")) for _ in range(2))
+    whole, total = (Sensitivity(4, 3, torch.device("cpu")) for _ in range(2))
     for batch, span in enumerate((slice(0, 10), slice(10, 40))):
-        part = Sensitivity.empty(4, 3, torch.device("cpu"))
+        part = Sensitivity(4, 3, torch.device("cpu"))
         for sums in (whole, part):
             sums.add(rows[span], gradients[span], batch)
         total = total.merge(part)

@@ -95,7 +95,7 @@ def test_variances_survive_a_large_mean() -> None:
 
 def test_rows_that_are_all_alike_have_no_variance() -> None:
     row = torch.full((1, 3), 0.1) * torch.tensor([1.0, -7.0, 3e3])
-    sums, worth = MomentSums(3), Sensitivity.empty(3, 2, torch.device("cpu"))
+    sums, worth = MomentSums(3), Sensitivity(3, 2, torch.device("cpu"))
     for count in (5, 1, 40):
         sums.add(row.expand(count, -1), 2 * row.expand(count, -1))
         worth.add(row.expand(count, -1), torch.ones(count, 2))
@@ -109,7 +109,7 @@ def test_rows_that_are_all_alike_have_no_variance() -> None:
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1e30])
 def test_sums_neither_overflow_nor_vanish(size: float) -> None:
     (x, new), back = (_rows()), randn(ROWS, 2)
-    sums, worth = MomentSums(WIDTH), Sensitivity.empty(WIDTH, 2, torch.device("cpu"))
+    sums, worth = MomentSums(WIDTH), Sensitivity(WIDTH, 2, torch.device("cpu"))
     sums.add(size * x, size * new)
     worth.add(size * x, size * back)
     square = size * size
@@ -142,7 +142,7 @@ def test_rows_of_a_weight_count_as_so_many() -> None:
 
 
 def test_tokens_without_gradients_still_have_moments() -> None:
-    worth = Sensitivity.empty(WIDTH, 2, torch.device("cpu"))
+    worth = Sensitivity(WIDTH, 2, torch.device("cpu"))
     x = _rows()[0]
     worth.add(x, torch.zeros(ROWS, 2))
     assert_close(

@@ -321,7 +321,7 @@ def test_an_interrupted_conversion_keeps_the_table(
         patched.setattr(model_fits.BlockFitter, "run", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             convert(*asked, data=calibration("bert"))
-    monkeypatch.setattr(model_fits, "fit_embeddings", None)  # nothing is fitted again
+    monkeypatch.setattr(model_fits, "fit_table", None)  # nothing is fitted again
     done = convert(*asked, data=calibration("bert"))
     assert done.resumed
     assert EMBEDDINGS not in {entry.block for entry in done.manifest.plan.layers}

@@ -328,6 +328,11 @@ def _splits(
 ) -> _Splits:
     entry, experts = layer.entry, layer.entry.experts
     stack = layer.weight if experts else layer.weight[None]
+    if not is_finite(stack):
+        raise FitError(
+            f"the weight of layer `{entry.name}` holds NaN or infinity",
+            "repair the checkpoint, or leave the layer out with `--keep`",
+        )
     regressors = entry.parts[0].terms[0].regressors
     splits: list[list[_Split]] = []
     for expert, matrix in enumerate(stack):

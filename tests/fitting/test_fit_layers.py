@@ -236,7 +236,8 @@ def test_weights_that_are_not_finite_are_refused(bad: float) -> None:
     weight[3, 4] = bad
     with pytest.raises(FitError) as error:
         _fit(_plan([FITTED]), weight)
-    assert error.value.message.startswith("the fit of `b.q` failed: ")
+    assert error.value.message == "the weight of layer `b.q` holds NaN or infinity"
+    assert error.value.hint == "repair the checkpoint, or leave the layer out with `--keep`"
 
 
 def test_moments_that_are_not_finite_name_the_layers() -> None:

@@ -58,7 +58,7 @@ class Sensitivity:
 
     @classmethod
     def empty(cls, inputs: int, outputs: int, device: torch.device) -> Sensitivity:
-        zero = ProductSum.zero(outputs, outputs, device)
+        zero = ProductSum((outputs, outputs), device)
         return cls(MomentSums(inputs, device=device), zero)
 
     @property

@@ -14,7 +14,13 @@ from math import log2
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened, with_ridge
+from tcompress.linalg.moments import (
+    conjugate_gradients,
+    ridge_level,
+    safe_cholesky,
+    whitened,
+    with_ridge,
+)
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
 
 
@@ -240,9 +246,7 @@ def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
 
     Outputs that the gradients never reached are then fitted as the inputs alone would have them.
     """
-    mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)
-    level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
-    return with_ridge(curvature, level)
+    return with_ridge(curvature, ridge_level(curvature, damping))
 
 
 def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Fits of slices in the norm of the data, and of any weight in the norm of the model's loss.
 
-Everything is fitted and compared in float64, which not all devices have.
+Everything is fitted and compared in float64, which not all devices have; passes have dtypes of
+their own.
 """
 
 from __future__ import annotations
@@ -41,6 +42,19 @@ def _has_float64(kind: str) -> bool:
 def in_float64(tensor: Tensor) -> Tensor:
     """Copy a tensor to float64, on the CPU where its own device has none."""
     return (tensor if has_float64(tensor.device) else tensor.cpu()).double()
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
+    if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return stored
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_autocast(kind: str) -> bool:
+    """Return whether devices of a kind have autocast; torch < 2.13 cannot ask when compiled."""
+    return torch.amp.is_autocast_available(kind)
 
 
 # Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.

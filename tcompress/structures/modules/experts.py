@@ -12,13 +12,13 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.modules.linear import (
     Channels,
     PartLayout,
     StructuredLinear,
     empty_guard,
 )
-from tcompress.structures.modules.shared import compute_dtype
 
 
 def child_of(parameter: str) -> str:

@@ -13,6 +13,7 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils.parametrize import is_parametrized
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.base import (
     SIDES,
     AnyLayout,
@@ -31,7 +32,6 @@ from tcompress.structures.base import (
 from tcompress.structures.modules.shared import (
     FactorsModule,
     TransformModule,
-    compute_dtype,
     factors_module,
     version_of,
 )

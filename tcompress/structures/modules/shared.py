@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.base import Layout, Side, decoded, encoded, shared_shapes, transform_of
-
-
-def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
-    if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return stored
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_autocast(kind: str) -> bool:
-    """Return whether devices of a kind have autocast; torch < 2.13 cannot ask when compiled."""
-    return torch.amp.is_autocast_available(kind)
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
@@ -27,17 +28,17 @@ TOL = option(
     "weight out, is at most this",
     **FRACTION,
 )
+NO_RANK = "no rank is given: set `rank` or `target`"
 
 
-def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
-    """Says what became of ranks, if they are not those asked for."""
-    if asked is None:
+def clip_note(option: int | Sequence[int] | None, ranks: Sequence[int]) -> str | None:
+    """Says what became of the ranks of an option, if not all are as large."""
+    if option is None:
         return None
-    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
-    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+    asked = [option] if isinstance(option, int) else option
+    if all(rank <= clipped for rank, clipped in zip(cycle(asked), ranks, strict=False)):
         return None
-    said = [asked] if isinstance(asked, int) else asked
-    return f"{', '.join(map(str, said))} became {', '.join(map(str, given))}"
+    return f"{', '.join(map(str, asked))} became {', '.join(map(str, ranks))}"
 
 
 class Spec(Options):
@@ -106,6 +107,22 @@ class Refusal(Exception):
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+def chosen_rank(
+    rank: int | None,
+    budget: int | None,
+    paid_by: Callable[[int], int],
+    missing: str = NO_RANK,
+) -> int:
+    """Returns the rank of an option, else what a budget pays for; or raises `Refusal`."""
+    if rank is None and budget is not None:
+        rank = paid_by(budget)
+    if rank is None:
+        raise Refusal(missing)
+    if rank < 1:
+        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
+    return rank
 
 
 class Frozen(BaseModel):
@@ -263,13 +280,17 @@ class Structure(ABC, Generic[S, L]):
         fitted = self.fit(replace(target, curvature=None), layout)
         return self.dense({**fitted, **target.factors}, layout)
 
+    def fit_cost(self, layout: L, *, calibrated: bool) -> FitCost:
+        """Cost of `fit`: that of one truncated SVD of the weight, unless it does something else."""
+        return FitCost(svd_flops(layout.out_features, layout.in_features))
+
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""
-        found = {
+        losses = {
             layout: predicted_loss(self.quick_fit(target, layout), target, constant)
             for layout in dict.fromkeys(layouts)
         }
-        return [found[layout] for layout in layouts]
+        return [losses[layout] for layout in layouts]
 
 
 class Registry(dict[str, T]):
@@ -367,26 +388,10 @@ class FitCost(NamedTuple):
     bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
-class CostsOther(ABC):
-    """Has a fit that costs something else than one truncated SVD of the weight."""
-
-    @abstractmethod
-    def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
-        """Cost of `fit`."""
-
-
 def svd_flops(rows: int, columns: int) -> float:
     """Counts what a truncated SVD and the products around it take, roughly, as of float32."""
     least = min(rows, columns)
     return 10.0 * least**3 + 4.0 * rows * columns * least
-
-
-def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
-    """Cost of the fit of a term."""
-    kind = structure(layout.structure)
-    if isinstance(kind, CostsOther):
-        return kind.fit_cost(layout, calibrated=calibrated)
-    return FitCost(svd_flops(layout.out_features, layout.in_features))
 
 
 class SharesFactors(ABC):

@@ -12,7 +12,6 @@ from tcompress.structures.base import (
     TOL,
     Layout,
     LooksUp,
-    Refusal,
     RoundsInNorm,
     Shapes,
     Site,
@@ -20,6 +19,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    chosen_rank,
     clip_note,
     random_tensors,
     register,
@@ -71,14 +71,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     exact_losses = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
-        rank = spec.rank
-        if rank is None and budget is not None:
-            rank = budget // (site.in_features + site.out_features)
-        if rank is None:
-            raise Refusal("no rank is given: set `rank` or `target`")
-        if rank < 1:
-            raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-        return LowRankLayout(**site.widths, rank=min(rank, *site.widths.values()))
+        widths = site.widths.values()
+        rank = chosen_rank(spec.rank, budget, lambda size: size // sum(widths))
+        return LowRankLayout(**site.widths, rank=min(rank, *widths))
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {"a": (layout.out_features, layout.rank), "b": (layout.rank, layout.in_features)}

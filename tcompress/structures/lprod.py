@@ -12,7 +12,6 @@ from pydantic import Field
 from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
-    CostsOther,
     FitCost,
     Layout,
     Refusal,
@@ -207,7 +206,7 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsOther):
+class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
     name = "lprod"

@@ -18,8 +18,8 @@ from pydantic import (
 from tcompress import linalg
 from tcompress.fields import option, read_modes
 from tcompress.structures.base import (
+    NO_RANK,
     TOL,
-    CostsOther,
     FitCost,
     Layout,
     LooksUp,
@@ -152,7 +152,7 @@ class TTLayout(Layout):
         return self.model_copy(update=update)
 
 
-class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
+class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
     """A chain of cores, started by the TT-SVD and fitted by alternating least squares."""
 
     name = "tt"
@@ -410,7 +410,7 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
                 f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
             )
     if rank is None and spec.name != "qtt":
-        raise Refusal("no rank is given: set `rank` or `target`")
+        raise Refusal(NO_RANK)
     rank = rank or 2
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
     if len(ranks) != bonds:
@@ -434,22 +434,17 @@ def _multiplied(x: Tensor, cores: list[Tensor], layout: TTLayout) -> Tensor:
 
     lead = cores[0].dim() - 4
     price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
-    if _contracts(layout, prod(x.shape[lead:-1]), price):
+    contracts = layout.apply == "contract"
+    if layout.apply == "auto":
+        # A compiler that traces any number of tokens at once must not have it decide.
+        tokens = prod(x.shape[lead:-1])
+        count = tokens if isinstance(tokens, int) else inf
+        # Compilers look through caches, and warn that they do.
+        most = _most_to_contract if torch.compiler.is_compiling() else _remembered
+        contracts = count <= most(layout.shape, prod(layout.chain_widths), price)
+    if contracts:
         return linalg.tt_apply(x, cores)[..., : layout.chain_widths[1]]
     return x @ _matrix(cores, layout).mT
-
-
-def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
-    """Return whether to contract rather than rebuild, for so many tokens; None for very many."""
-    import torch
-
-    if layout.apply != "auto":
-        return layout.apply == "contract"
-    # A compiler that traces any number of tokens at once must not have it decide.
-    count = tokens if isinstance(tokens, int) else inf
-    # Compilers look through caches, and warn that they do.
-    most = _most_to_contract if torch.compiler.is_compiling() else _remembered
-    return count <= most(layout.shape, prod(layout.chain_widths), price)
 
 
 def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:

@@ -164,9 +164,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
     def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
         count, turned = _chains(spec, site)
         share, whole = (count, 1) if turned else (1, count)
-        widths = (site.in_features // share, site.out_features // whole)
-        one = replace(site, in_features=widths[0], out_features=widths[1])
-        into, out = _modes(spec, one)
+        into, out = _modes(spec, site.in_features // share, site.out_features // whole)
         budget = None if budget is None else budget // count
         ranks = linalg.clip_ranks(_ranks(spec, into, out, budget), into, out)
         how = {"chains": count, "turned": turned, "apply": spec.apply}
@@ -215,8 +213,10 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
         return None  # a row is made of what other rows are made of too
 
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
-        matrix = _matrix(_cores(tensors, layout), layout)
-        return matrix if layout.chains == 1 else _joined(matrix, layout)
+        matrix = _matrix(_cores(tensors, layout), layout)  # ([chains,] out, in)
+        if layout.chains == 1:
+            return matrix
+        return matrix.transpose(-3, -2).flatten(-2) if layout.turned else matrix.flatten(-3, -2)
 
     def fit(self, target: Target, layout: TTLayout) -> dict[str, Tensor]:
         cores = self._fitted_cores(target, layout, CURVED_SWEEPS)
@@ -229,16 +229,14 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
         import torch
 
         one = layout.chain
-        found: list[list[Tensor]] = []
+        fits: dict[int, list[Tensor]] = {}
         # Chains that share out the inputs begin with the others at the dense weight.
         matrices = list(_parts(_free_weight(target), layout))
         for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
             own = _target_of(target, layout, index, matrices)
-            cores = self._fitted(own, one, curved_sweeps)
-            matrices[index] = _matrix(cores, one)
-            found.append(cores)
-        chains = found[-layout.chains :]
-        return [torch.stack(cores) for cores in zip(*chains, strict=True)]
+            fits[index] = self._fitted(own, one, curved_sweeps)
+            matrices[index] = _matrix(fits[index], one)
+        return [torch.stack(cores) for cores in zip(*fits.values(), strict=True)]
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
         """Fit by one sweep with output moments."""
@@ -326,11 +324,6 @@ def _parts(weight: Tensor, layout: TTLayout) -> Sequence[Tensor]:
     return weight.chunk(layout.chains, 1 if layout.turned else 0)
 
 
-def _joined(parts: Tensor, layout: TTLayout) -> Tensor:
-    """Put matrices of chains together.  # (..., chains, out, in) -> (..., out, in)."""
-    return parts.transpose(-3, -2).flatten(-2) if layout.turned else parts.flatten(-3, -2)
-
-
 def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]) -> Target:
     """Target of one chain, where all others have these matrices.
 
@@ -376,10 +369,9 @@ def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
     return [int(place) for place in np.unique(ends)]
 
 
-def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
+def _modes(spec: TTSpec, *widths: int) -> tuple[Modes, Modes]:
     if spec.name == "qtt":
-        return linalg.quantized_matrix_modes(site.in_features, site.out_features)
-    widths = (site.in_features, site.out_features)
+        return linalg.quantized_matrix_modes(*widths)
     given = {width: spec.modes[width] for width in widths if width in spec.modes}
     for width, modes in given.items():
         if len(modes) < 2 or prod(modes) < width:
@@ -393,8 +385,8 @@ def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
     in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(
-            f"the input {site.in_features} has {len(in_modes)} modes and "
-            f"the output {site.out_features} has {len(out_modes)}: give both equally many"
+            f"the input {widths[0]} has {len(in_modes)} modes and "
+            f"the output {widths[1]} has {len(out_modes)}: give both equally many"
         )
     return in_modes, out_modes
 

@@ -99,6 +99,7 @@ class Spec(Options):
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
 Tensors = Mapping[str, "Tensor"]
+Roundings = Mapping[str, "Rounding"]
 
 
 class Refusal(Exception):
@@ -368,7 +369,7 @@ class RoundsInNorm(ABC):
 
     @abstractmethod
     def rounded(
-        self, target: Target, layout: Any, tensors: Tensors, roundings: Mapping[str, Rounding]
+        self, target: Target, layout: Any, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         """Rounds fitted tensors, those that have a rounding, as they will be stored."""
 

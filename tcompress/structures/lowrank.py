@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -12,6 +12,7 @@ from tcompress.structures.base import (
     TOL,
     Layout,
     LooksUp,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Site,
@@ -28,8 +29,6 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from tcompress.linalg.rounding import Rounding
 
 
 class LowRankSpec(Spec):
@@ -99,11 +98,7 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": a, "b": b}
 
     def rounded(
-        self,
-        target: Target,
-        layout: LowRankLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         from tcompress.linalg.calibrated import rounded_factors
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -15,6 +15,7 @@ from tcompress.structures.base import (
     FitCost,
     Layout,
     Refusal,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Side,
@@ -35,8 +36,6 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from tcompress.linalg.rounding import Rounding
 
 TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
 Placement = Literal["in", "out", "both"]
@@ -319,11 +318,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
         return {"slices": linalg.fit_slices(product, gram, layout.p)}
 
     def rounded(
-        self,
-        target: Target,
-        layout: LprodLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: LprodLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
         if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs

@@ -6,7 +6,6 @@ for the layers on both sides together (`planning.sites`); what is stored is a sm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -14,6 +13,7 @@ from pydantic import Field
 from tcompress import linalg
 from tcompress.structures.base import (
     Layout,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Site,
@@ -28,8 +28,6 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from tcompress.linalg.rounding import Rounding
 
 
 class WidthSpec(Spec):
@@ -95,11 +93,7 @@ class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
         return {"w": linalg.fit_slices(target.product, target.gram, 1)[0]}
 
     def rounded(
-        self,
-        target: Target,
-        layout: WidthLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: WidthLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         if "w" not in roundings:
             return dict(tensors)

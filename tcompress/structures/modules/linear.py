@@ -266,16 +266,16 @@ class StructuredLinear(nn.Module):
         self._spreads = any(part.is_padded for part in parts)
         self._is_matrix = [layout.is_plain for _, _, layout in _terms_of(parts)] == [True]
         self.experts = experts
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
         for name, shape in own_shapes(parts, experts).items():
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            self.register_parameter(name, nn.Parameter(empty))
-        empty = torch.empty(sum(p.out_features for p in parts), dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
+        empty = torch.empty(sum(p.out_features for p in parts), **place)
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
         for name, _, layout, side in own_transforms(self.parts, input_of is not None):
             count = readers if side == "in" else 1
-            self.add_module(name, TransformModule(layout, side, count, dtype, device))
+            self.add_module(name, TransformModule(layout, side, count, **place))
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
         self._input_owner = (self if input_of is None else input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.
@@ -283,11 +283,11 @@ class StructuredLinear(nn.Module):
         for name, layout in factor_layouts(self.parts).items():
             shared = factors.get(name) if factors else None
             if shared is None:
-                shared = FactorsModule(layout, dtype, device)
+                shared = FactorsModule(layout, **place)
                 self.add_module(factors_module(name), shared)
             self.factors[name] = shared
         if experts is None:
-            self.register_buffer("weight", empty_guard(dtype, device))
+            self.register_buffer("weight", empty_guard(**place))
 
     def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
         prefix = tensor_prefix(self.parts, part, term)
@@ -305,7 +305,7 @@ class StructuredLinear(nn.Module):
         return tensors, self._operators(part, term, next(iter(tensors.values())))
 
     def _operators(self, part: int, term: int, like: Tensor) -> dict[Side, Any]:
-        modules: Any = (self._input_transform(term), self._output_transform(part, term))
+        modules: Any = self._input_transform(term), self._output_transform(part, term)
         pairs = zip(SIDES, modules, strict=True)
         return {side: module.operator(like) for side, module in pairs if module is not None}
 

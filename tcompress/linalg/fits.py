@@ -154,7 +154,6 @@ def fit_rotation(
     z: Tensor,
     output: bool,
     steps: int = 100,
-    rate: float = 0.08,
 ) -> Tensor:
     """Fits the generators of a staged rotation by ascent on the variance that slices explain.
 
@@ -165,7 +164,7 @@ def fit_rotation(
     turn = partial(turn_rows, z=z.to(device, torch.float32), count=count)
     objective = (_output_objective if output else _input_objective)(problems, count, turn)
     generators = torch.zeros(stages.generators_shape, device=device, requires_grad=True)
-    optimiser = torch.optim.Adam([generators], lr=rate)
+    optimiser = torch.optim.Adam([generators], lr=0.08)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     with _threads_for(stages.features), torch.enable_grad():
         for _ in range(steps):
@@ -206,8 +205,8 @@ def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Obj
     root = _range(problems[0].gram)
     gram = (problems[0].gram / root**2).float()
     targets = [(problem.target / problem.scale**0.5 / root).float() for problem in problems]
-    rows = torch.cat([target.unflatten(0, (count, -1)) for target in targets], 1)
-    stacked = rows.flatten(0, 1)  # slice by slice, the outputs of all weights  # (p * o, d)
+    # Slice by slice, the outputs of all weights.  # (p * o, d)
+    stacked = torch.cat([rows.unflatten(0, (count, -1)) for rows in targets], 1).flatten(0, 1)
 
     def explained(blocks: Tensor) -> Tensor:
         turned = turn(turn(gram, blocks).mT, blocks)

@@ -269,16 +269,15 @@ class MomentSums:
         self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
         new = dense if new is None else new
-        sizes = new, dense
         last = torch.float32 if dense >= WIDE else torch.float64
-        dtypes = (torch.float64, torch.float64, last)
         self._sums = [
-            ProductSum((sizes[i], sizes[j]), device, dtype)
-            for (i, j), dtype in zip(_PAIRS, dtypes, strict=True)
+            ProductSum((new, new), device),
+            ProductSum((dense, new), device),
+            ProductSum((dense, dense), device, last),
         ]
-        self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
+        self._same = ProductSum((new, new), device)  # of rows that are part of all three
+        self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in (new, dense)]
         self._centres: list[Tensor] = []  # means of the first rows, of both streams
-        self._same: ProductSum | None = None  # of rows that are part of all three
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
@@ -304,7 +303,6 @@ class MomentSums:
             total += mean
         scaled = multipliable(*scaled)
         if same:
-            self._same = self._same or ProductSum(self._sums[0].shape, new.device)
             self._same.add(scaled[0], scaled[0])
         else:
             for total, (i, j) in zip(self._sums, _PAIRS, strict=True):
@@ -319,15 +317,12 @@ class MomentSums:
             return self if self.rows else other
         pairs = zip(other._centres, self._centres, strict=True)
         shifts = [theirs.double() - ours.double() for theirs, ours in pairs]
-        apart = [own for sums in (self, other) for own in sums._sums if not own.is_empty]
-        if self._same is not None and other._same is not None and not apart:
-            totals = [(self._same, other._same, 0, 0)]
+        if all(products.is_empty for products in self._sums + other._sums):
+            totals = [(self._same, other._same, _PAIRS[0])]
         else:
-            halves = zip(self._sums, other._sums, _PAIRS, strict=True)
-            totals = [(ours, theirs, i, j) for ours, theirs, (i, j) in halves]
-            if other._same is not None:
-                self._same = other._same if self._same is None else self._same.merge(other._same)
-        for ours, theirs, i, j in totals:
+            totals = [*zip(self._sums, other._sums, _PAIRS, strict=True)]
+            self._same.merge(other._same)
+        for ours, theirs, (i, j) in totals:
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
             total = ours.merge(theirs).total
@@ -354,11 +349,11 @@ class MomentSums:
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
         pairs: Sequence[tuple[int, int]] = _PAIRS
-        if self._same is not None and all(own.is_empty for own in self._sums):
+        if all(products.is_empty for products in self._sums):
             totals, pairs = [self._same.total], _PAIRS[:1]  # one for all three
         else:
-            totals = [own.total for own in self._sums]
-            if self._same is not None:
+            totals = [products.total for products in self._sums]
+            if not self._same.is_empty:
                 totals = [total + self._same.total.to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
             raise _not_finite()

@@ -223,23 +223,6 @@ class Packed:
     kind: str  # element type, by its name in torch
     shape: tuple[int, ...]
 
-    @classmethod
-    def read(cls, header: Sequence[int]) -> Packed | None:
-        """Read a header from the first words of a tensor; None if there is none."""
-        words = [int(word) for word in header]
-        if len(words) < _WORDS or words[0] != _MAGIC:
-            return None
-        bits, group, kind, axes = words[1] & 255, words[2], words[3] & 255, words[3] >> 8
-        shape = tuple(words[4 : 4 + axes])
-        if not (2 <= bits <= 8 and kind < len(_DTYPES) and len(shape) == axes and group >= 0):
-            raise SourceError("the header of a packed tensor is damaged")
-        return cls(Rounding(bits, group or None), _DTYPES[kind], shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole tensor as it is packed."""
-        return self.rounding.nbytes(self.shape)
-
 
 _HEADER_BYTES = 64  # hold a header, whatever the shape
 
@@ -253,8 +236,15 @@ def read_header(packed: Any, size: int) -> Packed | None:
 
     start = packed[: min(size, _HEADER_BYTES) // 4 * 4]
     start = np.asarray(start.cpu() if hasattr(start, "cpu") else start)
-    header = Packed.read(start.view("<i4").tolist())
-    return header if header is not None and header.nbytes == size else None
+    words = start.view("<i4").tolist()
+    if len(words) < _WORDS or words[0] != _MAGIC:
+        return None
+    bits, group, kind, axes = words[1] & 255, words[2], words[3] & 255, words[3] >> 8
+    shape = tuple(words[4 : 4 + axes])
+    if not (2 <= bits <= 8 and kind < len(_DTYPES) and len(shape) == axes and group >= 0):
+        raise SourceError("the header of a packed tensor is damaged")
+    rounding = Rounding(bits, group or None)
+    return Packed(rounding, _DTYPES[kind], shape) if rounding.nbytes(shape) == size else None
 
 
 def pack(tensor: Tensor, rounding: Rounding) -> Tensor:

@@ -44,6 +44,9 @@ def clip_note(option: int | Sequence[int] | None, ranks: Sequence[int]) -> str |
 class Spec(Options):
     """Options of a method as a recipe gives them."""
 
+    narrows: ClassVar[bool] = False
+    """Whether layers around channels become narrower together, and stay plain matrices."""
+
     @model_validator(mode="after")
     def _check_tol(self) -> Spec:
         if getattr(self, "tol", None) is None:
@@ -72,11 +75,6 @@ class Spec(Options):
     @property
     def shares_factors(self) -> bool:
         """True if layers share tensors of their cores, so that they are sized together."""
-        return False
-
-    @property
-    def narrows(self) -> bool:
-        """True if layers around channels become narrower together, and stay plain matrices."""
         return False
 
     def settled(self, *, calibrated: bool) -> Spec:
@@ -139,10 +137,8 @@ class Layout(Frozen):
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
 
-    @property
-    def is_plain(self) -> bool:
-        """True for an ordinary matrix, which is no structure to any other program."""
-        return False
+    is_plain: ClassVar[bool] = False
+    """Whether it is an ordinary matrix, which is no structure to any other program."""
 
     @property
     def regressors(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -38,13 +38,11 @@ class LowRankSpec(Spec):
     rank: int | None = option(None, "rank of every weight", metavar="N", gt=0)
     tol: float | None = TOL
 
+    fills: ClassVar[bool] = True
+
     @property
     def fixes_size(self) -> bool:
         return self.has_size
-
-    @property
-    def fills(self) -> bool:
-        return True
 
     def clipped(self, layout: Any) -> str | None:
         return clip_note(self.rank, (layout.rank,))

@@ -6,7 +6,7 @@ for the layers on both sides together (`planning.sites`); what is stored is a sm
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -35,17 +35,9 @@ class WidthSpec(Spec):
 
     name: Literal["width"] = "width"
 
-    @property
-    def has_size(self) -> bool:
-        return False
-
-    @property
-    def fills(self) -> bool:
-        return True
-
-    @property
-    def narrows(self) -> bool:
-        return True
+    has_size: ClassVar[bool] = False
+    fills: ClassVar[bool] = True
+    narrows: ClassVar[bool] = True
 
 
 class WidthLayout(Layout):
@@ -55,9 +47,7 @@ class WidthLayout(Layout):
     in_features: int = Field(ge=0)
     out_features: int = Field(ge=0)
 
-    @property
-    def is_plain(self) -> bool:
-        return True
+    is_plain: ClassVar[bool] = True
 
 
 def plain_layout(inputs: int, outputs: int) -> WidthLayout:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tcompress.linalg.moments import (
+    Operator,
     conjugate_gradients,
     ridge_level,
     safe_cholesky,
@@ -197,10 +198,9 @@ def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
 
 
 Turn = Callable[[Tensor, Tensor], Tensor]
-Objective = Callable[[Tensor], Tensor]
 
 
-def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
+def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Operator:
     """Sum over slices of tr(E_k^T G_kk^-1 E_k), E_k = E[x'_k (W x)_k^T]."""
     root = _range(problems[0].gram)
     gram = (problems[0].gram / root**2).float()
@@ -227,7 +227,7 @@ def _range(gram: Tensor) -> float:
     return 2.0 ** round(log2(size) / 2) if size > 0 else 1.0
 
 
-def _output_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
+def _output_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Operator:
     """Sum over slices of tr(T_k^T M_k T_k), M_k = E_k^T G_kk^-1 E_k, E_k = E[x'_k (W x)^T]."""
     halves = []
     for problem in problems:

@@ -400,12 +400,9 @@ class PairedRows:
         if not (is_finite(dense) and is_finite(new)):
             raise _not_finite()
         shares = weights / weights.sum()
-        root, means = shares.sqrt().float()[:, None], []
-        scaled = []
-        for rows in (dense.float(), new.float()):
-            mean = shares @ rows.double()
-            means.append(mean if centred else torch.zeros_like(mean))
-            scaled.append((rows - means[-1].float()).mul_(root))
+        root, pair = shares.sqrt().float()[:, None], (dense.float(), new.float())
+        means = [(shares if centred else 0 * shares) @ rows.double() for rows in pair]
+        scaled = [(rows - mean.float()).mul_(root) for rows, mean in zip(pair, means, strict=True)]
         return RowErrors(*scaled, *means)
 
 

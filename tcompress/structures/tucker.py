@@ -165,13 +165,12 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp):
 
     def tensors(self, layout: TuckerLayout) -> Shapes:
         left, right = layout.ranks
+        u, v = (layout.out_features, left), (layout.in_features, right)
         if layout.plain:
-            factors: Shapes = {"u": (layout.out_features, left), "v": (layout.in_features, right)}
-            return factors if layout.bank is None else {"u": factors["u"]}
+            return {"u": u, "v": v} if layout.bank is None else {"u": u}
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
-        shapes = (layout.out_features, left), (left, right), (layout.in_features, right)
-        return dict(zip(("u", "core", "v"), shapes, strict=True))
+        return {"u": u, "core": layout.ranks, "v": v}
 
     def looks_up(self, layout: TuckerLayout) -> bool:
         return layout.bank is None

@@ -49,11 +49,6 @@ class Moments:
         zero = torch.zeros(features, dtype=torch.float64)
         return cls(eye, eye, eye, zero, zero, 0)
 
-    @property
-    def features(self) -> int:
-        """Width d' of the input."""
-        return self.gram.shape[-1]
-
     def damped(self, damping: float) -> DampedMoments:
         """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
 

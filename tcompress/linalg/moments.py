@@ -300,8 +300,8 @@ class MomentSums:
         if same:
             self._same.add(scaled[0], scaled[0])
         else:
-            for total, (i, j) in zip(self._sums, _PAIRS, strict=True):
-                total.add(scaled[i], scaled[j])
+            for products, (i, j) in zip(self._sums, _PAIRS, strict=True):
+                products.add(scaled[i], scaled[j])
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())

@@ -9,7 +9,6 @@ is imported where it is used, since sizes alone need none of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -174,9 +173,11 @@ def _rounded(matrix: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tens
             scale = (sign * largest / level).bfloat16().float()
             code = (grouped / torch.where(scale == 0, 1.0, scale)).round_().clamp_(lowest, top)
             error = (code * scale - grouped).square_().sum(-1, keepdim=True)
-            now = error, code, scale
-            better = error < best[0] if best else None
-            best = now if better is None else tuple(map(partial(torch.where, better), now, best))
+            now: tuple[Tensor, ...] = (error, code, scale)
+            if best:
+                better = error < best[0]
+                now = tuple(torch.where(better, *pair) for pair in zip(now, best, strict=True))
+            best = now
     _, codes, scales = best
     return codes.flatten(1)[:, : matrix.shape[1]].to(torch.int8), scales.squeeze(-1).bfloat16()
 
@@ -275,8 +276,9 @@ def unpack(packed: Tensor) -> Tensor:
     codes = unpack_codes(packed[stop:], rounding.bits, rows * columns).reshape(rows, columns)
     values = torch.empty(rows, columns, dtype=getattr(torch, info.kind), device=packed.device)
     step = max(1, _CHUNK // columns)
-    for part, *own in zip(*(item.split(step) for item in (values, codes, scales)), strict=True):
-        part.copy_(dequantize(*own, rounding.group))
+    pieces = zip(values.split(step), codes.split(step), scales.split(step), strict=True)
+    for part, code, scale in pieces:
+        part.copy_(dequantize(code, scale, rounding.group))
     return values.reshape(info.shape)
 
 

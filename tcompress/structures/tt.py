@@ -369,9 +369,10 @@ def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
     return [int(place) for place in np.unique(ends)]
 
 
-def _modes(spec: TTSpec, *widths: int) -> tuple[Modes, Modes]:
+def _modes(spec: TTSpec, into: int, out: int) -> tuple[Modes, Modes]:
     if spec.name == "qtt":
-        return linalg.quantized_matrix_modes(*widths)
+        return linalg.quantized_matrix_modes(into, out)
+    widths = (into, out)
     given = {width: spec.modes[width] for width in widths if width in spec.modes}
     for width, modes in given.items():
         if len(modes) < 2 or prod(modes) < width:
@@ -380,13 +381,13 @@ def _modes(spec: TTSpec, *widths: int) -> tuple[Modes, Modes]:
                 "give two factors or more, whose product is the width, or a little above",
             )
     order = spec.order or max(map(len, given.values()), default=2)
-    defaults = linalg.matrix_modes(*widths, order)
+    defaults = linalg.matrix_modes(into, out, order)
     pairs = zip(widths, defaults, strict=True)
     in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(
-            f"the input {widths[0]} has {len(in_modes)} modes and "
-            f"the output {widths[1]} has {len(out_modes)}: give both equally many"
+            f"the input {into} has {len(in_modes)} modes and "
+            f"the output {out} has {len(out_modes)}: give both equally many"
         )
     return in_modes, out_modes
 

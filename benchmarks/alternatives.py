@@ -104,7 +104,7 @@ class Case:
     def weighed(self) -> Weighed:
         """The weight with the moments that fits see."""
         moments = self.moments
-        damping = Calibration().damping * moments.features / moments.rows
+        damping = Calibration().damping * len(moments.gram) / moments.rows
         return Weighed.of(self.linear.weight, moments.damped(damping).gram)
 
 

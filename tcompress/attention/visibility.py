@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import DataError
-from tcompress.structures.modules.shared import has_autocast
+from tcompress.linalg.fits import has_autocast
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""

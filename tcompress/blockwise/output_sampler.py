@@ -18,7 +18,7 @@ from tcompress import processes
 from tcompress.data.inputs import Batch
 from tcompress.data.sentences import SentenceEncoder
 from tcompress.errors import REPAIR, DataError, FitError
-from tcompress.linalg import in_float64
+from tcompress.linalg.fits import in_float64
 from tcompress.models import SourceModel
 
 _SCORES = ("logits", "start_logits", "end_logits", "logits_per_text", "prediction_logits")

@@ -55,7 +55,7 @@ class Sensitivity:
         # G, each token by what it is worth  # (in, in)
         self.inputs = MomentSums(inputs, device=device)
         # S, a sum over rows and no mean  # (out, out)
-        self.curvature = ProductSum.zero(outputs, outputs, device)
+        self.curvature = ProductSum((outputs, outputs), device)
         self.weights: dict[int, Tensor] = {}  # by batch  # (tokens,)
 
     @property

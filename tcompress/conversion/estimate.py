@@ -47,7 +47,6 @@ from tcompress.structures.base import (
     SIDES,
     FitCost,
     SharesFactors,
-    fit_cost,
     structure,
     svd_flops,
     transform_shapes,
@@ -251,7 +250,10 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
     layouts = [layout for _, part in parts for layout in part.terms]
     terms = max(len(part.terms) for _, part in parts)
     size = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
-    size += max(fit_cost(layout, calibrated=work.tokens > 0).bytes for layout in layouts)
+    size += max(
+        structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0).bytes
+        for layout in layouts
+    )
     for entry in group:
         stored = weight_bytes(work.source, entry, None)
         size += entry.dense_parameters * (stored + 8 + 8 * terms)
@@ -264,7 +266,8 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             m, n = layout.out_features, layout.in_features
             measured = 14.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += 4.0 * m * m * n + m**3 if work.weighs else 0.0
-            fitted = (measured + fit_cost(layout, calibrated=work.tokens > 0).flops) * rounds
+            fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
+            fitted = (measured + fit.flops) * rounds
             shapes = (transform_shapes(layout, side).values() for side in SIDES)
             generators = sum(map(prod, chain.from_iterable(shapes)))
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))

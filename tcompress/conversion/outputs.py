@@ -396,7 +396,7 @@ def _built(
 
     borrowed: dict[str, FactorsModule] = {}
     for name, owner in entry.bank_of.items():
-        borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], torch.float64)
+        borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], dtype=torch.float64)
         prefix = f"{owner}.{factors_module(name)}"
         stored = {key: read_back(f"{prefix}.{key}", t) for key, t in factors[owner, name].items()}
         borrowed[name].load_state_dict(stored, assign=True)

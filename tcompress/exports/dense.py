@@ -129,7 +129,7 @@ def _shared_input(artifact: Artifact, entry: LayerPlan) -> StructuredLinear:
 
 def _factors_of(artifact: Artifact, entry: LayerPlan, name: str) -> FactorsModule:
     """Builds the shared factors that a layer stores."""
-    module = FactorsModule(entry.own_factors[name], torch.float64, "meta")
+    module = FactorsModule(entry.own_factors[name], dtype=torch.float64, device="meta")
     prefix = f"{factors_module(name)}."
     found = _tensors(artifact, entry, {prefix + key for key in module()})
     _assign(module, {key.removeprefix(prefix): tensor for key, tensor in found.items()})

@@ -25,7 +25,7 @@ from tcompress.errors import (
     first_line,
     listed,
 )
-from tcompress.linalg import has_float64
+from tcompress.linalg.fits import has_float64
 from tcompress.models import KeyMap, SourceModel, WeightStore, read_parameter
 from tcompress.models.model import draw_model
 from tcompress.models.vocabulary import row_axes, select_rows

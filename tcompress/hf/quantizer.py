@@ -128,7 +128,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         else:
             operation = _Unpack(dtype)
             converter.operations.insert(0, operation)
-        operation.shapes[header.nbytes] = header.shape
+        operation.shapes[shape[0]] = header.shape
         return None
 
     # It trains, with `Trainer` too, and compiles like other models.

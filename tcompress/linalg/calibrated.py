@@ -10,14 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tcompress.linalg.rounding import (
-    GROUP,
-    Rounding,
-    code_bounds,
-    matrix_shape,
-    quantize,
-    rounded,
-)
+from tcompress.linalg.fits import damped_curvature
+from tcompress.linalg.rounding import GROUP, Rounding, code_bounds, matrix_shape, quantize, rounded
 
 _DAMPING = 0.01  # ridge on the moments, in units of their mean diagonal
 
@@ -82,17 +76,11 @@ def rounded_factors(
     if roundings[1] is not None:
         b = rounded_in_norm(b, gram, roundings[1])
     inner = b @ gram.double() @ b.mT
-    a = torch.linalg.solve(_damped(inner, 1e-10), b @ product.double().mT).mT
+    a = torch.linalg.solve(damped_curvature(inner, 1e-10), b @ product.double().mT).mT
     return (a if roundings[0] is None else rounded_in_norm(a, inner, roundings[0])), b
-
-
-def _damped(gram: Tensor, damping: float) -> Tensor:
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)
-    mean = torch.where(mean > 0, mean, 1.0)  # inputs that are all zero tell nothing
-    return gram + damping * mean[..., None, None] * torch.eye(gram.shape[-1]).to(gram)
 
 
 def _compensation(gram: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse: row i says what the columns after i take over."""
-    lower = torch.linalg.cholesky(_damped(gram, _DAMPING))
+    lower = torch.linalg.cholesky(damped_curvature(gram, _DAMPING))
     return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)

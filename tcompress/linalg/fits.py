@@ -1,6 +1,7 @@
 """Fits of slices in the norm of the data, and of any weight in the norm of the model's loss.
 
-Everything is fitted and compared in float64, which not all devices have.
+Everything is fitted and compared in float64, which not all devices have; passes have dtypes of
+their own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from math import log2
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import conjugate_gradients, safe_cholesky, whitened, with_ridge
+from tcompress.linalg.moments import (
+    Operator,
+    conjugate_gradients,
+    ridge_level,
+    safe_cholesky,
+    whitened,
+    with_ridge,
+)
 from tcompress.linalg.transforms import Stages, build_blocks, mix_tubes, rotate
 
 
@@ -35,6 +43,19 @@ def _has_float64(kind: str) -> bool:
 def in_float64(tensor: Tensor) -> Tensor:
     """Copy a tensor to float64, on the CPU where its own device has none."""
     return (tensor if has_float64(tensor.device) else tensor.cpu()).double()
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
+    if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return stored
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_autocast(kind: str) -> bool:
+    """Return whether devices of a kind have autocast; torch < 2.13 cannot ask when compiled."""
+    return torch.amp.is_autocast_available(kind)
 
 
 # Slices of the t-product: complex matrices in conjugate pairs, stored as real numbers.
@@ -134,7 +155,6 @@ def fit_rotation(
     z: Tensor,
     output: bool,
     steps: int = 100,
-    rate: float = 0.08,
 ) -> Tensor:
     """Fits the generators of a staged rotation by ascent on the variance that slices explain.
 
@@ -145,7 +165,7 @@ def fit_rotation(
     turn = partial(turn_rows, z=z.to(device, torch.float32), count=count)
     objective = (_output_objective if output else _input_objective)(problems, count, turn)
     generators = torch.zeros(stages.generators_shape, device=device, requires_grad=True)
-    optimiser = torch.optim.Adam([generators], lr=rate)
+    optimiser = torch.optim.Adam([generators], lr=0.08)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     with _threads_for(stages.features), torch.enable_grad():
         for _ in range(steps):
@@ -178,16 +198,15 @@ def turn_rows(matrix: Tensor, blocks: Tensor, z: Tensor, count: int) -> Tensor:
 
 
 Turn = Callable[[Tensor, Tensor], Tensor]
-Objective = Callable[[Tensor], Tensor]
 
 
-def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
+def _input_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Operator:
     """Sum over slices of tr(E_k^T G_kk^-1 E_k), E_k = E[x'_k (W x)_k^T]."""
     root = _range(problems[0].gram)
     gram = (problems[0].gram / root**2).float()
     targets = [(problem.target / problem.scale**0.5 / root).float() for problem in problems]
-    rows = torch.cat([target.unflatten(0, (count, -1)) for target in targets], 1)
-    stacked = rows.flatten(0, 1)  # slice by slice, the outputs of all weights  # (p * o, d)
+    # Slice by slice, the outputs of all weights.  # (p * o, d)
+    stacked = torch.cat([rows.unflatten(0, (count, -1)) for rows in targets], 1).flatten(0, 1)
 
     def explained(blocks: Tensor) -> Tensor:
         turned = turn(turn(gram, blocks).mT, blocks)
@@ -208,7 +227,7 @@ def _range(gram: Tensor) -> float:
     return 2.0 ** round(log2(size) / 2) if size > 0 else 1.0
 
 
-def _output_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Objective:
+def _output_objective(problems: Sequence[Problem], count: int, turn: Turn) -> Operator:
     """Sum over slices of tr(T_k^T M_k T_k), M_k = E_k^T G_kk^-1 E_k, E_k = E[x'_k (W x)^T]."""
     halves = []
     for problem in problems:
@@ -240,9 +259,7 @@ def damped_curvature(curvature: Tensor, damping: float) -> Tensor:
 
     Outputs that the gradients never reached are then fitted as the inputs alone would have them.
     """
-    mean = curvature.diagonal(dim1=-2, dim2=-1).mean(-1)
-    level = damping * torch.where(mean > 0, mean, torch.ones_like(mean))
-    return with_ridge(curvature, level)
+    return with_ridge(curvature, ridge_level(curvature, damping))
 
 
 def curved_loss(fitted: Tensor, product: Tensor, gram: Tensor, curvature: Tensor) -> Tensor:

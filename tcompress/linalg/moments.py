@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf, isfinite
@@ -48,19 +49,13 @@ class Moments:
         zero = torch.zeros(features, dtype=torch.float64)
         return cls(eye, eye, eye, zero, zero, 0)
 
-    @property
-    def features(self) -> int:
-        """Width d' of the input."""
-        return self.gram.shape[-1]
-
     def damped(self, damping: float) -> DampedMoments:
         """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
 
         In directions that the calibration never visited the fit then tends to the data-free one,
         instead of to zero.
         """
-        mean = self.gram.diagonal().mean()
-        return DampedMoments(self, damping * torch.where(mean > 0, mean, torch.ones_like(mean)))
+        return DampedMoments(self, ridge_level(self.gram, damping))
 
     def to(self, device: torch.device | str) -> Moments:
         """Moves all tensors to a device."""
@@ -157,6 +152,12 @@ class DampedMoments:
         return self.moments.lift
 
 
+def ridge_level(moment: Tensor, damping: float) -> Tensor:
+    """Returns a multiple of the mean diagonal, or of one where that is zero.  # (..., d, d)."""
+    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return damping * torch.where(mean > 0, mean, torch.ones_like(mean))
+
+
 def with_ridge(moment: Tensor, level: Tensor) -> Tensor:
     """Add a level to the diagonal, without a matrix of zeros beside it.  # (..., d, d), (...)."""
     raised = moment.clone()
@@ -174,10 +175,7 @@ def relative_error(error: float, norm: float) -> float:
 
 def multipliable(*rows: Tensor) -> list[Tensor]:
     """Returns rows in float32 where that holds sums of their products, all in float64 else."""
-    ends = [
-        torch.stack(item.aminmax()).abs() if item.numel() else item.new_zeros(1) for item in rows
-    ]
-    sizes = [float(own.amax()) for own in ends]
+    sizes = [float(torch.stack(x.aminmax()).abs().amax()) if x.numel() else 0.0 for x in rows]
     narrow = all(size == 0 or SMALLEST < size < LARGEST for size in sizes)
     return [item.float() if narrow else item.double() for item in rows]
 
@@ -199,26 +197,11 @@ class ProductSum:
     It takes no memory before there are some.
     """
 
-    _shape: tuple[int, int]
-    _device: torch.device | str
-    _dtype: torch.dtype = torch.float64
+    shape: tuple[int, int]
+    device: torch.device | str
+    dtype: torch.dtype = torch.float64
     _sum: Tensor | None = None
     _waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    @classmethod
-    def zero(
-        cls,
-        left: int,
-        right: int,
-        device: torch.device | str,
-        dtype: torch.dtype = torch.float64,
-    ) -> ProductSum:
-        return cls((left, right), device, dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the sum."""
-        return self._dtype
 
     @property
     def is_empty(self) -> bool:
@@ -228,14 +211,7 @@ class ProductSum:
     @property
     def total(self) -> Tensor:
         """The sum so far."""
-        self._take()
-        return self._total
-
-    @property
-    def _total(self) -> Tensor:
-        if self._sum is None:
-            self._sum = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        return self._sum
+        return self._take()
 
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
@@ -246,19 +222,20 @@ class ProductSum:
     def merge(self, other: ProductSum) -> ProductSum:
         """Adds another sum."""
         if not other.is_empty:
-            total = self.total
-            total += other.total
+            self.total.add_(other.total)
         return self
 
-    def _take(self) -> None:
+    def _take(self) -> Tensor:
+        if self._sum is None:
+            self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self._waiting:
-            left = torch.cat([own for own, _ in self._waiting])
-            if all(one is two for one, two in self._waiting):
-                add_gram(self._total, left)
+            left, right = zip(*self._waiting, strict=True)
+            if all(a is b for a, b in self._waiting):
+                add_gram(self._sum, torch.cat(left))
             else:
-                total = self._total
-                total += left.T @ torch.cat([own for _, own in self._waiting])
+                self._sum += torch.cat(left).T @ torch.cat(right)
             self._waiting.clear()
+        return self._sum
 
 
 def centre_of(rows: Tensor, weights: Tensor) -> Tensor:
@@ -287,16 +264,15 @@ class MomentSums:
         self, dense: int, new: int | None = None, device: torch.device | str = "cpu"
     ) -> None:
         new = dense if new is None else new
-        sizes = new, dense
         last = torch.float32 if dense >= WIDE else torch.float64
-        dtypes = (torch.float64, torch.float64, last)
         self._sums = [
-            ProductSum.zero(sizes[i], sizes[j], device, dtype)
-            for (i, j), dtype in zip(_PAIRS, dtypes, strict=True)
+            ProductSum((new, new), device),
+            ProductSum((dense, new), device),
+            ProductSum((dense, dense), device, last),
         ]
-        self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in sizes]
+        self._same = ProductSum((new, new), device)  # of rows that are part of all three
+        self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in (new, dense)]
         self._centres: list[Tensor] = []  # means of the first rows, of both streams
-        self._same: ProductSum | None = None  # of rows that are part of all three
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
@@ -308,8 +284,7 @@ class MomentSums:
         if not len(dense):
             return
         pair = new.float(), dense.float()
-        if weights is None:
-            weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
+        weights = _ones(new) if weights is None else weights
         if not self.rows:
             self._centres = [centre_of(rows, weights) for rows in pair]
         root = weights.sqrt()
@@ -322,15 +297,11 @@ class MomentSums:
         for total, mean in zip(self._means, 2 * means if same else means, strict=True):
             total += mean
         scaled = multipliable(*scaled)
-        if not same:
-            for own, (i, j) in zip(self._sums, _PAIRS, strict=True):
-                own.add(scaled[i], scaled[j])
-        else:
-            width = scaled[0].shape[-1]
-            self._same = self._same or ProductSum.zero(
-                width, width, new.device, self._sums[0].dtype
-            )
+        if same:
             self._same.add(scaled[0], scaled[0])
+        else:
+            for products, (i, j) in zip(self._sums, _PAIRS, strict=True):
+                products.add(scaled[i], scaled[j])
         self.rows += len(dense)
         self._weight += float(weights.sum())
         self._squares += float(weights.square().sum())
@@ -341,15 +312,12 @@ class MomentSums:
             return self if self.rows else other
         pairs = zip(other._centres, self._centres, strict=True)
         shifts = [theirs.double() - ours.double() for theirs, ours in pairs]
-        apart = [own for sums in (self, other) for own in sums._sums if not own.is_empty]
-        if self._same is not None and other._same is not None and not apart:
-            totals = [(self._same, other._same, 0, 0)]
+        if all(products.is_empty for products in self._sums + other._sums):
+            totals = [(self._same, other._same, _PAIRS[0])]
         else:
-            halves = zip(self._sums, other._sums, _PAIRS, strict=True)
-            totals = [(ours, theirs, i, j) for ours, theirs, (i, j) in halves]
-            if other._same is not None:
-                self._same = other._same if self._same is None else self._same.merge(other._same)
-        for ours, theirs, i, j in totals:
+            totals = [*zip(self._sums, other._sums, _PAIRS, strict=True)]
+            self._same.merge(other._same)
+        for ours, theirs, (i, j) in totals:
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
             total = ours.merge(theirs).total
@@ -376,11 +344,11 @@ class MomentSums:
         if not self.rows:
             raise FitError("no calibration rows reached this layer")
         pairs: Sequence[tuple[int, int]] = _PAIRS
-        if self._same is not None and all(own.is_empty for own in self._sums):
+        if all(products.is_empty for products in self._sums):
             totals, pairs = [self._same.total], _PAIRS[:1]  # one for all three
         else:
-            totals = [own.total for own in self._sums]
-            if self._same is not None:
+            totals = [products.total for products in self._sums]
+            if not self._same.is_empty:
                 totals = [total + self._same.total.to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
             raise _not_finite()
@@ -410,9 +378,7 @@ class PairedRows:
 
     def add(self, dense: Tensor, new: Tensor, weights: Tensor | None = None) -> None:
         """Adds paired rows; arguments as for `MomentSums`."""
-        if weights is None:
-            weights = torch.ones(len(new), dtype=torch.float64, device=new.device)
-        self._parts.append((dense, new, weights))
+        self._parts.append((dense, new, _ones(new) if weights is None else weights))
         self.rows += len(dense)
 
     def merge(self, other: PairedRows) -> PairedRows:
@@ -429,13 +395,14 @@ class PairedRows:
         if not (is_finite(dense) and is_finite(new)):
             raise _not_finite()
         shares = weights / weights.sum()
-        root, means = shares.sqrt().float()[:, None], []
-        scaled = []
-        for rows in (dense.float(), new.float()):
-            mean = shares @ rows.double()
-            means.append(mean if centred else torch.zeros_like(mean))
-            scaled.append((rows - means[-1].float()).mul_(root))
+        root, pair = shares.sqrt().float()[:, None], (dense.float(), new.float())
+        means = [(shares if centred else 0 * shares) @ rows.double() for rows in pair]
+        scaled = [(rows - mean.float()).mul_(root) for rows, mean in zip(pair, means, strict=True)]
         return RowErrors(*scaled, *means)
+
+
+def _ones(rows: Tensor) -> Tensor:
+    return torch.ones(len(rows), dtype=torch.float64, device=rows.device)
 
 
 def _not_finite() -> FitError:
@@ -483,25 +450,21 @@ def leading_vectors(gram: Tensor, rank: int) -> Tensor:
     (..., n, n) -> (..., n, rank), orthonormal, the largest last
     """
     rows = gram.shape[-1]
-    if gram.ndim > 2 or rows < _LARGE or 2 * rank > rows or gram.device.type != "cpu":
-        return torch.linalg.eigh(gram)[1][..., -rank:]
-    from scipy.linalg import LinAlgError, eigh
+    large = gram.ndim == 2 and rows >= max(_LARGE, 2 * rank)
+    if large and gram.device.type == "cpu" and is_finite(gram):
+        from scipy.linalg import LinAlgError, eigh
 
-    numbers = gram.numpy() if is_finite(gram) else None
-    try:
-        if numbers is None:
-            raise LinAlgError("it holds NaN or infinity")
-        # Rows and columns may be exchanged: so the solver may write over the copy that it is given.
-        _, vectors = eigh(
-            numbers.T.copy(order="F"),
-            subset_by_index=(rows - rank, rows - 1),
-            driver="evr",
-            overwrite_a=True,
-            check_finite=False,
-        )
-    except LinAlgError:  # what is wrong is said as for small ones
-        return torch.linalg.eigh(gram)[1][..., -rank:]
-    return torch.from_numpy(vectors)
+        with suppress(LinAlgError):  # what is wrong is said as for small ones
+            # Rows and columns may be exchanged: the solver may write over the copy that it gets.
+            _, vectors = eigh(
+                gram.numpy().T.copy(order="F"),
+                subset_by_index=(rows - rank, rows - 1),
+                driver="evr",
+                overwrite_a=True,
+                check_finite=False,
+            )
+            return torch.from_numpy(vectors)
+    return torch.linalg.eigh(gram)[1][..., -rank:]
 
 
 def balanced(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:

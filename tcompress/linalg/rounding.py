@@ -86,19 +86,24 @@ def quantize(weight: Tensor, bits: int, group: int | None = None) -> tuple[Tenso
     """
     import torch
 
-    rows, columns = matrix_shape(weight.shape)
-    matrix, group = weight.detach().reshape(rows, columns), group or columns
-    step = max(1, _CHUNK // columns)
-    parts = [_rounded(matrix[i : i + step].float(), bits, group) for i in range(0, rows, step)]
-    codes, scales = zip(*parts, strict=True)
+    matrix = _matrix(weight)
+    step = max(1, _CHUNK // matrix.shape[1])
+    codes, scales = zip(*(_rounded(rows, bits, group) for rows in matrix.split(step)), strict=True)
     return torch.cat(codes), torch.cat(scales)
 
 
 def dequantize(codes: Tensor, scales: Tensor, group: int | None = None) -> Tensor:
     """Multiply codes by their scales, float32.  # (rows, columns), (rows, groups) -> the same."""
-    columns = codes.shape[1]
-    factors = scales.float().repeat_interleave(group or columns, 1)[:, :columns]
-    return codes.float() * factors
+    return codes.float() * _steps(scales, group, codes.shape[1])
+
+
+def _steps(scales: Tensor, group: int | None, columns: int) -> Tensor:
+    """The scale of every number of a row.  # (rows, groups) -> (rows, columns)."""
+    return scales.float().repeat_interleave(group or columns, 1)[:, :columns]
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    return weight.detach().reshape(matrix_shape(weight.shape))
 
 
 def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
@@ -128,25 +133,21 @@ def usual_scales(weight: Tensor, bits: int, group: int | None = None) -> Tensor:
 
 def _grouped(weight: Tensor, group: int | None) -> Tensor:
     """The numbers of a tensor, filled up with zeros.  # (rows, groups, group)."""
-    import torch
+    from torch.nn.functional import pad
 
-    rows, columns = matrix_shape(weight.shape)
-    group = group or columns
-    matrix = weight.detach().reshape(rows, columns).float()
-    padded = torch.nn.functional.pad(matrix, (0, -columns % group))
-    return padded.reshape(rows, -1, group)
+    matrix = _matrix(weight).float()
+    group = group or matrix.shape[1]
+    return pad(matrix, (0, -matrix.shape[1] % group)).unflatten(1, (-1, group))
 
 
 def nearest(weight: Tensor, scales: Tensor, rounding: Rounding) -> Tensor:
     """Round a tensor to grids of known scales, those of `quantize`; its shape and dtype stay."""
     import torch
 
-    rows, columns = matrix_shape(weight.shape)
-    steps = scales.float().repeat_interleave(rounding.group or columns, 1)[:, :columns]
-    lowest, highest = code_bounds(rounding.bits)
-    matrix = weight.detach().reshape(rows, columns).float()
-    codes = (matrix / torch.where(steps == 0, torch.ones_like(steps), steps)).round_()
-    return codes.clamp_(lowest, highest).mul_(steps).to(weight.dtype).reshape(weight.shape)
+    matrix = _matrix(weight).float()
+    steps = _steps(scales, rounding.group, matrix.shape[1])
+    codes = (matrix / torch.where(steps == 0, 1.0, steps)).round_()
+    return codes.clamp_(*code_bounds(rounding.bits)).mul_(steps).to(weight).reshape(weight.shape)
 
 
 def code_bounds(bits: int) -> tuple[int, int]:
@@ -155,35 +156,30 @@ def code_bounds(bits: int) -> tuple[int, int]:
     return -highest - (bits < 8), highest
 
 
-def _rounded(matrix: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+def _rounded(matrix: Tensor, bits: int, group: int | None) -> tuple[Tensor, Tensor]:
     """Choose, for each group, the scale of least squared error.  # (rows, columns)."""
     import torch
 
-    (rows, columns), grouped = matrix.shape, _grouped(matrix, group)
-    largest, (lowest, top) = grouped.abs().amax(-1, keepdim=True), code_bounds(bits)
+    grouped, (lowest, top) = _grouped(matrix, group), code_bounds(bits)
+    largest = grouped.abs().amax(-1, keepdim=True)
     # With eight bits nothing is won by cutting the largest numbers off. Levels below the last one
     # are those of numbers on a grid whose extreme codes none of them has: they stay as they are.
     levels: list[float] = [top]
     if bits < 8:
         levels = [*range(1, top), *(top + more for more in _STRETCH if more <= top)]
-    codes = scales = least = None
+    best: tuple[Tensor, ...] = ()
     for level in levels:
         for sign in (1,) if level < top or bits == 8 else (1, -1):
             scale = (sign * largest / level).bfloat16().float()
-            step = torch.where(scale == 0, torch.ones_like(scale), scale)
-            code = (grouped / step).round_().clamp_(lowest, top)
+            code = (grouped / torch.where(scale == 0, 1.0, scale)).round_().clamp_(lowest, top)
             error = (code * scale - grouped).square_().sum(-1, keepdim=True)
-            if codes is None or scales is None or least is None:
-                codes, scales, least = code, scale, error
-                continue
-            better = error < least
-            codes = torch.where(better, code, codes)
-            scales = torch.where(better, scale, scales)
-            least = torch.where(better, error, least)
-    assert codes is not None
-    assert scales is not None
-    whole = codes.reshape(rows, -1)[:, :columns].to(torch.int8)
-    return whole, scales.squeeze(-1).bfloat16()
+            now: tuple[Tensor, ...] = (error, code, scale)
+            if best:
+                better = error < best[0]
+                now = tuple(torch.where(better, *pair) for pair in zip(now, best, strict=True))
+            best = now
+    _, codes, scales = best
+    return codes.flatten(1)[:, : matrix.shape[1]].to(torch.int8), scales.squeeze(-1).bfloat16()
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -191,33 +187,33 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     import torch
 
     flat = (codes.reshape(-1).to(torch.int16) + 2 ** (bits - 1)).to(torch.uint8)
-    if bits == 8:
-        return flat
-    flat = torch.nn.functional.pad(flat, (0, -len(flat) % 8)).reshape(-1, 8)
-    packed = torch.zeros(len(flat), bits, dtype=torch.uint8, device=flat.device)
-    for index in range(8):  # eight codes are as many bytes as a code has bits
-        first, shift = divmod(index * bits, 8)
-        packed[:, first] |= flat[:, index] << shift
-        if shift + bits > 8:
-            packed[:, first + 1] |= flat[:, index] >> (8 - shift)
-    return packed.reshape(-1)[: _code_bytes(codes.numel(), bits)]
+    packed = flat if bits == 8 else _recut(flat, bits, 8)
+    return packed[: _code_bytes(codes.numel(), bits)]
 
 
 def unpack_codes(packed: Tensor, bits: int, count: int) -> Tensor:
     """Undo `pack_codes`.  # int8 (count,)."""
     import torch
 
-    if bits == 8:
-        return (packed.to(torch.int16) - 128).to(torch.int8)
-    bytes_ = torch.nn.functional.pad(packed, (0, -len(packed) % bits)).reshape(-1, bits)
-    flat = torch.empty(len(bytes_), 8, dtype=torch.uint8, device=packed.device)
-    for index in range(8):
-        first, shift = divmod(index * bits, 8)
-        code = bytes_[:, first] >> shift
-        if shift + bits > 8:
-            code = code | (bytes_[:, first + 1] << (8 - shift))
-        flat[:, index] = code & (2**bits - 1)
-    return (flat.reshape(-1)[:count].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+    flat = packed if bits == 8 else _recut(packed, 8, bits)
+    return (flat[:count].to(torch.int16) - 2 ** (bits - 1)).to(torch.int8)
+
+
+def _recut(numbers: Tensor, bits: int, into: int) -> Tensor:
+    """Cut a run of numbers of so many bits into numbers of others.  # uint8 (n,).
+
+    Eight codes are as many bytes as a code has bits: so many at a time are one whole number.
+    """
+    import torch
+
+    count = 8 * into // max(bits, into)
+    rows = torch.nn.functional.pad(numbers, (0, -len(numbers) % count)).reshape(-1, count)
+    whole = rows.new_zeros(len(rows), dtype=torch.int64)
+    for index in range(count):
+        whole |= rows[:, index].long() << index * bits
+    starts = range(0, count * bits, into)
+    cut = [(whole >> start & 2**into - 1).to(torch.uint8) for start in starts]
+    return torch.stack(cut, 1).flatten()
 
 
 @dataclass(frozen=True)
@@ -227,23 +223,6 @@ class Packed:
     rounding: Rounding
     kind: str  # element type, by its name in torch
     shape: tuple[int, ...]
-
-    @classmethod
-    def read(cls, header: Sequence[int]) -> Packed | None:
-        """Read a header from the first words of a tensor; None if there is none."""
-        words = [int(word) for word in header]
-        if len(words) < _WORDS or words[0] != _MAGIC:
-            return None
-        bits, group, kind, axes = words[1] & 255, words[2], words[3] & 255, words[3] >> 8
-        shape = tuple(words[4 : 4 + axes])
-        if not (2 <= bits <= 8 and kind < len(_DTYPES) and len(shape) == axes and group >= 0):
-            raise SourceError("the header of a packed tensor is damaged")
-        return cls(Rounding(bits, group or None), _DTYPES[kind], shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole tensor as it is packed."""
-        return self.rounding.nbytes(self.shape)
 
 
 _HEADER_BYTES = 64  # hold a header, whatever the shape
@@ -258,8 +237,15 @@ def read_header(packed: Any, size: int) -> Packed | None:
 
     start = packed[: min(size, _HEADER_BYTES) // 4 * 4]
     start = np.asarray(start.cpu() if hasattr(start, "cpu") else start)
-    header = Packed.read(start.view("<i4").tolist())
-    return header if header is not None and header.nbytes == size else None
+    words = start.view("<i4").tolist()
+    if len(words) < _WORDS or words[0] != _MAGIC:
+        return None
+    bits, group, kind, axes = words[1] & 255, words[2], words[3] & 255, words[3] >> 8
+    shape = tuple(words[4 : 4 + axes])
+    if not (2 <= bits <= 8 and kind < len(_DTYPES) and len(shape) == axes and group >= 0):
+        raise SourceError("the header of a packed tensor is damaged")
+    rounding = Rounding(bits, group or None)
+    return Packed(rounding, _DTYPES[kind], shape) if rounding.nbytes(shape) == size else None
 
 
 def pack(tensor: Tensor, rounding: Rounding) -> Tensor:
@@ -290,9 +276,9 @@ def unpack(packed: Tensor) -> Tensor:
     codes = unpack_codes(packed[stop:], rounding.bits, rows * columns).reshape(rows, columns)
     values = torch.empty(rows, columns, dtype=getattr(torch, info.kind), device=packed.device)
     step = max(1, _CHUNK // columns)
-    for i in range(0, rows, step):
-        part = slice(i, i + step)
-        values[part] = dequantize(codes[part], scales[part], rounding.group).to(values.dtype)
+    pieces = zip(values.split(step), codes.split(step), scales.split(step), strict=True)
+    for part, code, scale in pieces:
+        part.copy_(dequantize(code, scale, rounding.group))
     return values.reshape(info.shape)
 
 

@@ -258,16 +258,12 @@ def contract_macs(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
 def contract_moves(in_modes: Ints, out_modes: Ints, ranks: Ints) -> int:
     """Counts the numbers that `tt_apply` gathers for one token where no gradients are wanted."""
     first, last = _apply_macs(in_modes, out_modes, ranks)
+    ready, waiting = (out_modes, in_modes) if first < last else (in_modes, out_modes)
     bonds, moved = (1, *ranks, 1), 0
-    for n, (i, j) in enumerate(zip(out_modes, in_modes, strict=True)):
-        if first < last:
-            before, behind = math.prod(out_modes[:n]), math.prod(in_modes[n + 1 :])
-            sizes = bonds[n] * j + i * bonds[n + 1]
-        else:
-            before, behind = math.prod(in_modes[:n]), math.prod(out_modes[n + 1 :])
-            sizes = j * bonds[n + 1] + bonds[n] * i
+    for n, (i, j) in enumerate(zip(ready, waiting, strict=True)):
+        before, behind = math.prod(ready[:n]), math.prod(waiting[n + 1 :])
         if behind > 1 and not _stays(behind, i * j * bonds[n] * bonds[n + 1]):
-            moved += before * sizes * behind
+            moved += before * (bonds[n] * j + i * bonds[n + 1]) * behind
     return moved
 
 

@@ -251,7 +251,7 @@ def fixed_transform(kind: str, size: int, seed: int = 0) -> Tensor:  # (p, p)
 
     Reference: arXiv:2603.05727, section 4.5 and section 5.2.
     """
-    return torch.from_numpy(np.ascontiguousarray(_BUILDERS[kind](size, seed)))
+    return torch.from_numpy(np.ascontiguousarray(FIXED_TRANSFORMS[kind](size, seed)))
 
 
 def check_transform(kind: str, size: int) -> str | None:
@@ -289,7 +289,7 @@ def _dft(size: int, seed: int) -> Matrix:
     return matrix
 
 
-_BUILDERS: dict[str, Callable[[int, int], Matrix]] = {
+FIXED_TRANSFORMS: dict[str, Callable[[int, int], Matrix]] = {
     "dct": lambda size, seed: scipy.fft.dct(np.eye(size), norm="ortho", axis=0),
     "identity": lambda size, seed: np.eye(size),
     "haar": _haar,
@@ -297,4 +297,3 @@ _BUILDERS: dict[str, Callable[[int, int], Matrix]] = {
     "random": _random,
     "dft": _dft,
 }
-FIXED_TRANSFORMS: tuple[str, ...] = tuple(_BUILDERS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tcompress.errors import FitError
-from tcompress.linalg.moments import descend, safe_cholesky
+from tcompress.linalg.moments import Operator, descend, safe_cholesky
 from tcompress.linalg.tensortrain import Ints, balance_cores, merge_cores, tt_shape, tt_to_matrix
 
 # With all cores but one held, W is linear in that core, so its optimum solves a linear system. The
@@ -176,9 +176,6 @@ def _sweep(problem: TTProblem, cores: Sequence[Tensor]) -> list[Tensor]:
     return cores
 
 
-Solver = Callable[[Tensor], Tensor]
-
-
 def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -> Tensor:
     """Moves one core to its optimum, or with conjugate gradients towards it; never away from it.
 
@@ -262,13 +259,13 @@ def _factor(matrices: Tensor) -> Tensor:
     return safe_cholesky(matrices) if bool(info.any()) else factors
 
 
-def _matrix_solver(matrix: Tensor) -> Solver:
+def _matrix_solver(matrix: Tensor) -> Operator:
     """Solves the normal equations of all output indices with one factorisation."""
     factor = _factor(matrix)
     return lambda tensor: _from_rows(torch.cholesky_solve(_to_rows(tensor), factor), tensor)
 
 
-def _block_solver(problem: TTProblem, left: Tensor, right: Tensor) -> Solver:
+def _block_solver(problem: TTProblem, left: Tensor, right: Tensor) -> Operator:
     """Solves with the blocks of the normal matrix that couple input indices j only."""
     grid = _six(problem.padded_gram, left, right)
     before = torch.einsum("opa,oqa->apq", left[0], left[0])
@@ -282,7 +279,7 @@ def _block_solver(problem: TTProblem, left: Tensor, right: Tensor) -> Solver:
     return solve
 
 
-def _with_outputs(solve: Solver, curvature: Tensor, left: Tensor, right: Tensor) -> Solver:
+def _with_outputs(solve: Operator, curvature: Tensor, left: Tensor, right: Tensor) -> Operator:
     """Adds to a solver the mean curvature between the output indices of the core."""
     o, x = left.shape[1], right.shape[1]
     i = len(curvature) // (o * x)

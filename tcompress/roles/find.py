@@ -100,19 +100,14 @@ def find_roles(model: nn.Module) -> Roles:
     shared = (module for module, count in paths.items() if count > 1)
     reasons = dict.fromkeys(shared, "several blocks share it") | direct_uses(model)
     head = _asked(model, "get_output_embeddings")
-    blocks: list[Block] = []
-    refused: list[Refusal] = []
-    for site in sites:
-        layers, left = _read(site, reasons)
-        refused.extend(left)
-        if layers:
-            blocks.append(Block(site.name, layers))
+    read = [(site.name, *_read(site, reasons)) for site in sites]
+    blocks = [Block(name, layers) for name, layers, _ in read if layers]
     return Roles(
         family=family,
         blocks=tuple(blocks),
         embeddings=_embeddings(model),
         output_head=next((name for name, part in model.named_modules() if part is head), None),
-        refused=tuple(refused),
+        refused=tuple(refusal for _, _, refusals in read for refusal in refusals),
         warnings=_warnings(family, sites, blocks),
         outside=tuple(_outside(_Site("", model, family, None), sites, reasons)),
     )
@@ -148,10 +143,10 @@ def _read(site: _Site, known: Reasons) -> tuple[tuple[Layer, ...], tuple[Refusal
         layers = [_layer(site, role, name, style) for role, name in roles.items()]
         default = f"the table of family `{site.family}` gives it no role"
     else:
-        plain = [(name, modules[name]) for name, reason in reasons.items() if reason is None]
         layers = [
             _layer(site, shape.role, name, None, shape)
-            for name, module in plain
+            for name, module in modules.items()
+            if reasons[name] is None
             for shape in shapes_of(module)
         ]
         default = ""
@@ -213,9 +208,11 @@ def _layer(
 def _embeddings(model: nn.Module) -> tuple[str, ...]:
     """Return the paths of the input embeddings of the model and of the models inside it."""
     inside = [part for part in model.modules() if isinstance(part, transformers.PreTrainedModel)]
-    found = {_asked(part, "get_input_embeddings") for part in inside}
-    wanted = {module for module in found if isinstance(module, nn.Embedding)}
-    return tuple(name for name, module in model.named_modules() if module in wanted)
+    inputs = {_asked(part, "get_input_embeddings") for part in inside}
+    tables = (
+        (name, item) for name, item in model.named_modules() if isinstance(item, nn.Embedding)
+    )
+    return tuple(name for name, table in tables if table in inputs)
 
 
 def _asked(model: nn.Module, question: str) -> nn.Module | None:

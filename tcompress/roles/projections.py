@@ -79,16 +79,15 @@ def _at(module: nn.Module, steps: tuple[str, ...]) -> list[nn.Module]:
 
 @cache
 def _uses(kind: type[nn.Module]) -> tuple[_Use, ...]:
-    found: dict[_Use, None] = {}
+    uses: dict[_Use, None] = {}
     for name in dir(kind):
         method = inspect.getattr_static(kind, name)
         method = inspect.unwrap(getattr(method, "__func__", method))
         if not isinstance(method, FunctionType) or name.startswith(_BUILDING):
             continue
-        if method.__module__.startswith("torch.") or not _names(method.__code__, "weight"):
-            continue
-        found |= dict.fromkeys(_read_in(method, name))
-    return tuple(found)
+        if not method.__module__.startswith("torch.") and _names(method.__code__, "weight"):
+            uses |= dict.fromkeys(_read_in(method, name))
+    return tuple(uses)
 
 
 def _names(code: CodeType, name: str) -> bool:
@@ -100,10 +99,9 @@ def _read_in(method: FunctionType, name: str) -> Iterator[_Use]:
     tree = parsed(method)
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     known = _assigned(tree)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or node.attr != "weight":
-            continue
-        if not _is_harmless(node, parents):
+    reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    for node in reads:
+        if node.attr == "weight" and not _is_harmless(node, parents):
             conditions = tuple(_conditions(node, parents))
             origins = (steps for steps, _ in _origins(node.value, known) if steps)
             yield from (_Use(steps, name, conditions) for steps in origins)
@@ -257,31 +255,27 @@ def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
     if isinstance(module, _ConvNd):
         sizes = module.in_channels, module.out_channels
         return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
-    stacks = _stacks(module)
-    found = _ways(module).items()
-    return tuple(_stack(module, name, transposed=way) for name, way in found if name in stacks)
+    ways, stacks = _ways(module).items(), _stacks(module)
+    return tuple(_stack(module, name, transposed=way) for name, way in ways if name in stacks)
 
 
 def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
     """Read the shape of the projection of a module that has a role."""
-    shapes = shapes_of(module)
-    if not role.startswith("experts_"):
-        return shapes[0]
-    found = next((shape for shape in shapes if shape.role == role), None)
-    if found is None:
-        wanted = {"experts_gate_up": "gate_up_proj", "experts_down": "down_proj"}[role]
-        hint = "convert the checkpoint with a transformers release that stacks the experts"
-        raise InputError(f"the experts `{path}` have no 3-D parameter `{wanted}`", hint)
-    return found
+    for shape in shapes_of(module):
+        if shape.role == role or not role.startswith("experts_"):
+            return shape
+    raise InputError(
+        f"the experts `{path}` have no 3-D parameter `{role.removeprefix('experts_')}_proj`",
+        "convert the checkpoint with a transformers release that stacks the experts",
+    )
 
 
 def is_block(module: nn.Module) -> bool:
     """Tell blocks from heads, which are linear layers alone and end in another width."""
-    found = list(projections(module).values())
     owners = [part for part in module.modules() if any(True for _ in part.parameters(False))]
     plain = [part for part in owners if isinstance(part, nn.Linear)]
     if len(plain) < len(owners):
-        return bool(found)
+        return bool(projections(module))
     return len(plain) > 1 and plain[0].in_features == plain[-1].out_features
 
 
@@ -299,12 +293,10 @@ def reason_to_refuse(name: str, block: nn.Module) -> str | None:
         return "`nn.MultiheadAttention` uses its weight directly"
     if stacks := _stacks(module, name):
         ways = _ways(module)
-        unread = [parameter for parameter in stacks if parameter not in ways]
-        if unread:
-            names = ", ".join(f"`{parameter}`" for parameter in unread)
-            return (
-                f"its forward pass does not say how it multiplies by its stacked weights: {names}"
-            )
+        names = ", ".join(f"`{parameter}`" for parameter in stacks if parameter not in ways)
+        if names:
+            reason = "its forward pass does not say how it multiplies by its stacked weights"
+            return f"{reason}: {names}"
     elif isinstance(module, _ConvNd):
         if module.groups > 1:
             return "it is a convolution in groups"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -73,13 +73,14 @@ def stored_blocks(config: Mapping[str, Any], shapes: Shapes) -> tuple[Block, ...
         blocks.append(Block(name, layers))
     parts = (config, *(value for value in config.values() if isinstance(value, Mapping)))
     depths = [part.get(name) for part in parts for name in _COUNTS]
-    stacks: dict[str, list[Block]] = {}
+    stacks: dict[str, list[frozenset[str]]] = {}
     for block in blocks:
-        stacks.setdefault(block.name.rpartition(".")[0], []).append(block)
+        keys = (key for key in found[block.name] if not any(part in key for part in _FIRST))
+        stacks.setdefault(block.name.rpartition(".")[0], []).append(frozenset(keys))
     width = config.get("intermediate_size")
     runs = (part for block in blocks for layer in block.layers for part in layer.parts)
     # What does not fit together, or not the config, is for the model to say.
-    fits = all(len(stack) in depths and _alike(stack, found) for stack in stacks.values())
+    fits = all(len(stack) in depths and len({*stack}) == 1 for stack in stacks.values())
     wide = width is None or all(run.size == width for run in runs if run.name in ("gate", "up"))
     return tuple(blocks) if stacks and fits and wide else None
 
@@ -132,12 +133,3 @@ def _place(block: str) -> tuple[tuple[int, int, str], ...]:
         (int(step), 0, "") if step.isdigit() else (0, int(step == "decoder"), step)
         for step in block.split(".")
     )
-
-
-def _alike(stack: list[Block], found: Mapping[str, Collection[str]]) -> bool:
-    """Return whether blocks of a stack hold the same tensors; the first of some has one more."""
-    names = {
-        frozenset(key for key in found[block.name] if not any(part in key for part in _FIRST))
-        for block in stack
-    }
-    return len(names) == 1

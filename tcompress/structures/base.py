@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from tcompress import linalg
 from tcompress.errors import RecipeError
 from tcompress.fields import FRACTION, Options, option
 
@@ -28,21 +28,24 @@ TOL = option(
     "weight out, is at most this",
     **FRACTION,
 )
+NO_RANK = "no rank is given: set `rank` or `target`"
 
 
-def clip_note(asked: int | Sequence[int] | None, given: Sequence[int]) -> str | None:
-    """Says what became of ranks, if they are not those asked for."""
-    if asked is None:
+def clip_note(option: int | Sequence[int] | None, ranks: Sequence[int]) -> str | None:
+    """Says what became of the ranks of an option, if not all are as large."""
+    if option is None:
         return None
-    wanted = [asked] * len(given) if isinstance(asked, int) else list(asked)
-    if all(one <= other for one, other in zip(wanted, given, strict=True)):
+    asked = [option] if isinstance(option, int) else option
+    if all(rank <= clipped for rank, clipped in zip(cycle(asked), ranks, strict=False)):
         return None
-    said = [asked] if isinstance(asked, int) else asked
-    return f"{', '.join(map(str, said))} became {', '.join(map(str, given))}"
+    return f"{', '.join(map(str, asked))} became {', '.join(map(str, ranks))}"
 
 
 class Spec(Options):
     """Options of a method as a recipe gives them."""
+
+    narrows: ClassVar[bool] = False
+    """Whether layers around channels become narrower together, and stay plain matrices."""
 
     @model_validator(mode="after")
     def _check_tol(self) -> Spec:
@@ -74,11 +77,6 @@ class Spec(Options):
         """True if layers share tensors of their cores, so that they are sized together."""
         return False
 
-    @property
-    def narrows(self) -> bool:
-        """True if layers around channels become narrower together, and stay plain matrices."""
-        return False
-
     def settled(self, *, calibrated: bool) -> Spec:
         """Fills options whose default depends on whether there is calibration data."""
         return self
@@ -99,6 +97,7 @@ class Spec(Options):
 Side = Literal["in", "out"]
 Shapes = dict[str, tuple[int, ...]]
 Tensors = Mapping[str, "Tensor"]
+Roundings = Mapping[str, "Rounding"]
 
 
 class Refusal(Exception):
@@ -107,6 +106,22 @@ class Refusal(Exception):
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+def chosen_rank(
+    rank: int | None,
+    budget: int | None,
+    paid_by: Callable[[int], int],
+    missing: str = NO_RANK,
+) -> int:
+    """Returns the rank of an option, else what a budget pays for; or raises `Refusal`."""
+    if rank is None and budget is not None:
+        rank = paid_by(budget)
+    if rank is None:
+        raise Refusal(missing)
+    if rank < 1:
+        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
+    return rank
 
 
 class Frozen(BaseModel):
@@ -122,10 +137,8 @@ class Layout(Frozen):
     in_features: int = Field(gt=0)
     out_features: int = Field(gt=0)
 
-    @property
-    def is_plain(self) -> bool:
-        """True for an ordinary matrix, which is no structure to any other program."""
-        return False
+    is_plain: ClassVar[bool] = False
+    """Whether it is an ordinary matrix, which is no structure to any other program."""
 
     @property
     def regressors(self) -> int:
@@ -197,9 +210,11 @@ def random_tensors(
 
 def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
     """Returns what a weight costs the model, to second order.  # (out, in)."""
+    from tcompress.linalg.fits import curved_loss
+
     assert target.curvature is not None
     gram = target.full_gram()
-    return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
+    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
 
 
 S = TypeVar("S", bound=Spec)
@@ -262,13 +277,17 @@ class Structure(ABC, Generic[S, L]):
         fitted = self.fit(replace(target, curvature=None), layout)
         return self.dense({**fitted, **target.factors}, layout)
 
+    def fit_cost(self, layout: L, *, calibrated: bool) -> FitCost:
+        """Cost of `fit`: that of one truncated SVD of the weight, unless it does something else."""
+        return FitCost(svd_flops(layout.out_features, layout.in_features))
+
     def losses(self, target: Target, constant: float, layouts: Sequence[L]) -> list[float]:
         """Predicts the loss of one site's layouts, by growing size; `constant` is that of zeros."""
-        found = {
+        losses = {
             layout: predicted_loss(self.quick_fit(target, layout), target, constant)
             for layout in dict.fromkeys(layouts)
         }
-        return [found[layout] for layout in layouts]
+        return [losses[layout] for layout in layouts]
 
 
 class Registry(dict[str, T]):
@@ -346,7 +365,7 @@ class RoundsInNorm(ABC):
 
     @abstractmethod
     def rounded(
-        self, target: Target, layout: Any, tensors: Tensors, roundings: Mapping[str, Rounding]
+        self, target: Target, layout: Any, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         """Rounds fitted tensors, those that have a rounding, as they will be stored."""
 
@@ -366,26 +385,10 @@ class FitCost(NamedTuple):
     bytes: int = 0  # memory beyond a few copies of the weight and its moments, at most
 
 
-class CostsOther(ABC):
-    """Has a fit that costs something else than one truncated SVD of the weight."""
-
-    @abstractmethod
-    def fit_cost(self, layout: Any, *, calibrated: bool) -> FitCost:
-        """Cost of `fit`."""
-
-
 def svd_flops(rows: int, columns: int) -> float:
     """Counts what a truncated SVD and the products around it take, roughly, as of float32."""
     least = min(rows, columns)
     return 10.0 * least**3 + 4.0 * rows * columns * least
-
-
-def fit_cost(layout: Layout, *, calibrated: bool) -> FitCost:
-    """Cost of the fit of a term."""
-    kind = structure(layout.structure)
-    if isinstance(kind, CostsOther):
-        return kind.fit_cost(layout, calibrated=calibrated)
-    return FitCost(svd_flops(layout.out_features, layout.in_features))
 
 
 class SharesFactors(ABC):

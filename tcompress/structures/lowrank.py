@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
     Layout,
     LooksUp,
-    Refusal,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Site,
@@ -21,6 +20,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    chosen_rank,
     clip_note,
     random_tensors,
     register,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tcompress.linalg.rounding import Rounding
-
 
 class LowRankSpec(Spec):
     """Options of `svd`: two factors of a chosen rank."""
@@ -40,13 +38,11 @@ class LowRankSpec(Spec):
     rank: int | None = option(None, "rank of every weight", metavar="N", gt=0)
     tol: float | None = TOL
 
+    fills: ClassVar[bool] = True
+
     @property
     def fixes_size(self) -> bool:
         return self.has_size
-
-    @property
-    def fills(self) -> bool:
-        return True
 
     def clipped(self, layout: Any) -> str | None:
         return clip_note(self.rank, (layout.rank,))
@@ -72,14 +68,9 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     exact_losses = True
 
     def layout(self, spec: LowRankSpec, site: Site, budget: int | None = None) -> LowRankLayout:
-        rank = spec.rank
-        if rank is None and budget is not None:
-            rank = budget // (site.in_features + site.out_features)
-        if rank is None:
-            raise Refusal("no rank is given: set `rank` or `target`")
-        if rank < 1:
-            raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-        return LowRankLayout(**site.widths, rank=min(rank, *site.widths.values()))
+        widths = site.widths.values()
+        rank = chosen_rank(spec.rank, budget, lambda size: size // sum(widths))
+        return LowRankLayout(**site.widths, rank=min(rank, *widths))
 
     def tensors(self, layout: LowRankLayout) -> Shapes:
         return {"a": (layout.out_features, layout.rank), "b": (layout.rank, layout.in_features)}
@@ -99,18 +90,18 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        from tcompress.linalg.moments import fit_lowrank
+
+        a, b = fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
         return {"a": a, "b": b}
 
     def rounded(
-        self,
-        target: Target,
-        layout: LowRankLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
+        from tcompress.linalg.calibrated import rounded_factors
+
         factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
-        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
+        a, b = rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
@@ -124,8 +115,10 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
     """Predicts what the best factors of these ranks lose."""
     assert target.curvature is not None
-    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-    losses = linalg.lowrank_losses(spectrum, constant)
+    from tcompress.linalg.fits import lowrank_losses, lowrank_spectrum
+
+    spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = lowrank_losses(spectrum, constant)
     return [float(losses[rank]) for rank in ranks]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil, gcd, log2
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
@@ -12,10 +12,10 @@ from pydantic import Field
 from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
-    CostsOther,
     FitCost,
     Layout,
     Refusal,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Side,
@@ -36,8 +36,6 @@ from tcompress.structures.base import (
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from tcompress.linalg.rounding import Rounding
 
 TransformKind = Literal["dct", "identity", "haar", "hadamard", "random", "dft", "learned", "fitted"]
 Placement = Literal["in", "out", "both"]
@@ -192,11 +190,9 @@ class LprodLayout(Layout):
 
 def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
     """Names the numbers of slices that a layer can have, of which those near the asked one."""
-    fixed = kind not in ("learned", "fitted")
     common = gcd(site.in_features, site.out_features)
-    sizes = [p for p in range(2, common + 1) if not common % p]
-    if fixed:
-        sizes = [p for p in sizes if not linalg.check_transform(kind, p)]
+    divisors = (p for p in range(2, common + 1) if not common % p)
+    sizes = [p for p in divisors if not linalg.check_transform(kind, p)]
     near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
     hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
     return hint + (", or `pad: true` in the method's options of a recipe" if padded else "")
@@ -207,7 +203,7 @@ def _one_of(numbers: Sequence[int]) -> str:
     return f"{', '.join(others)} or {last}" if others else last
 
 
-class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsOther):
+class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
     """Slices of an L-product with a fixed, learned or fitted transform."""
 
     name = "lprod"
@@ -219,7 +215,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsO
 
     def layout(self, spec: LprodSpec, site: Site, budget: int | None = None) -> LprodLayout:
         kind = spec.transform or "dct"
-        reason = None if kind in ("learned", "fitted") else linalg.check_transform(kind, spec.p)
+        reason = linalg.check_transform(kind, spec.p)
         widths = {"input": site.in_features, "output": site.out_features}
         uneven = [f"{name} {size}" for name, size in widths.items() if size % spec.p]
         if uneven and not spec.pad:
@@ -300,16 +296,6 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsO
 
     def fit(self, target: Target, layout: LprodLayout) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
-        turn_out = target.operators.get("out")
-        plain = layout.transform != "dft" and layout.tubal_rank is None
-        if target.curvature is not None and plain:
-            gram = target.full_gram() if gram is None else gram
-            curvature = _padded_gram(target.curvature, layout.padded_out)
-            curvature = curvature if turn_out is None else _turned(curvature, turn_out)
-            before = target.start.get("slices")
-            steps = STEPS if before is None else MORE_STEPS
-            moments = (product, gram, layout.p, curvature)
-            return {"slices": linalg.fit_slices_curved(*moments, before, iterations=steps)}
         if layout.transform == "dft":
             return {"slices": linalg.fit_conjugate_slices(product, gram, layout.p)}
         if layout.tubal_rank is not None:
@@ -317,14 +303,19 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsO
             grams = None if gram is None else linalg.diagonal_blocks(gram, layout.p)
             left, right = linalg.fit_lowrank(slices, grams, layout.tubal_rank)
             return {"left": left, "right": right}
-        return {"slices": linalg.fit_slices(product, gram, layout.p)}
+        if target.curvature is None:
+            return {"slices": linalg.fit_slices(product, gram, layout.p)}
+        gram = target.full_gram() if gram is None else gram
+        curvature = _padded_gram(target.curvature, layout.padded_out)
+        if (turn_out := target.operators.get("out")) is not None:
+            curvature = _turned(curvature, turn_out)
+        before = target.start.get("slices")
+        steps = STEPS if before is None else MORE_STEPS
+        moments = (product, gram, layout.p, curvature)
+        return {"slices": linalg.fit_slices_curved(*moments, before, iterations=steps)}
 
     def rounded(
-        self,
-        target: Target,
-        layout: LprodLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: LprodLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
         if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs
@@ -357,8 +348,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm, CostsO
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
         shapes = self.tensors(layout)
-        widths = {name: shape[-1] for name, shape in shapes.items()}
-        tensors = random_tensors(shapes, generator, widths)
+        tensors = random_tensors(shapes, generator, {name: s[-1] for name, s in shapes.items()})
         if layout.transform == "dft":  # paired coefficients are sums of two products
             tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
         return tensors

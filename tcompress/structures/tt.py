@@ -18,8 +18,8 @@ from pydantic import (
 from tcompress import linalg
 from tcompress.fields import option, read_modes
 from tcompress.structures.base import (
+    NO_RANK,
     TOL,
-    CostsOther,
     FitCost,
     Layout,
     LooksUp,
@@ -152,7 +152,7 @@ class TTLayout(Layout):
         return self.model_copy(update=update)
 
 
-class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
+class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
     """A chain of cores, started by the TT-SVD and fitted by alternating least squares."""
 
     name = "tt"
@@ -164,9 +164,7 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
     def layout(self, spec: TTSpec, site: Site, budget: int | None = None) -> TTLayout:
         count, turned = _chains(spec, site)
         share, whole = (count, 1) if turned else (1, count)
-        widths = (site.in_features // share, site.out_features // whole)
-        one = replace(site, in_features=widths[0], out_features=widths[1])
-        into, out = _modes(spec, one)
+        into, out = _modes(spec, site.in_features // share, site.out_features // whole)
         budget = None if budget is None else budget // count
         ranks = linalg.clip_ranks(_ranks(spec, into, out, budget), into, out)
         how = {"chains": count, "turned": turned, "apply": spec.apply}
@@ -215,8 +213,10 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         return None  # a row is made of what other rows are made of too
 
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
-        matrix = _matrix(_cores(tensors, layout), layout)
-        return matrix if layout.chains == 1 else _joined(matrix, layout)
+        matrix = _matrix(_cores(tensors, layout), layout)  # ([chains,] out, in)
+        if layout.chains == 1:
+            return matrix
+        return matrix.transpose(-3, -2).flatten(-2) if layout.turned else matrix.flatten(-3, -2)
 
     def fit(self, target: Target, layout: TTLayout) -> dict[str, Tensor]:
         cores = self._fitted_cores(target, layout, CURVED_SWEEPS)
@@ -229,16 +229,14 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp, CostsOther):
         import torch
 
         one = layout.chain
-        found: list[list[Tensor]] = []
+        fits: dict[int, list[Tensor]] = {}
         # Chains that share out the inputs begin with the others at the dense weight.
         matrices = list(_parts(_free_weight(target), layout))
         for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
             own = _target_of(target, layout, index, matrices)
-            cores = self._fitted(own, one, curved_sweeps)
-            matrices[index] = _matrix(cores, one)
-            found.append(cores)
-        chains = found[-layout.chains :]
-        return [torch.stack(cores) for cores in zip(*chains, strict=True)]
+            fits[index] = self._fitted(own, one, curved_sweeps)
+            matrices[index] = _matrix(fits[index], one)
+        return [torch.stack(cores) for cores in zip(*fits.values(), strict=True)]
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
         """Fit by one sweep with output moments."""
@@ -326,11 +324,6 @@ def _parts(weight: Tensor, layout: TTLayout) -> Sequence[Tensor]:
     return weight.chunk(layout.chains, 1 if layout.turned else 0)
 
 
-def _joined(parts: Tensor, layout: TTLayout) -> Tensor:
-    """Put matrices of chains together.  # (..., chains, out, in) -> (..., out, in)."""
-    return parts.transpose(-3, -2).flatten(-2) if layout.turned else parts.flatten(-3, -2)
-
-
 def _target_of(target: Target, layout: TTLayout, index: int, matrices: Sequence[Tensor]) -> Target:
     """Target of one chain, where all others have these matrices.
 
@@ -376,10 +369,10 @@ def _fitted_sizes(layouts: Sequence[TTLayout]) -> list[int]:
     return [int(place) for place in np.unique(ends)]
 
 
-def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
+def _modes(spec: TTSpec, into: int, out: int) -> tuple[Modes, Modes]:
     if spec.name == "qtt":
-        return linalg.quantized_matrix_modes(site.in_features, site.out_features)
-    widths = (site.in_features, site.out_features)
+        return linalg.quantized_matrix_modes(into, out)
+    widths = (into, out)
     given = {width: spec.modes[width] for width in widths if width in spec.modes}
     for width, modes in given.items():
         if len(modes) < 2 or prod(modes) < width:
@@ -388,13 +381,13 @@ def _modes(spec: TTSpec, site: Site) -> tuple[Modes, Modes]:
                 "give two factors or more, whose product is the width, or a little above",
             )
     order = spec.order or max(map(len, given.values()), default=2)
-    defaults = linalg.matrix_modes(*widths, order)
+    defaults = linalg.matrix_modes(into, out, order)
     pairs = zip(widths, defaults, strict=True)
     in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(
-            f"the input {site.in_features} has {len(in_modes)} modes and "
-            f"the output {site.out_features} has {len(out_modes)}: give both equally many"
+            f"the input {into} has {len(in_modes)} modes and "
+            f"the output {out} has {len(out_modes)}: give both equally many"
         )
     return in_modes, out_modes
 
@@ -410,7 +403,7 @@ def _ranks(spec: TTSpec, in_modes: Modes, out_modes: Modes, budget: int | None) 
                 f"the budget of {budget} parameters does not pay for rank 1, which takes {least}"
             )
     if rank is None and spec.name != "qtt":
-        raise Refusal("no rank is given: set `rank` or `target`")
+        raise Refusal(NO_RANK)
     rank = rank or 2
     ranks = (rank,) * bonds if isinstance(rank, int) else rank
     if len(ranks) != bonds:
@@ -434,22 +427,17 @@ def _multiplied(x: Tensor, cores: list[Tensor], layout: TTLayout) -> Tensor:
 
     lead = cores[0].dim() - 4
     price = GATHERED if lead or torch.is_grad_enabled() else IN_PLACE
-    if _contracts(layout, prod(x.shape[lead:-1]), price):
+    contracts = layout.apply == "contract"
+    if layout.apply == "auto":
+        # A compiler that traces any number of tokens at once must not have it decide.
+        tokens = prod(x.shape[lead:-1])
+        count = tokens if isinstance(tokens, int) else inf
+        # Compilers look through caches, and warn that they do.
+        most = _most_to_contract if torch.compiler.is_compiling() else _remembered
+        contracts = count <= most(layout.shape, prod(layout.chain_widths), price)
+    if contracts:
         return linalg.tt_apply(x, cores)[..., : layout.chain_widths[1]]
     return x @ _matrix(cores, layout).mT
-
-
-def _contracts(layout: TTLayout, tokens: int | None, price: float = IN_PLACE) -> bool:
-    """Return whether to contract rather than rebuild, for so many tokens; None for very many."""
-    import torch
-
-    if layout.apply != "auto":
-        return layout.apply == "contract"
-    # A compiler that traces any number of tokens at once must not have it decide.
-    count = tokens if isinstance(tokens, int) else inf
-    # Compilers look through caches, and warn that they do.
-    most = _most_to_contract if torch.compiler.is_compiling() else _remembered
-    return count <= most(layout.shape, prod(layout.chain_widths), price)
 
 
 def _most_to_contract(shape: tuple[Modes, Modes, Modes], dense: int, price: float) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Sequence
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,8 @@ from pydantic import PositiveInt, model_validator
 from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
+    NO_RANK,
     TOL,
-    CostsOther,
     FitCost,
     Layout,
     LooksUp,
@@ -37,6 +38,7 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
+    chosen_rank,
     clip_note,
     random_tensors,
     register,
@@ -133,7 +135,7 @@ class TuckerLayout(Layout):
         return rows // self.block[0], columns // self.block[1]
 
 
-class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, CostsOther):
+class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp):
     """Cores between two factors, of one weight or of all that share factors."""
 
     name = "tucker"
@@ -163,13 +165,12 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp, Co
 
     def tensors(self, layout: TuckerLayout) -> Shapes:
         left, right = layout.ranks
+        u, v = (layout.out_features, left), (layout.in_features, right)
         if layout.plain:
-            factors: Shapes = {"u": (layout.out_features, left), "v": (layout.in_features, right)}
-            return factors if layout.bank is None else {"u": factors["u"]}
+            return {"u": u, "v": v} if layout.bank is None else {"u": u}
         if layout.bank is not None:
             return {"mix": (*layout.grid, layout.cores)}
-        shapes = (layout.out_features, left), (left, right), (layout.in_features, right)
-        return dict(zip(("u", "core", "v"), shapes, strict=True))
+        return {"u": u, "core": layout.ranks, "v": v}
 
     def looks_up(self, layout: TuckerLayout) -> bool:
         return layout.bank is None
@@ -307,14 +308,12 @@ def _with_shared_input(spec: TuckerSpec, site: Site, budget: int | None) -> Tuck
     """U V^T with the V of all that read the same input, each paying in proportion to its size."""
     sites = site.sharing_sites if len(site.sharing_sites) > 1 else (site,)
     rows = sum(other.out_features for other in sites)
-    rank = spec.rank if isinstance(spec.rank, int) else None
-    if rank is None and budget is not None:
-        rank = budget * rows // site.out_features // (rows + site.in_features)
-    if rank is None:
-        raise Refusal("no rank is given: set `rank` or `target`")
-    if rank < 1:
-        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-    rank = min(rank, rows, site.in_features)
+
+    def paid_by(size: int) -> int:
+        return size * rows // site.out_features // (rows + site.in_features)
+
+    assert not isinstance(spec.rank, tuple)  # which is for cores
+    rank = min(chosen_rank(spec.rank, budget, paid_by), rows, site.in_features)
     return TuckerLayout(
         **site.widths,
         ranks=(rank, rank),
@@ -328,16 +327,12 @@ def _with_shared_input(spec: TuckerSpec, site: Site, budget: int | None) -> Tuck
 def _alone(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:
     """A weight that shares nothing; shared factors have ranks for their own shape only."""
     rank = spec.rank if isinstance(spec.rank, int) and not spec.shares_factors else None
-    if rank is None and budget is not None:
-        rank = linalg.largest_rank(site.in_features + site.out_features, budget)
-    if rank is None:
-        alone = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
-        usual = "no rank is given: set `rank` or `target`"
-        raise Refusal(alone if spec.shares_factors else usual)
-    if rank < 1:
-        raise Refusal(f"the budget of {budget} parameters does not pay for rank 1")
-    rank = min(rank, *site.widths.values())
-    return TuckerLayout(**site.widths, ranks=(rank, rank))
+    missing = NO_RANK
+    if spec.shares_factors:
+        missing = f"`share: {spec.share}` has no factors for it, and no `target` gives it a rank"
+    widths = site.widths.values()
+    rank = chosen_rank(rank, budget, partial(linalg.largest_rank, sum(widths)), missing)
+    return TuckerLayout(**site.widths, ranks=(min(rank, *widths),) * 2)
 
 
 def _cut(share: Share, site: Site) -> tuple[Edges | None, bool]:
@@ -375,7 +370,7 @@ def _shared_ranks(
                 raise Refusal(f"the budget of {budget} parameters does not pay for one core")
         return most, left, right
     if budget is None:
-        raise Refusal("no rank is given: set `rank` or `target`")
+        raise Refusal(NO_RANK)
     ladder = linalg.rank_ladder(most, rows, columns)
     found = [ranks for ranks in ladder if linalg.tucker_parameters(*sizes, ranks) <= budget]
     if not found:

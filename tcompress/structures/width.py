@@ -6,14 +6,14 @@ for the layers on both sides together (`planning.sites`); what is stored is a sm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from tcompress import linalg
 from tcompress.structures.base import (
     Layout,
+    Roundings,
     RoundsInNorm,
     Shapes,
     Site,
@@ -29,25 +29,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from tcompress.linalg.rounding import Rounding
-
 
 class WidthSpec(Spec):
     """Options of `width`: sizes are those of `keep_neurons` and `head_size`, or a budget's."""
 
     name: Literal["width"] = "width"
 
-    @property
-    def has_size(self) -> bool:
-        return False
-
-    @property
-    def fills(self) -> bool:
-        return True
-
-    @property
-    def narrows(self) -> bool:
-        return True
+    has_size: ClassVar[bool] = False
+    fills: ClassVar[bool] = True
+    narrows: ClassVar[bool] = True
 
 
 class WidthLayout(Layout):
@@ -57,9 +47,7 @@ class WidthLayout(Layout):
     in_features: int = Field(ge=0)
     out_features: int = Field(ge=0)
 
-    @property
-    def is_plain(self) -> bool:
-        return True
+    is_plain: ClassVar[bool] = True
 
 
 def plain_layout(inputs: int, outputs: int) -> WidthLayout:
@@ -95,11 +83,7 @@ class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
         return {"w": linalg.fit_slices(target.product, target.gram, 1)[0]}
 
     def rounded(
-        self,
-        target: Target,
-        layout: WidthLayout,
-        tensors: Tensors,
-        roundings: Mapping[str, Rounding],
+        self, target: Target, layout: WidthLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
         if "w" not in roundings:
             return dict(tensors)

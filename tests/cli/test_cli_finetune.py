@@ -138,7 +138,7 @@ def test_options_change_the_recipe(tmp_path: Path) -> None:
 
 
 def test_ways_to_share_a_model_out_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a launcher asks for it, it is done as with `--shard`, all of whose problems are told."""
+    """A launcher asks for it as `--shard` does, and all problems are told at once."""
     common = ("finetune", "bert-small", "--quiet", "--data", "texts.txt", "-o", "out", *SHORT)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     done = run(*common, "--bits", 8)

@@ -219,7 +219,7 @@ def test_sensitivities_add_up_to_the_whole() -> None:
 
 def test_a_sum_that_moves_goes_on_where_it_is() -> None:
     """Rows of a sum that has not begun wait on its device, which another process has not."""
-    product = ProductSum.zero(4, 4, torch.device("meta"))
+    product = ProductSum((4, 4), torch.device("meta"))
     moved = processes.moved(product, "cpu")
     rows = torch.randn(6, 4)
     moved.add(rows, rows)

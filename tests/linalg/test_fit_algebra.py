@@ -80,7 +80,7 @@ def test_moments_equal_direct_sums(centred: bool) -> None:
     assert_close(found.dense, torch.from_numpy(a.T @ a / ROWS), **near)
     assert_close(found.dense_mean, torch.from_numpy(means[0]), **near)
     assert_close(found.mean, torch.from_numpy(means[1]), **near)
-    assert (sums.rows, found.rows, found.features) == (ROWS, ROWS, WIDTH)
+    assert (sums.rows, found.rows, len(found.gram)) == (ROWS, ROWS, WIDTH)
     assert {t.dtype for t in (found.gram, found.cross, found.dense)} == {torch.float64}
 
 

@@ -252,7 +252,9 @@ def near(actual: Tensor, expected: Tensor) -> None:
 
 
 @quick
-@given(kind=st.sampled_from(FIXED_TRANSFORMS), size=st.integers(1, 40), seed=st.integers(0, 2**40))
+@given(
+    kind=st.sampled_from([*FIXED_TRANSFORMS]), size=st.integers(1, 40), seed=st.integers(0, 2**40)
+)
 def test_orthonormal_at_every_possible_size(kind: str, size: int, seed: int) -> None:
     if check_transform(kind, size) is not None:
         return

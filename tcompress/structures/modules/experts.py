@@ -12,13 +12,13 @@ from torch.nn.functional import linear
 from torch.utils._pytree import tree_map_only
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.modules.linear import (
     Channels,
     PartLayout,
     StructuredLinear,
     empty_guard,
 )
-from tcompress.structures.modules.shared import compute_dtype
 
 
 def child_of(parameter: str) -> str:
@@ -148,18 +148,23 @@ class StructuredExperts(nn.Module):
         """Runs routed experts.  # (tokens, d), (tokens, k), (tokens, k) -> (tokens, d)."""
         stored = next(self.parameters()).dtype
         x = hidden_states.to(compute_dtype(hidden_states.device, stored))
-        up, down = _Stack(self, up_name(self)), _Stack(self, "down_proj")
+        names = (up_name(self), "down_proj")
+        (up, down), (up_bias, bias) = map(self._stack, names), (bias_of(self, n) for n in names)
         norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
-        whole = norm is not None or down.bias is not None  # no sum may come before these
+        whole = norm is not None or bias is not None  # no sum may come before these
         encoded = up.encode(x)
         totals: list[Tensor] = []
-        for rows, slots, mask in _rounds(top_k_index, up.experts):
+        for rows, slots, mask in _rounds(top_k_index, up.copies):
             # Empty places compute on other tokens' rows; what they yield must not count, even
             # where it overflows.
             empty = ~mask.unsqueeze(-1)
-            hidden = activated(self, up.core([z[rows] for z in encoded]).masked_fill(empty, 0.0))
+            read = _biased(up.decoded_rows(up([z[rows] for z in encoded]), rows.shape), up_bias)
+            hidden = activated(self, read.masked_fill(empty, 0.0))
             weights = top_k_weights[rows, slots].unsqueeze(-1)
-            terms = [down.applied(hidden)] if whole else down.terms(hidden)
+            results = down([z.reshape(*rows.shape, -1) for z in down.encode(hidden)])
+            terms = results[0]
+            if whole:
+                terms = [_biased(down.decoded_rows(results, rows.shape), bias)]
             terms = terms if norm is None else [norm(term) for term in terms]
             totals = totals or [term.new_zeros(x.shape[0], term.shape[-1]) for term in terms]
             for index, term in enumerate(terms):
@@ -167,46 +172,39 @@ class StructuredExperts(nn.Module):
                 totals[index] = totals[index].index_add(0, rows.flatten(), part.flatten(0, 1))
         if not totals:
             return torch.zeros_like(hidden_states)
-        return totals[0] if whole else down.decode(totals)
+        return totals[0] if whole else down.decode([totals])
+
+    def _stack(self, name: str) -> ExpertStack | _DenseStack:
+        """The weights of routed experts look alike, dense or structured."""
+        stack = self.stacks.get(name)
+        if stack is not None:
+            weight = stack.cached_weight()
+            return stack if weight is None else _DenseStack(weight)
+        dense = getattr(self, name)
+        return _DenseStack(dense.mT if self.is_transposed else dense)
 
 
-class _Stack:
-    """The weights of routed experts look alike, dense or structured."""
+class _DenseStack:
+    """Dense weights of routed experts, which are applied like those of an `ExpertStack`."""
 
-    def __init__(self, host: StructuredExperts, name: str) -> None:
-        layer = host.stacks.get(name)
-        kept = None if layer is None else layer.cached_weight()
-        self._layer: Any = layer if kept is None else None
-        self.bias = bias_of(host, name)
-        if self._layer is None:
-            dense = getattr(host, name)
-            self._weight = kept if kept is not None else dense.mT if host.is_transposed else dense
-        self.experts = len(self._weight) if layer is None or kept is not None else layer.copies
+    def __init__(self, weight: Tensor) -> None:
+        self._weight, self.copies = weight, len(weight)
 
     def encode(self, x: Tensor) -> list[Tensor]:
-        return [x] if self._layer is None else self._layer.encode(x)  # type: ignore[no-any-return]
+        return [x]
 
-    def core(self, encoded: Sequence[Tensor]) -> Tensor:
-        """Applies the weight to rows dealt out to experts.  # (E, rows, in) -> (E, rows, out)."""
-        if self._layer is None:
-            made = encoded[0] @ self._weight.mT
-        else:
-            made = self._layer.decoded_rows(self._layer(encoded), encoded[0].shape[:2])
-        return made if self.bias is None else made + self.bias[:, None].to(made.dtype)
+    def __call__(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:
+        return [[encoded[0] @ self._weight.mT]]
 
-    def applied(self, x: Tensor) -> Tensor:
-        """Encodes as well.  # (E, rows, in) -> (E, rows, out)."""
-        return self.core([z.reshape(*x.shape[:2], -1) for z in self.encode(x)])
+    def decode(self, results: Sequence[Sequence[Tensor]]) -> Tensor:
+        return results[0][0]
 
-    def terms(self, hidden: Tensor) -> list[Tensor]:
-        """Applies all but the output transform, which comes after the sum over experts."""
-        if self._layer is None:
-            return [hidden @ self._weight.mT]
-        encoded = [z.reshape(*hidden.shape[:2], -1) for z in self._layer.encode(hidden)]
-        return self._layer(encoded)[0]  # type: ignore[no-any-return]
+    def decoded_rows(self, results: Sequence[Sequence[Tensor]], shape: Sequence[int]) -> Tensor:
+        return results[0][0]
 
-    def decode(self, totals: Sequence[Tensor]) -> Tensor:
-        return totals[0] if self._layer is None else self._layer.decode([totals])
+
+def _biased(rows: Tensor, bias: Tensor | None) -> Tensor:
+    return rows if bias is None else rows + bias[:, None].to(rows.dtype)
 
 
 class _Disguised:

@@ -13,6 +13,7 @@ from torch.nn.functional import linear, pad
 from torch.nn.utils.parametrize import is_parametrized
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.base import (
     SIDES,
     AnyLayout,
@@ -31,7 +32,6 @@ from tcompress.structures.base import (
 from tcompress.structures.modules.shared import (
     FactorsModule,
     TransformModule,
-    compute_dtype,
     factors_module,
     version_of,
 )
@@ -149,6 +149,11 @@ class PartLayout(Frozen):
         """Its width in the dense model."""
         return self.channels.dense if self.channels else self.out_features
 
+    @property
+    def is_padded(self) -> bool:
+        """True if others read it as wide as in the dense model."""
+        return self.channels is not None and self.channels.padded
+
 
 def widened(tensor: Tensor, parts: Sequence[PartLayout], reads: Channels | None) -> Tensor:
     """Pad a weight (..., out, in), or a bias (out,), to its dense shape with zeros."""
@@ -157,12 +162,6 @@ def widened(tensor: Tensor, parts: Sequence[PartLayout], reads: Channels | None)
         tensor = reads.widened(tensor, -1)
     pairs = zip(parts, tensor.split([part.out_features for part in parts], rows), strict=True)
     return torch.cat([p.channels.widened(t, rows) if p.channels else t for p, t in pairs], rows)
-
-
-def _seen_features(part: PartLayout) -> int:
-    """Width of a part as others read it."""
-    padded = part.channels is not None and part.channels.padded
-    return part.dense_features if padded else part.out_features
 
 
 def tensor_prefix(parts: Sequence[PartLayout], part: int, term: int) -> str:
@@ -177,6 +176,13 @@ def transform_name(parts: Sequence[PartLayout], side: Side, part: int, term: int
     return f"tc_{middle}{side}{term}"
 
 
+def _terms_of(parts: Sequence[PartLayout]) -> Iterator[tuple[int, int, Layout]]:
+    """Lists the terms of all parts, each with the places of its part and of itself."""
+    for index, part in enumerate(parts):
+        for term, layout in enumerate(part.terms):
+            yield index, term, layout
+
+
 def own_transforms(
     parts: Sequence[PartLayout], shares_input: bool
 ) -> Iterator[tuple[str, Transform, Layout, Side]]:
@@ -184,34 +190,30 @@ def own_transforms(
 
     All splits read what the first one encodes, unless another layer encodes it.
     """
-    for index, part in enumerate(parts):
-        for term, layout in enumerate(part.terms):
-            for side in SIDES:
-                transform = transform_of(layout, side)
-                if transform is not None and (side == "out" or not (index or shares_input)):
-                    yield transform_name(parts, side, index, term), transform, layout, side
+    for part, term, layout in _terms_of(parts):
+        for side in SIDES:
+            transform = transform_of(layout, side)
+            if transform is not None and (side == "out" or not (part or shares_input)):
+                yield transform_name(parts, side, part, term), transform, layout, side
 
 
 def own_shapes(parts: Sequence[PartLayout], experts: int | None = None) -> Shapes:
     """Shapes of a layer's own tensors, without its transforms."""
     lead = () if experts is None else (experts,)
     return {
-        tensor_prefix(parts, index, term) + name: (*lead, *shape)
-        for index, part in enumerate(parts)
-        for term, layout in enumerate(part.terms)
+        tensor_prefix(parts, part, term) + name: (*lead, *shape)
+        for part, term, layout in _terms_of(parts)
         for name, shape in structure(layout.structure).tensors(layout).items()
     }
 
 
 def factor_layouts(parts: Sequence[PartLayout]) -> dict[str, Layout]:
     """Returns a layout for each set of shared factors that a layer uses, by its name."""
-    found: dict[str, Layout] = {}
-    for part in parts:
-        for layout in part.terms:
-            shared = shared_of(layout)
-            if shared is not None:
-                found.setdefault(shared.name, layout)
-    return found
+    layouts: dict[str, Layout] = {}
+    for _, _, layout in _terms_of(parts):
+        if (shared := shared_of(layout)) is not None:
+            layouts.setdefault(shared.name, layout)
+    return layouts
 
 
 def empty_guard(dtype: Any = None, device: Any = None) -> Tensor:
@@ -219,9 +221,6 @@ def empty_guard(dtype: Any = None, device: Any = None) -> Tensor:
     guard = torch.empty(0, dtype=dtype, device=device)
     guard._is_hf_initialized = True  # type: ignore[attr-defined]
     return guard
-
-
-NO_FACTORS: Mapping[str, FactorsModule] = {}
 
 
 class StructuredLinear(nn.Module):
@@ -252,7 +251,7 @@ class StructuredLinear(nn.Module):
         bias: bool = False,
         input_of: StructuredLinear | None = None,
         readers: int = 1,
-        factors: Mapping[str, FactorsModule] = NO_FACTORS,
+        factors: Mapping[str, FactorsModule] | None = None,
         experts: int | None = None,
         reads: Channels | None = None,
         dtype: torch.dtype | None = None,
@@ -263,31 +262,32 @@ class StructuredLinear(nn.Module):
         self.reads = reads
         padded = reads is not None and reads.padded
         self.in_features = reads.dense if reads and padded else parts[0].terms[0].in_features
-        self.out_features = sum(map(_seen_features, parts))
-        self._spreads = any(part.channels and part.channels.padded for part in parts)
-        self._is_matrix = [term.is_plain for p in parts for term in p.terms] == [True]
+        self.out_features = sum(p.dense_features if p.is_padded else p.out_features for p in parts)
+        self._spreads = any(part.is_padded for part in parts)
+        self._is_matrix = [layout.is_plain for _, _, layout in _terms_of(parts)] == [True]
         self.experts = experts
-        for name, shape in own_shapes(self.parts, experts).items():
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            self.register_parameter(name, nn.Parameter(empty))
-        empty = torch.empty(sum(p.out_features for p in parts), dtype=dtype, device=device)
+        place: dict[str, Any] = {"dtype": dtype, "device": device}
+        for name, shape in own_shapes(parts, experts).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
+        empty = torch.empty(sum(p.out_features for p in parts), **place)
         self.register_parameter("bias", nn.Parameter(empty) if bias else None)
         # Some families draw first values for whatever has `Linear` in its class's name.
         self._is_hf_initialized = True
         for name, _, layout, side in own_transforms(self.parts, input_of is not None):
             count = readers if side == "in" else 1
-            self.add_module(name, TransformModule(layout, side, count, dtype, device))
+            self.add_module(name, TransformModule(layout, side, count, **place))
         # A tuple keeps the other layer out of this one's children: its tensors are stored once.
         self._input_owner = (self if input_of is None else input_of,)
         # In a dict, factors of other layers stay out of this one's children: they are stored once.
         self.factors: dict[str, FactorsModule] = {}
         for name, layout in factor_layouts(self.parts).items():
-            if name not in factors:
-                self.add_module(factors_module(name), FactorsModule(layout, dtype, device))
-            own = self._modules.get(factors_module(name))
-            self.factors[name] = own if isinstance(own, FactorsModule) else factors[name]
+            shared = factors.get(name) if factors else None
+            if shared is None:
+                shared = FactorsModule(layout, **place)
+                self.add_module(factors_module(name), shared)
+            self.factors[name] = shared
         if experts is None:
-            self.register_buffer("weight", empty_guard(dtype, device))
+            self.register_buffer("weight", empty_guard(**place))
 
     def _tensors(self, part: int, term: int) -> dict[str, Tensor]:
         prefix = tensor_prefix(self.parts, part, term)
@@ -302,11 +302,12 @@ class StructuredLinear(nn.Module):
     def exact_term(self, part: int, term: int) -> tuple[dict[str, Tensor], dict[Side, Any]]:
         """Returns a summand's tensors, shared ones too, and its built transforms, in float64."""
         tensors = {name: own.detach().double() for name, own in self._tensors(part, term).items()}
-        like = next(iter(tensors.values()))
-        output = self._modules.get(transform_name(self.parts, "out", part, term))
-        pairs: tuple[tuple[Side, Any], ...] = ("in", self._input_transform(term)), ("out", output)
-        built = {side: own.operator(like) for side, own in pairs if own is not None}
-        return tensors, built
+        return tensors, self._operators(part, term, next(iter(tensors.values())))
+
+    def _operators(self, part: int, term: int, like: Tensor) -> dict[Side, Any]:
+        modules: Any = self._input_transform(term), self._output_transform(part, term)
+        pairs = zip(SIDES, modules, strict=True)
+        return {side: module.operator(like) for side, module in pairs if module is not None}
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -316,20 +317,23 @@ class StructuredLinear(nn.Module):
 
     def encode(self, x: Tensor) -> list[Tensor]:
         """Applies every term's input transform.  # (..., in) -> one (tokens, in') per term."""
-        found = []
+        inputs = []
         for term, layout in enumerate(self.parts[0].terms):
             module = self._input_transform(term)
             if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
                 flat = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
-                found.append(encoded(layout, flat))
+                inputs.append(encoded(layout, flat))
             else:
-                found.append(module(x, id(self)))
-        return found
+                inputs.append(module(x, id(self)))
+        return inputs
 
     def _input_transform(self, term: int) -> nn.Module | None:
         owner = self._input_owner[0]
         return owner._modules.get(transform_name(owner.parts, "in", 0, term))
+
+    def _output_transform(self, part: int, term: int) -> nn.Module | None:
+        return self._modules.get(transform_name(self.parts, "out", part, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -337,11 +341,10 @@ class StructuredLinear(nn.Module):
         for index, part in enumerate(self.parts):
             row = []
             for term, layout in enumerate(part.terms):
-                z = inputs[term]
-                own = self._tensors(index, term)
+                z, tensors = inputs[term], self._tensors(index, term)
                 if expert is not None:
-                    own = {name: stack[expert] for name, stack in own.items()}
-                tensors = {name: tensor.to(z.dtype) for name, tensor in own.items()}
+                    tensors = {name: stack[expert] for name, stack in tensors.items()}
+                tensors = {name: tensor.to(z.dtype) for name, tensor in tensors.items()}
                 row.append(structure(layout.structure).apply(z, tensors, layout))
             results.append(row)
         return results
@@ -352,8 +355,8 @@ class StructuredLinear(nn.Module):
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
             terms = []
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
-                module = self._modules.get(transform_name(self.parts, "out", index, term))
-                terms.append(module(u) if module is not None else decoded(layout, u))
+                module = self._output_transform(index, term)
+                terms.append(decoded(layout, u) if module is None else module(u))
             outputs.append(reduce(torch.add, terms))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
@@ -435,16 +438,11 @@ class StructuredLinear(nn.Module):
             return y
         if not y.shape[-1]:  # zeros without memory, which gradients pass
             return y.sum().expand(*y.shape[:-1], self.out_features)
-        pairs = zip(
-            self.parts, y.split([part.out_features for part in self.parts], -1), strict=True
-        )
-        wide = [
-            part.channels.spread(own, self.head_width or part.channels.size)
-            if part.channels
-            else own
-            for part, own in pairs
-        ]
-        return wide[0] if len(wide) == 1 else torch.cat(wide, -1)
+        runs = list(y.split([part.out_features for part in self.parts], -1))
+        for index, channels in enumerate(part.channels for part in self.parts):
+            if channels:
+                runs[index] = channels.spread(runs[index], self.head_width or channels.size)
+        return runs[0] if len(runs) == 1 else torch.cat(runs, -1)
 
     def dense_weight(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """Returns the weight that this layer applies.  # ([experts,] out, in)."""
@@ -453,10 +451,7 @@ class StructuredLinear(nn.Module):
             terms = []
             for term, layout in enumerate(part.terms):
                 tensors = {k: t.to(dtype) for k, t in self._tensors(index, term).items()}
-                like = next(iter(tensors.values()))
-                out = self._modules.get(transform_name(self.parts, "out", index, term))
-                pairs: Any = zip(SIDES, (self._input_transform(term), out), strict=True)
-                operators = {side: module.operator(like) for side, module in pairs if module}
+                operators = self._operators(index, term, next(iter(tensors.values())))
                 terms.append(dense_of(layout, tensors, operators))
             parts.append(reduce(torch.add, terms))
         return torch.cat(parts, -2)

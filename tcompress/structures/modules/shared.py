@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.errors import refuse_replica
+from tcompress.linalg.fits import compute_dtype
 from tcompress.structures.base import Layout, Side, decoded, encoded, shared_shapes, transform_of
-
-
-def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """Returns the dtype to compute in: the one stored, or that of an active autocast."""
-    if has_autocast(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return stored
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_autocast(kind: str) -> bool:
-    """Return whether devices of a kind have autocast; torch < 2.13 cannot ask when compiled."""
-    return torch.amp.is_autocast_available(kind)
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -36,7 +24,7 @@ class TransformModule(nn.Module):
 
     Other layers that share it call this module, never its tensors, so that hooks which bring
     offloaded tensors to the device run for every caller. With several `readers` of one and the
-    same input, the result is kept until all of them have read it.
+    same input, the result is kept until all of them have read it. It takes a dtype and a device.
     """
 
     changes: int = 0
@@ -45,22 +33,14 @@ class TransformModule(nn.Module):
 
     _replicate_for_data_parallel = refuse_replica
 
-    def __init__(
-        self,
-        layout: Layout,
-        side: Side,
-        readers: int = 1,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, side: Side, readers: int = 1, **place: Any) -> None:
         super().__init__()
         self.layout, self.side, self.readers = layout, side, readers
         transform = transform_of(layout, side)
         assert transform is not None  # there would be no module
         self._transform = transform
         for name, shape in transform.shapes.items():
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            self.register_parameter(name, nn.Parameter(empty))
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
         # Not a buffer: loading fills buffers that no file has with whatever memory holds.
         with torch.device("cpu"):  # models are built on the meta device before they are loaded
             self._constants = dict(transform.constants())
@@ -143,18 +123,15 @@ def factors_module(name: str) -> str:
 
 
 class FactorsModule(nn.Module):
-    """Owns shared factors; for the sake of hooks, layers call it as they do `TransformModule`."""
+    """Owns shared factors; for the sake of hooks, layers call it as they do `TransformModule`.
 
-    def __init__(
-        self,
-        layout: Layout,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    It takes a dtype and a device.
+    """
+
+    def __init__(self, layout: Layout, **place: Any) -> None:
         super().__init__()
         for name, shape in shared_shapes(layout).items():
-            empty = torch.empty(shape, dtype=dtype, device=device)
-            self.register_parameter(name, nn.Parameter(empty))
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, **place)))
 
     def forward(self) -> dict[str, Tensor]:
         """Returns the tensors by name."""

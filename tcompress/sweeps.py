@@ -43,6 +43,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import dump_recipe
 from tcompress.options.method_options import AutoSpec
+from tcompress.options.read import read
 from tcompress.options.schema import data_of, short_name
 from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.pipeline import Say, missed, run_recipe, teachers_of, time_passes
@@ -117,8 +118,10 @@ def _single_cells(recipe: Recipe, source: SourceModel) -> list[Cell]:
         own |= {"revision": source.revision, "output": name, "sweep": None, "report": None}
         said = recipe.model_copy(update=own)
         try:
+            if convert.speedup is not None:  # beside options that nobody gave together
+                read(Convert, convert.model_dump(mode="json"))
             plan = make_plan(convert, source)
-        except PlanError as error:
+        except (PlanError, RecipeError) as error:
             cells.append(Cell(name, said, refusal=error.message))
         else:
             cells.append(Cell(name, said, plan, estimate(plan, source, convert)))

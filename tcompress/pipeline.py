@@ -22,7 +22,7 @@ from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
-from tcompress.options import Evaluate, Finetune, Recipe
+from tcompress.options import Convert, Evaluate, Finetune, Recipe
 from tcompress.options.schema import converted_beside, data_of, pretrained_beside
 from tcompress.options.seeds import SUFFIX, repetitions
 from tcompress.progress import Progress, Silent
@@ -301,17 +301,24 @@ class _Run:
 
     def _is_made(self, folder: Path) -> bool:
         """Return whether a folder holds what this recipe makes there, of the same weights."""
-        manifest = None
-        with suppress(InputError):  # it is damaged
-            manifest = None if self.again else read_manifest(folder)
-        if manifest is None:
-            return False
         runs = [] if folder == self.outcome.converted else self._trainings
         runs = runs[:1] if folder == self._pretrained else runs
-        trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
-        wanted = [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
-        return (
-            trained == wanted  # a trained model is no conversion
-            and manifest.recipe == self.recipe.convert.model_dump(mode="json")
-            and manifest.source.fingerprint == self.source.store.fingerprint()
-        )
+        return not self.again and is_made(folder, self.source, self.recipe.convert, runs)
+
+
+def is_made(
+    folder: Path, source: SourceModel, recipe: Convert, runs: Sequence[Finetune] = ()
+) -> bool:
+    """Return whether a folder holds what a conversion and trainings make of a model's weights."""
+    manifest = None
+    with suppress(InputError):  # it is damaged
+        manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
+    return (
+        # A trained model is no conversion.
+        trained == [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
+        and manifest.recipe == recipe.model_dump(mode="json")
+        and manifest.source.fingerprint == source.store.fingerprint()
+    )

@@ -80,7 +80,7 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
     elif said.finetune or said.evaluate or said.bench or said.report or said.paper:
         _run_all(said, job)
     else:
-        perform(job)
+        perform(job, again=False)
 
 
 def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:

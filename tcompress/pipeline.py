@@ -155,17 +155,10 @@ def run_seeds(
     return replace(done, page=write_html(done.reports, Path(recipe.report)))
 
 
-def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:
+def teachers_of(training: Finetune, source: SourceModel, token: str | None) -> list[SourceModel]:
     """Opens the models that will be imitated, before there is one that imitates them."""
-    return _teachers_of(recipe.finetune, source, token)
-
-
-def _teachers_of(
-    training: Finetune | None, source: SourceModel, token: str | None
-) -> list[SourceModel]:
-    names = training.teacher if training is not None else ("none",)
-    dense = source if source.seed is None else None
-    return find_teachers(names, None, token, trust=source.trust_remote_code, dense=dense)
+    dense, trust = source if source.seed is None else None, source.trust_remote_code
+    return find_teachers(training.teacher, None, token, trust=trust, dense=dense)
 
 
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
@@ -210,7 +203,6 @@ class _Run:
 
     @property
     def _trainings(self) -> list[Finetune]:
-        """Trainings one after another."""
         both = (self.recipe.pretrain, self.recipe.finetune)
         return [training for training in both if training is not None]
 
@@ -244,7 +236,7 @@ class _Run:
         with problems.collected():
             pick_device(recipe.convert.device)
             for training in self._trainings if trains else ():
-                runs.append((training, _teachers_of(training, self.source, self.token)))
+                runs.append((training, teachers_of(training, self.source, self.token)))
         problems.report()
         # What takes reading: all of it is there.
         for training, teachers in runs:

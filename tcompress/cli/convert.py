@@ -155,7 +155,6 @@ def _tell_unread(job: Job, plan: Plan) -> None:
 
 
 def _show_result(done: Converted, job: Job, *, kept: bool = False) -> None:
-    """Prints what a conversion made of the model, and what to do next."""
     from tcompress.artifact.manifest import SAME_OUTPUT
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import report_of

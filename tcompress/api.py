@@ -80,8 +80,9 @@ def convert(
             configuration itself, as `architecture` in a recipe.
         method: Name of the method, or its options with `name`, or `none` to rewrite no layer; or
             of a replacement, beside which `structure` takes a method. Default `svd` with a size,
-            `auto` with a time, else `lprod`, and `none` where blocks are dropped or embeddings
-            rewritten and nothing is said of layers.
+            `auto` with a time or `max_loss`, `width` with `plain`, `keep_neurons` or `head_size`,
+            `none` where only blocks, embeddings, vocabulary or bits change, else `lprod`; with
+            `init="random"` `none`, or `lprod` where something is said of layers.
         output: Folder to write; default a name made of model and method.
         recipe: A recipe instead of the other options: name, file, or `Convert`.
         calibration: `builtin`, `none`, a file or a dataset id, or a list; or all options of it.

@@ -186,7 +186,6 @@ def _run(data: DemoData, output: Path, progress: Progress) -> DemoReport:
 
 
 def _costs(folder: Path, manifest: Manifest, dense: Path) -> dict[str, Any]:
-    """Parameters and speed of a converted model."""
     plan = manifest.plan
     # The processor's clock: other work on the machine does not count.
     (timed,) = bench([str(folder)], str(dense), TIMED, clock=time.process_time)

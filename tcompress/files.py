@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -63,6 +64,14 @@ def write_text(path: Path, text: str) -> None:
     """Writes a text file; see `beside`."""
     with beside(path) as other, other.open("x", encoding="utf-8") as file:
         file.write(text)
+
+
+def write_named(path: Path, text: str) -> None:
+    """Writes a text file that a user has named, or says why that cannot be."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def sync(path: Path) -> None:
@@ -204,28 +213,19 @@ def check_file(path: Path) -> None:
         raise unwritable(path, error) from error
 
 
-def check_page(path: Path) -> None:
-    """Refuses a page that cannot be written, or would take the place of another kind of file."""
-    _check_kind(path, "a page", (".html", ".htm"))
-
-
-def check_sheet(path: Path) -> None:
-    """Refuses a CSV file that cannot be written, or would replace another kind of file."""
-    _check_kind(path, "CSV", (".csv",))
-
-
-def check_latex(path: Path) -> None:
-    """Refuses a LaTeX file that cannot be written, or would replace another kind of file."""
-    _check_kind(path, "LaTeX", (".tex",))
-
-
-def _check_kind(path: Path, kind: str, endings: tuple[str, ...]) -> None:
+def _check_kind(kind: str, endings: tuple[str, ...], path: Path) -> None:
+    """Refuses a file that cannot be written, or would take the place of another kind of file."""
     check_file(path)
     if path.exists() and path.suffix.lower() not in endings:
         raise InputError(
             f"`{path}` exists and does not look like {kind}",
             f"give a name that ends in `{endings[0]}`",
         )
+
+
+check_page = partial(_check_kind, "a page", (".html", ".htm"))
+check_sheet = partial(_check_kind, "CSV", (".csv",))
+check_latex = partial(_check_kind, "LaTeX", (".tex",))
 
 
 def check_drawings(folder: Path) -> None:

@@ -140,12 +140,10 @@ def _storage_of(section: Any) -> str:
 def _with_records(found: Inspection, folder: Path) -> Inspection:
     """Add what a manifest says of the tokens that are left, and of the time of the conversion."""
     manifest = read_sealed(folder) or {}
-    plan, seconds = manifest.get("plan", {}), manifest.get("stage_seconds", {})
-    found = found.model_copy(update={"stage_seconds": seconds})
-    if not (words := plan.get("vocabulary")):
-        return found
-    said = f"{words['rows']:,} of {words['before']:,} tokens"
-    return found.model_copy(update={"vocabulary": said})
+    records = {"stage_seconds": manifest.get("stage_seconds", {})}
+    if words := manifest.get("plan", {}).get("vocabulary"):
+        records["vocabulary"] = f"{words['rows']:,} of {words['before']:,} tokens"
+    return found.model_copy(update=records)
 
 
 def _at_once(name: str, folder: Path) -> Inspection | None:
@@ -265,7 +263,6 @@ def _stored(sizes: Mapping[str, int], inside: str) -> int:
 
 
 def _dense_layer(layer: Any, block: str, name: str, experts: int | None = None) -> LayerFacts:
-    """Facts of a layer as roles or a plan describe it."""
     count = layer.in_features * layer.out_features * (experts or 1)
     return LayerFacts(
         name=name,

@@ -22,7 +22,7 @@ from tcompress.hf.opening import pick_device
 from tcompress.latency.benchmark import Bench, bench
 from tcompress.models import SourceModel
 from tcompress.options import Bench as BenchOptions
-from tcompress.options import Evaluate, Finetune, Recipe
+from tcompress.options import Convert, Evaluate, Finetune, Recipe
 from tcompress.options.load import SEED_SUFFIX, repetitions
 from tcompress.options.schema import converted_beside, data_of, pretrained_beside
 from tcompress.progress import Progress, Silent
@@ -155,17 +155,10 @@ def run_seeds(
     return replace(done, page=write_html(done.reports, Path(recipe.report)))
 
 
-def teachers_of(recipe: Recipe, source: SourceModel, token: str | None) -> list[SourceModel]:
+def teachers_of(training: Finetune, source: SourceModel, token: str | None) -> list[SourceModel]:
     """Opens the models that will be imitated, before there is one that imitates them."""
-    return _teachers_of(recipe.finetune, source, token)
-
-
-def _teachers_of(
-    training: Finetune | None, source: SourceModel, token: str | None
-) -> list[SourceModel]:
-    names = training.teacher if training is not None else ("none",)
-    dense = source if source.seed is None else None
-    return find_teachers(names, None, token, trust=source.trust_remote_code, dense=dense)
+    dense, trust = source if source.seed is None else None, source.trust_remote_code
+    return find_teachers(training.teacher, None, token, trust=trust, dense=dense)
 
 
 def missed(item: Evaluate, metrics: Sequence[Metric]) -> str | None:
@@ -210,7 +203,6 @@ class _Run:
 
     @property
     def _trainings(self) -> list[Finetune]:
-        """Trainings one after another."""
         both = (self.recipe.pretrain, self.recipe.finetune)
         return [training for training in both if training is not None]
 
@@ -244,7 +236,7 @@ class _Run:
         with problems.collected():
             pick_device(recipe.convert.device)
             for training in self._trainings if trains else ():
-                runs.append((training, _teachers_of(training, self.source, self.token)))
+                runs.append((training, teachers_of(training, self.source, self.token)))
         problems.report()
         # What takes reading: all of it is there.
         for training, teachers in runs:
@@ -301,17 +293,24 @@ class _Run:
 
     def _is_made(self, folder: Path) -> bool:
         """Return whether a folder holds what this recipe makes there, of the same weights."""
-        manifest = None
-        with suppress(InputError):  # it is damaged
-            manifest = None if self.again else read_manifest(folder)
-        if manifest is None:
-            return False
         runs = [] if folder == self.outcome.converted else self._trainings
         runs = runs[:1] if folder == self._pretrained else runs
-        trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
-        wanted = [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
-        return (
-            trained == wanted  # a trained model is no conversion
-            and manifest.recipe == self.recipe.convert.model_dump(mode="json")
-            and manifest.source.fingerprint == self.source.store.fingerprint()
-        )
+        return not self.again and is_made(folder, self.source, self.recipe.convert, runs)
+
+
+def is_made(
+    folder: Path, source: SourceModel, recipe: Convert, runs: Sequence[Finetune] = ()
+) -> bool:
+    """Return whether a folder holds what a conversion and trainings make of a model's weights."""
+    manifest = None
+    with suppress(InputError):  # it is damaged
+        manifest = read_manifest(folder)
+    if manifest is None:
+        return False
+    trained = [run.settings for run in manifest.training[-max(1, len(runs)) :]]
+    return (
+        # A trained model is no conversion.
+        trained == [run.model_dump(mode="json", exclude_defaults=True) for run in runs]
+        and manifest.recipe == recipe.model_dump(mode="json")
+        and manifest.source.fingerprint == source.store.fingerprint()
+    )

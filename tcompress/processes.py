@@ -167,10 +167,9 @@ def first(work: Callable[[], T]) -> T:
 
     with _lost_processes():
         dist.barrier(_group.get())
-        outcome = [_Outcome.of(work) if leads() else None]
-        dist.broadcast_object_list(outcome, 0, _group.get())
-    assert outcome[0] is not None
-    return outcome[0].result()
+    outcome = agreed(_Outcome.of(work) if leads() else None)
+    assert outcome is not None
+    return outcome.result()
 
 
 def agreed(value: T) -> T:
@@ -343,12 +342,8 @@ class Total(Generic[T]):
     def whole(self) -> T:
         """Give the sum to all processes, which all ask for it once."""
         if count() > 1:
-            import torch.distributed as dist
-
-            shared = [moved(self._sum, "cpu") if leads() else None]
-            with _lost_processes():
-                dist.broadcast_object_list(shared, 0, _group.get())
-            self._sum = self._sum if leads() else moved(shared[0], self._device)
+            shared = agreed(moved(self._sum, "cpu") if leads() else None)
+            self._sum = self._sum if leads() else moved(shared, self._device)
         assert self._sum is not None
         return self._sum
 

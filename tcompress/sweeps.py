@@ -43,12 +43,14 @@ from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
 from tcompress.options.load import SEED_SUFFIX, dump_recipe, repetitions
 from tcompress.options.method_options import AutoSpec
+from tcompress.options.read import read
 from tcompress.options.schema import data_of, short_name
 from tcompress.pipeline import Say, missed, run_recipe, teachers_of, time_passes
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress, Silent
+from tcompress.reporting.formatting import grouped
 from tcompress.reporting.model_report import report_of
 from tcompress.reporting.page import write_html
 from tcompress.reporting.pareto import DENSE, Candidate, FrontReport, front_of, mean_of
@@ -93,13 +95,13 @@ def cells_of(recipe: Recipe, source: SourceModel, seeds: int | None = None) -> l
         RecipeError: There are to be several seeds, and nothing depends on them.
     """
     cells = _single_cells(recipe, source)
-    return cells if seeds is None else [one for cell in cells for one in _repeated(cell, seeds)]
-
-
-def _repeated(cell: Cell, seeds: int) -> Iterator[Cell]:
-    for seed, recipe in repetitions(cell.recipe, seeds):
-        name = f"{cell.name}{SEED_SUFFIX}{seed}"
-        yield replace(cell, name=name, recipe=recipe, repeats=cell.name)
+    if seeds is None:
+        return cells
+    return [
+        replace(cell, name=f"{cell.name}{SEED_SUFFIX}{seed}", recipe=repeated, repeats=cell.name)
+        for cell in cells
+        for seed, repeated in repetitions(cell.recipe, seeds)
+    ]
 
 
 def _single_cells(recipe: Recipe, source: SourceModel) -> list[Cell]:
@@ -116,8 +118,10 @@ def _single_cells(recipe: Recipe, source: SourceModel) -> list[Cell]:
         own |= {"revision": source.revision, "output": name, "sweep": None, "report": None}
         said = recipe.model_copy(update=own)
         try:
+            if convert.speedup is not None:  # beside options that nobody gave together
+                read(Convert, convert.model_dump(mode="json"))
             plan = make_plan(convert, source)
-        except PlanError as error:
+        except (PlanError, RecipeError) as error:
             cells.append(Cell(name, said, refusal=error.message))
         else:
             cells.append(Cell(name, said, plan, estimate(plan, source, convert)))
@@ -236,7 +240,6 @@ class Swept:
         return not self.cells or any(item.status == "failed" for item in self.stopped)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "tool_version": tcompress.__version__,
             "output": str(self.folder),
@@ -431,7 +434,7 @@ class _Sweep:
         if lacking:
             check_data(data_of(self.recipe))
             if self.recipe.finetune is not None:
-                teachers = teachers_of(self.recipe, self.source, self.token)
+                teachers = teachers_of(self.recipe.finetune, self.source, self.token)
                 check_run(self.source, teachers, self.recipe.finetune)
         self._measure_dense()
         for cell in work:
@@ -498,7 +501,6 @@ class _Sweep:
                     remove_model(model.folder)
 
     def _lacks(self, models: Sequence[Model]) -> bool:
-        """Return whether there is anything to do."""
         keep = self.recipe.sweep is None or self.recipe.sweep.keep_models
         gone = keep and not all((model.folder / "config.json").is_file() for model in models)
         known = all(m.report is not None and not self._unmeasured(m) for m in models)
@@ -566,7 +568,6 @@ class _Sweep:
         return report.model_copy(update={"metrics": tuple(metrics), "speed": times})
 
     def _write(self) -> Swept:
-        """Compares what is known so far, and writes it."""
         names = [cell.name for cell in self.cells]
         done = tuple(self.done[name] for name in names if name in self.done)
         stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
@@ -590,9 +591,7 @@ class _Sweep:
 
 def _candidates(done: Sequence[Done]) -> Iterator[Candidate]:
     """Finished cells; those of several seeds are one."""
-    alike: dict[str, list[Done]] = {}
-    for item in done:
-        alike.setdefault(item.cell.repeats or item.cell.name, []).append(item)
+    alike = grouped(done, lambda item: item.cell.repeats or item.cell.name)
     for name, items in alike.items():
         before = [main_metrics(item.reports)[0] for item in items if len(item.reports) > 1]
         first, *repeats = (item.reports[-1] for item in items)

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import RenderableType
 
 import tcompress
-from tcompress.artifact.manifest import Metric
 from tcompress.files import check_page, write_text
 from tcompress.options import Recipe, choose_variants
 from tcompress.pipeline import Say, run_recipe
@@ -99,20 +98,18 @@ def sweep_variants(
     page = Path(recipe.report or folder / "sweep.html").expanduser()
     if recipe.report is not None:
         check_page(page)
-    heard, reports = progress or Silent(), dict[str, ModelReport]()
-    missed: dict[str, tuple[str, ...]] = {}
+    compared, heard = Variants(folder, page, {}, {}), progress or Silent()
     for number, (name, variant) in enumerate(chosen.items(), 1):
         heard.part(name, number, len(chosen))
         done: dict[str, Any] = {"force": force, "again": force, "token": token}
         done |= {"progress": heard, "say": say}
         outcome = run_recipe(variant, open_model(variant), folder / name, **done)
-        reports[name] = outcome.reports[-1].model_copy(update={"name": name})
-        missed[name] = tuple(outcome.missed)
-        compared = Variants(folder, page, reports, missed)
+        compared.reports[name] = outcome.reports[-1].model_copy(update={"name": name})
+        compared.missed[name] = tuple(outcome.missed)
         text = json.dumps({"schema": 1, **compared.to_json()}, indent=2, ensure_ascii=False)
         write_text(folder / "sweep.json", text)  # it can be looked at while others are in work
-        write_html([*reports.values()], page)
-    return Variants(folder, page, reports, missed)
+        write_html([*compared.reports.values()], page)
+    return compared
 
 
 def variants_table(compared: Variants) -> RenderableType:
@@ -123,13 +120,6 @@ def variants_table(compared: Variants) -> RenderableType:
     table = fmt.table("model", *columns, right=columns)
     for name, report in compared.reports.items():
         sizes = (report.parameters.blocks.now, report.parameters.total.now)
-        table.add_row(name, *(f"{size:,}" for size in sizes), *map(_written, report.metrics))
+        numbers = (fmt.around_text(metric.value, metric.interval) for metric in report.metrics)
+        table.add_row(name, *(f"{size:,}" for size in sizes), *numbers)
     return table
-
-
-def _written(metric: Metric) -> str:
-    value = fmt.value_text(metric.value)
-    if metric.interval is None:
-        return value
-    low, high = (fmt.value_text(end, 3) for end in (metric.interval.low, metric.interval.high))
-    return f"{value} [{low}, {high}]"

@@ -86,6 +86,14 @@ def test_refused_cells_say_why() -> None:
         named(recipe([{"name": "lprod", "p": 3}], [0.5]))
 
 
+def test_speeds_are_refused_where_a_conversion_refuses_them() -> None:
+    data = {"calibration": {"source": "texts.txt"}}
+    svd, tucker = named(recipe(["svd", "tucker"], convert=data, sweep={"speedups": [2]}))
+    assert (svd.name, svd.refusal, svd.recipe.convert.speedup) == ("svd-2x", None, 2)
+    assert tucker.name == "tucker-2x"
+    assert "`speedup` sizes layers one by one: give a target instead" in (tucker.refusal or "")
+
+
 # Results
 def test_numbers_are_those_of_models_measured_side_by_side() -> None:
     found = run(recipe())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,16 +80,13 @@ def _unwritten(folder: Path) -> str:
 
 
 def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: Manner) -> None:
-    """Prints what would be done."""
     from tcompress.artifact.reader import open_checked
     from tcompress.compression.forecast import forecast
 
     source = open_checked(model, token=hub.token, trust=hub.allow_remote_code)
     expected = forecast(source, goal)
     if manner.as_json:
-        terminal.print_json(
-            {"dry_run": True, "output": str(folder.absolute()), **expected.to_json()}
-        )
+        terminal.print_json({"dry_run": True, "output": str(folder.absolute()), **asdict(expected)})
         return
     for number, stage in enumerate(expected.stages, 1):
         terminal.tell(f"{number}. {stage}")
@@ -99,7 +97,6 @@ def _show_forecast(model: str, goal: Compress, folder: Path, hub: Hub, manner: M
 
 
 def _show(done: Compressed, folder: Path) -> None:
-    """Prints the table, and how the folder is used."""
     names = columns(done.rows, done.quality)
     table = terminal.table("model", *names, right=names[1:])
     first = done.rows[0].quality or 0.0

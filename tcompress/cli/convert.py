@@ -11,6 +11,7 @@ from tcompress.cli import terminal
 from tcompress.cli.first_look import Look, first_look
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
+from tcompress.models.names import MANIFEST
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
@@ -104,13 +105,20 @@ def show_plan(job: Job) -> None:
     terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
 
 
-def perform(job: Job) -> None:
-    """Converts, and prints the result."""
+def perform(job: Job, *, again: bool = True) -> None:
+    """Converts, and prints the result; unless `again`, a conversion that is done is kept."""
+    folder = job.output.expanduser()
+    is_there = not again and not job.force and (folder / MANIFEST).is_file()
     with first_look() as look:
-        look.check(check_output, job.output.expanduser(), force=job.force)
-        look.data(job.convert.calibration.source)
+        if not is_there:
+            look.check(check_output, folder, force=job.force)
+            look.data(job.convert.calibration.source)
         job.look_at_model(look)
     source = job.open()
+    if is_there:
+        if _show_kept(job, source, folder):
+            return
+        check_output(folder, force=False)
     from tcompress.conversion.converter import convert
     from tcompress.hf.opening import pick_device
 
@@ -124,6 +132,21 @@ def perform(job: Job) -> None:
         _show_result(done, job)
 
 
+def _show_kept(job: Job, source: SourceModel, folder: Path) -> bool:
+    """Prints the result of an earlier run, and tells whether a folder holds that."""
+    from tcompress.artifact.manifest import read_manifest
+    from tcompress.conversion.converter import Converted
+    from tcompress.pipeline import is_made
+
+    manifest = read_manifest(folder) if is_made(folder, source, job.convert) else None
+    if manifest is None:
+        return False
+    text = f"`{folder.name}` is already converted; `--force` does it again"
+    terminal.say(text, quiet=job.manner.quiet)
+    _show_result(Converted(folder.absolute(), manifest), job, kept=True)
+    return True
+
+
 def _tell_unread(job: Job, plan: Plan) -> None:
     """Says that data was given for nothing, where nothing is fitted to it."""
     source = job.convert.calibration.source
@@ -131,8 +154,7 @@ def _tell_unread(job: Job, plan: Plan) -> None:
         terminal.tell(f"Nothing is fitted, so {listed(source)} is not read.")
 
 
-def _show_result(done: Converted, job: Job) -> None:
-    """Prints what a conversion made of the model, and what to do next."""
+def _show_result(done: Converted, job: Job, *, kept: bool = False) -> None:
     from tcompress.artifact.manifest import SAME_OUTPUT
     from tcompress.reporting.console import render
     from tcompress.reporting.model_report import report_of
@@ -147,7 +169,7 @@ def _show_result(done: Converted, job: Job) -> None:
     terminal.results().print(render([report.model_copy(update={"layers": (), "left": ()})]))
     _tell_unread(job, done.manifest.plan)
     resumed = ", continuing an interrupted run" if done.resumed else ""
-    terminal.tell(f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
+    terminal.tell(f"Kept `{name}`." if kept else f"Wrote `{name}` in {seconds:.1f} s{resumed}.")
     following = f"tcompress finetune {terminal.typed(name)}"
     if done.manifest.source.init == "random":
         terminal.tell("Not trained yet: all weights are as they were drawn at random.")

@@ -104,7 +104,6 @@ def _to_runtime(
 
 
 def _tell_file(item: Any) -> None:
-    """Prints what was measured of one file."""
     tell(
         f"{item.file}: {item.bytes / 1e6:.1f} MB; {item.ratio:.2f} x as fast as PyTorch at "
         f"{item.size}; cosine of outputs {item.agreement:.4f}, "

@@ -134,7 +134,6 @@ def _tell_data(facts: TrainingFacts) -> None:
 
 
 def _show_result(done: Finetuned, *, as_json: bool) -> None:
-    """Prints what training did, and what to do next."""
     facts, name = done.facts, terminal.relative(done.folder)
     if as_json:
         record = facts.model_dump(mode="json")

@@ -5,7 +5,7 @@ Nothing is said here: each check is the one that the work itself makes again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,22 @@ class Look:
 
     def tables(self, tables: Tables, html: str | None = None, figures: str | None = None) -> None:
         """Refuses files of tables, a page and drawings that cannot be written, or are one file."""
-        self.page(html)
-        given = {"--html": html, "--csv": tables.csv, "--latex": tables.latex, "--figures": figures}
-        checks = {"--csv": check_sheet, "--latex": check_latex, "--figures": check_drawings}
+        given: dict[str, tuple[str | None, Callable[[Path], None]]] = {
+            "--html": (html, check_page),
+            "--csv": (tables.csv, check_sheet),
+            "--latex": (tables.latex, check_latex),
+            "--figures": (figures, check_drawings),
+        }
         names: dict[Path, list[str]] = {}
-        for flag, path in given.items():
+        for flag, (path, check) in given.items():
             if path is not None:
                 target = Path(path).expanduser()
                 names.setdefault(target.absolute(), []).append(flag)
-                if flag in checks:
-                    self.check(checks[flag], target)
+                self.check(check, target)
         for target, flags in names.items():
-            self.check(_refuse_one_file, target, flags)
+            if len(flags) > 1:
+                text = f"{' and '.join(f'`{flag}`' for flag in flags)} name one file, `{target}`"
+                self.problems.found.append(InputError(text, "give each a name of its own"))
 
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""
@@ -112,12 +116,6 @@ class Look:
         for name in training.teacher if training is not None else ():
             if name not in ("source", "none"):
                 self.models(name)
-
-
-def _refuse_one_file(path: Path, flags: Sequence[str]) -> None:
-    if len(flags) > 1:
-        named = " and ".join(f"`{flag}`" for flag in flags)
-        raise InputError(f"{named} name one file, `{path}`", "give each a name of its own")
 
 
 def reach(

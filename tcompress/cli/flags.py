@@ -183,7 +183,6 @@ def _required(item: Typed, part: _Part) -> bool:
 
 
 def _parameter(item: Typed, part: _Part, *, brief: bool) -> inspect.Parameter:
-    """Declares one flag, or argument."""
     flag, switch = item.flag, members(item.annotation) == [bool]
     required = _required(item, part)
     shown: dict[str, Any] = {"help": help_of(item, brief=brief), "show_default": False}

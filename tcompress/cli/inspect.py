@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,12 @@ from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, table, tell
 from tcompress.options.commands import Access, Inspected, Manner
 from tcompress.options.words import quoted
-from tcompress.reporting.formatting import reason_table, stages_text
+from tcompress.reporting.formatting import grouped, reason_table, stages_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tcompress.inspection import Inspection, LayerFacts
+    from tcompress.inspection import Inspection
 
 EXAMPLES = (
     "tcompress inspect bert-base",
@@ -80,11 +80,8 @@ def _verify(model: str, access: Access, manner: Manner) -> None:
 
 
 def _layer_table(found: Inspection, *, each: bool) -> Table:
-    groups: dict[object, list[LayerFacts]] = defaultdict(list)
-    for layer in found.layers:
-        sizes = (layer.in_features, layer.out_features, layer.experts)
-        shape = (layer.role, layer.kind, layer.parts, layer.structure, *sizes)
-        groups[layer.name if each else shape].append(layer)
+    alike = ("role", "kind", "parts", "structure", "in_features", "out_features", "experts")
+    groups = grouped(found.layers, attrgetter(*(["name"] if each else alike)))
     names = ["role", "stored as", "in", "out", "layers", "such as"]
     rows = table(*names, *(["structure"] if found.converted else []), right=names[2:5])
     for first, *others in groups.values():

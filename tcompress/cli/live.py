@@ -58,14 +58,12 @@ class LiveView:
     # Of a command
 
     def begin(self, stage: str, minutes_left: float) -> None:
-        """The next stage of the command begins."""
         self._finish()
         self._stage, self._began = stage, self._clock()
         self._deadline = self._began + 60 * minutes_left
         self._job, self._note = Job("", 0, ""), ""
 
     def learn(self, name: str, value: float) -> None:
-        """A number of the model so far is known, in place of an older one."""
         self._learned = {**self._learned, name: value}
 
     # Of the jobs in a stage

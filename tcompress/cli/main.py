@@ -120,15 +120,12 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs a command, by default what was typed, and ends the program with its exit code."""
     keep_freed_memory()
-    typed = _asking_for_help(list(sys.argv[1:] if arguments is None else arguments))
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    if typed[:1] == ["help"]:  # what other programs mean by `help`, and `help convert`
+        typed = [*typed[1:], "--help"]
     with outliving_readers(), _one_voice(), _stoppable() as heard:
         code = _run(typed)
     sys.exit(TERMINATED if code == INTERRUPTED and heard else code)
-
-
-def _asking_for_help(typed: list[str]) -> list[str]:
-    """Read `help`, and `help convert`, as the option that other programs mean by it."""
-    return [*typed[1:], "--help"] if typed[:1] == ["help"] else typed
 
 
 @contextmanager

@@ -55,7 +55,6 @@ def methods(call: Described, manner: Json) -> None:
 
 
 def _facts(item: Structure[Any, Any] | AttentionReplacement[Any, Any], kind: str) -> dict[str, Any]:
-    """Describes a method from the registry."""
     name, *others = item.spec.names()
     about = {"summary": item.summary, "reference": item.reference}
     options = {"options": _options(item.spec)}
@@ -63,7 +62,6 @@ def _facts(item: Structure[Any, Any] | AttentionReplacement[Any, Any], kind: str
 
 
 def _options(spec: type[Options]) -> list[dict[str, Any]]:
-    """Describes the options of a method, with types and defaults."""
     schema = spec.model_json_schema()
     flags = {item.place[-1]: item.name for item in method_options(spec)}
     return [

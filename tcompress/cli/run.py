@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -69,18 +68,17 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
             if not planned.dry_run:
                 look.sweep(said, output.expanduser(), force=job.force)
             job.look_at_model(look)
-    if said.sweep is not None and planned.dry_run:
-        show_cells(said, job.open(), output, manner, call.seeds)
-    elif said.sweep is not None:
-        perform_sweep(said, job.open(), output, manner, access, job.force, seeds=call.seeds)
+        source = job.open()
+        if planned.dry_run:
+            show_cells(said, source, output, manner, call.seeds)
+        else:
+            perform_sweep(said, source, output, manner, access, job.force, seeds=call.seeds)
     elif planned.dry_run:
         show_plan(job)
-    elif call.seeds is not None:
-        _run_seeds(said, job, call.seeds)
-    elif said.finetune or said.evaluate or said.bench or said.report or said.paper:
-        _run_all(said, job)
+    elif call.seeds or said.finetune or said.evaluate or said.bench or said.report or said.paper:
+        _run_all(said, job, call.seeds)
     else:
-        perform(job)
+        perform(job, again=False)
 
 
 def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
@@ -125,51 +123,39 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
     _end(done.page, missed, job, fails=all(done.missed.values()))
 
 
-def _run_all(said: Recipe, job: Job) -> None:
-    with first_look() as look:
-        look.recipe(said, job.output.expanduser().absolute(), force=job.force)
-        job.look_at_model(look)
-    source = job.open()
-    from tcompress.pipeline import run_recipe
-
-    with _resumable(job) as options:
-        done = run_recipe(said, source, job.output, **options)
-    if job.manner.as_json:
-        terminal.print_json(done.to_json())
-    else:
-        _show(done.reports)
-        terminal.tell(f"{'Kept' if done.kept else 'Wrote'} `{terminal.relative(done.folder)}`.")
-    _end(done.page, done.missed, job)
-
-
-def _run_seeds(said: Recipe, job: Job, count: int) -> None:
+def _run_all(said: Recipe, job: Job, seeds: int | None = None) -> None:
+    """Do all that a recipe says, and print it; with so many seeds, as often."""
     output = job.output.expanduser().absolute()
+    runs = {output: said}
+    if seeds is not None:
+        repeated = repetitions(said, seeds)
+        runs = {
+            output.with_name(f"{output.name}{SEED_SUFFIX}{seed}"): recipe
+            for seed, recipe in repeated
+        }
     with first_look() as look:
-        for seed, repeated in repetitions(said, count):
-            folder = output.with_name(f"{output.name}{SEED_SUFFIX}{seed}")
-            look.recipe(repeated, folder, force=job.force)
+        for folder, recipe in runs.items():
+            look.recipe(recipe, folder, force=job.force)
         job.look_at_model(look)
     source = job.open()
-    from tcompress.pipeline import run_seeds
+    from tcompress.pipeline import Outcome, Repeated, run_recipe, run_seeds
 
-    with _resumable(job) as options:
-        done = run_seeds(said, source, job.output, count, **options)
+    done: Outcome | Repeated
+    what, quiet = partial(terminal.unwritten, job.output), job.manner.quiet
+    with terminal.resumable(what, quiet=quiet, output=job.output) as options:
+        options |= {"force": job.force, "again": job.force, "token": job.access.token}
+        if seeds is None:
+            done = run_recipe(said, source, job.output, **options)
+        else:
+            done = run_seeds(said, source, job.output, seeds, **options)
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
         _show(done.reports)
-        for item in done.outcomes:
+        for item in done.outcomes if isinstance(done, Repeated) else (done,):
             kept = "Kept" if item.kept else "Wrote"
             terminal.tell(f"{kept} `{terminal.relative(item.folder)}`.")
     _end(done.page, done.missed, job)
-
-
-@contextmanager
-def _resumable(job: Job) -> Iterator[dict[str, Any]]:
-    """Give the options of a run that the command says."""
-    what, quiet = partial(terminal.unwritten, job.output), job.manner.quiet
-    with terminal.resumable(what, quiet=quiet, output=job.output) as options:
-        yield options | {"force": job.force, "again": job.force, "token": job.access.token}
 
 
 def _show(reports: Sequence[ModelReport]) -> None:

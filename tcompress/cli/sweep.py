@@ -163,8 +163,8 @@ def perform_sweep(
     seeds: int | None = None,
 ) -> None:
     """Runs a sweep, prints its table, and ends with its exit code."""
-    from tcompress.reporting.pareto import front_table
-    from tcompress.reporting.table_files import front_printed, front_sheet, write_tables
+    from tcompress.reporting.pareto import front_printed, front_table
+    from tcompress.reporting.table_files import front_sheet, write_tables
     from tcompress.sweeps import sweep as run
 
     what = f"what was finished is kept in `{folder}`"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -69,7 +68,7 @@ def _static(work: Work) -> list[Row]:
             row = _with_quality(work, row, work.original, model)
         else:
             row = replace(row, agreement=static_row.agreement(work, texts, model))
-    work.place.note("row", row=row.to_json())
+    work.place.note("row", row=asdict(row))
     return [row]
 
 
@@ -110,7 +109,7 @@ def row_of(work: Work, name: str, folder: Path, runtime: RuntimeName) -> Row:
         row = Row(name, runtime, size, speed)
         if work.settings.task is not None:
             row = _with_quality(work, row, folder)
-    work.place.note("row", row=row.to_json())
+    work.place.note("row", row=asdict(row))
     return row
 
 
@@ -123,13 +122,13 @@ def _kept(work: Work, name: str, runtime: RuntimeName) -> Row | None:
 def _with_quality(work: Work, row: Row, folder: Path, stand_in: nn.Module | None = None) -> Row:
     """Evaluate a model, or what stands in for it, beside the dense one in PyTorch."""
     dense = (row.name, row.runtime) == (DENSE, "torch")
-    baseline: Sequence[Baseline] = () if dense else _baseline(work)
+    sets = () if dense else work.place.notes("baseline")[-1]["sets"]
     settings = measurement(work.settings, work.effort, row.runtime)
     trust = work.source.trust_remote_code
     shown = Renamed(work.progress, f"{row.name} in {row.runtime}")
     shared: dict[str, Any] = {"trust_remote_code": trust, "progress": shown}
     shared |= {"save": work.is_ours(folder), "stand_in": stand_in}
-    [scores] = evaluate([folder], settings, baseline=baseline, **shared)
+    [scores] = evaluate([folder], settings, baseline=[*map(Baseline.of_json, sets)], **shared)
     main = main_of(scores.metrics, several=len(scores.sets) > 1)
     assert main is not None  # a task has a number
     if dense:
@@ -139,7 +138,3 @@ def _with_quality(work: Work, row: Row, folder: Path, stand_in: nn.Module | None
     interval = None if main.interval is None else (main.interval.low, main.interval.high)
     agreement = fmean(agreements) if agreements else None
     return replace(row, quality=main.value, interval=interval, agreement=agreement)
-
-
-def _baseline(work: Work) -> list[Baseline]:
-    return [Baseline.of_json(one) for one in work.place.notes("baseline")[-1]["sets"]]

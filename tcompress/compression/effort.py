@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -47,10 +47,6 @@ class Effort:
     repeats: int = MOST_REPEATS
     intervals: bool = True
     other_rows: bool = True  # 4 bits of the dense model, fewer layers
-
-    def to_json(self) -> dict[str, int | bool | None]:
-        """Give it as plain data."""
-        return asdict(self)
 
     @property
     def words(self) -> str:

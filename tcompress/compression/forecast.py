@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tcompress.compression.effort import Needs
 from tcompress.compression.static_row import TABLE, is_shown
@@ -30,10 +29,6 @@ class Forecast:
     unknown: str
     least_minutes: float  # of all stages on this machine, healing not counted, about
     too_short: str | None  # what is said where the time is less than that
-
-    def to_json(self) -> dict[str, Any]:
-        """Give all of it as plain data."""
-        return asdict(self)
 
 
 def bytes_of_weights(source: SourceModel, runtime: RuntimeName) -> int:

@@ -47,7 +47,6 @@ def write_records(
 
 
 def _alternative(row: Row) -> Alternative:
-    """Give a row as manifests have it."""
     ends = row.interval and Interval(low=row.interval[0], high=row.interval[1])
     facts = {"name": row.name, "runtime": row.runtime, "bytes": row.bytes, "ratio": row.speedup}
     return Alternative(**facts, value=row.quality, interval=ends, agreement=row.agreement)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -103,7 +103,10 @@ def compress(
                 place.need(copies * source.store.total_bytes)
             work = Work(source, settings, place, progress or Silent(), say, crew)
             work = replace(work, effort=_effort(work))
-            result = _all_stages(replace(work, runtime=_runtime(work)))
+            work = replace(work, runtime=_runtime(work))
+            narrowed = converted(work)
+            rows = baselines(work)
+            result = _finished(work, *_healed(work, narrowed), rows)
             place.publish(force=force, result=result.to_json())
         return result
 
@@ -133,16 +136,8 @@ def _effort(work: Work) -> Effort:
         work.say(f"{text}.")
     elif effort != Effort() and not work.settings.smoke:
         work.say(f"{minutes_text(work.settings.most_minutes)}: {effort.words}")
-    work.place.note("effort", effort=effort.to_json())
+    work.place.note("effort", effort=asdict(effort))
     return effort
-
-
-def _all_stages(work: Work) -> Compressed:
-    """Do everything that is not done yet."""
-    folder = converted(work)
-    rows = baselines(work)
-    healed, words = _healed(work, folder)
-    return _finished(work, healed, words, rows)
 
 
 def _runtime(work: Work) -> RuntimeName:
@@ -248,7 +243,6 @@ def _agreements(manifest: Manifest | None) -> list[float]:
 
 
 def _quality_name(work: Work) -> str | None:
-    """Name the number that models are measured by."""
     if work.settings.task is None:
         return None
     sets = work.place.notes("baseline")[-1]["sets"]
@@ -257,7 +251,6 @@ def _quality_name(work: Work) -> str | None:
 
 
 def _notes(work: Work, rows: list[Row]) -> tuple[str, ...]:
-    """Say what a user should know of the result."""
     notes = [] if work.settings.data else [_NO_DATA]
     if work.goal != Goal() and work.effort.other_rows and not any("layers" in r.name for r in rows):
         notes.append("no number of whole layers reaches the goal without other changes")

@@ -87,7 +87,6 @@ def build(work: Work, data: CalibrationData) -> StaticModule | None:
 
 
 def _width(goal: Goal, rows: int, most: int) -> int:
-    """Choose the width that the bytes allow."""
     width = MOST_DIMENSIONS if goal.bytes is None else goal.bytes // rows - ROW_BYTES
     return min(most, max(LEAST_DIMENSIONS, min(MOST_DIMENSIONS, width)))
 

@@ -26,13 +26,9 @@ class Row:
     agreement: float | None = None
     """With the dense model in PyTorch, on the labelled data; without, on texts held out."""
 
-    def to_json(self) -> dict[str, Any]:
-        """Give it as plain data."""
-        return asdict(self)
-
     @classmethod
     def of_json(cls, data: dict[str, Any]) -> Row:
-        """Read what `to_json` gives."""
+        """Read it from plain data."""
         interval = data["interval"]
         return cls(**{**data, "interval": None if interval is None else tuple(interval)})
 
@@ -52,7 +48,6 @@ class Compressed:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Give all of it as plain data."""
         return {**asdict(self), "folder": str(self.folder)}
 
     @classmethod

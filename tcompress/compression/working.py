@@ -72,7 +72,6 @@ class Work:
 
     @property
     def goal(self) -> Goal:
-        """Goal for the file."""
         return Goal(self.settings.speedup, self.settings.most_bytes)
 
     @property
@@ -178,7 +177,6 @@ class Work:
         return opened
 
     def bytes_read(self, folder: Path, runtime: RuntimeName) -> int:
-        """Bytes of what the runtime reads."""
         file = file_of(read_manifest(folder), runtime)
         if file is not None:
             return file.bytes

@@ -168,14 +168,13 @@ def trade_off(
     y = Axis.over(values, 0.12, (_BOTTOM, _TOP), label, tick_text)
     best = unbeaten(dots, lambda dot: (dot.cost, dot.quality), higher)
     front = sorted((dot.cost, dot.quality) for dot in best)
-    described = "; ".join(_said(dot, write) for dot in sorted(dots, key=lambda dot: dot.cost))
-    said = [f"{item.name}: {write(item.cost)}, quality not measured" for item in limits]
-    described = "; ".join([described, *said])
+    said = [_said(dot, write) for dot in sorted(dots, key=lambda dot: dot.cost)]
+    said += [f"{item.name}: {write(item.cost)}, quality not measured" for item in limits]
     marks = [part for i, item in enumerate(limits) for part in _limit(item, x, y, i)]
     sides = _sides(dots, x, y)
     drawn = (_dot(dot, x, y, side) for dot, side in zip(dots, sides, strict=True))
     marks += [_polyline(front, x, y, "frontier"), *drawn]
-    return _chart(f"{qualities} against {costs}", described, x, y, marks)
+    return _chart(f"{qualities} against {costs}", "; ".join(said), x, y, marks)
 
 
 def _limit(item: Mark, x: Axis, y: Axis, number: int) -> list[Markup]:
@@ -275,10 +274,14 @@ def layer_map(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[Tile | 
             if t and t.share is None}  # fmt: skip
     said = f"from {min(shares):.1%} to {max(shares):.1%}" if shares else "none"
     said += f"; dropped: {', '.join(name for name in columns if name in gone)}" if gone else ""
-    parts = [_tag("title", title), _tag("desc", said), *parts]
-    width = round(left + len(columns) * step)
+    return _map(title, said, parts, round(left + len(columns) * step), height)
+
+
+def _map(title: str, said: str, parts: Sequence[Markup], width: int, height: int) -> Markup:
+    """Makes a drawing of its own size; title and description are for those who cannot see it."""
+    drawn = _join([_tag("title", title), _tag("desc", said), *parts])
     how = {"role": "img", "aria_label": f"{title}: {said}", "class_": "map"}
-    return _tag("svg", _join(parts), viewBox=f"0 0 {width} {height}", width=width, **how)
+    return _tag("svg", drawn, viewBox=f"0 0 {width} {height}", width=width, **how)
 
 
 def _tile(tile: Tile, x: float, y: float, width: float) -> Markup:
@@ -318,11 +321,8 @@ def attention_picture(shown: AttentionMap) -> Markup:
                 parts.append(_tag("rect", class_=which, fill_opacity=share, **box))
     title = "weights of queries (rows) and keys (columns)"
     said = f"the largest is {value_text(largest)}"
-    parts = [_tag("title", title), _tag("desc", said), *parts]
     width = round(left + len(shown.columns) * _CELL + top * 0.55)
-    height = round(top + len(shown.rows) * _CELL + 4)
-    how = {"role": "img", "aria_label": f"{title}: {said}", "class_": "map"}
-    return _tag("svg", _join(parts), viewBox=f"0 0 {width} {height}", width=width, **how)
+    return _map(title, said, parts, width, round(top + len(shown.rows) * _CELL + 4))
 
 
 def training_charts(run: TrainingFacts) -> dict[str, Markup]:
@@ -395,9 +395,6 @@ def style_sheet() -> str:
     return "\n".join(rules)
 
 
-_NAMESPACE = "http://www.w3.org/2000/svg"
-
-
 def alone(drawing: Markup) -> str:
     """Writes a drawing as a file that needs no page: its colours stand in every element."""
     root = ElementTree.fromstring(str(drawing))
@@ -405,7 +402,7 @@ def alone(drawing: Markup) -> str:
     sheet = ElementTree.Element("rect", fill=LIGHT["paper"], width=width, height=height)
     _paint(root, LIGHT["k0"])
     root.insert(2, sheet)  # after title and description
-    face = {"xmlns": _NAMESPACE, "font-family": "Helvetica, Arial, sans-serif"}
+    face = {"xmlns": "http://www.w3.org/2000/svg", "font-family": "Helvetica, Arial, sans-serif"}
     root.attrib.update(face, width=width, height=height)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, "unicode") + "\n"
 

@@ -60,7 +60,7 @@ def speed_table(speeds: Sequence[Speed]) -> Table:
             *([fmt.machine_text(speed)] if several else []),
             fmt.median_text(speed.milliseconds, speed.spread),
             fmt.median_text(speed.baseline_milliseconds, speed.baseline_spread),
-            fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else ""),
+            fmt.speed_text(speed),
             _same_runtime(speed) if same else f"{speed.tokens_per_second:,.0f}",
             fmt.memory_text(speed.peak_bytes, speed.weight_bytes),
             fmt.memory_text(speed.baseline_peak_bytes, speed.baseline_weight_bytes),
@@ -171,10 +171,7 @@ def shape_table(layers: Sequence[LayerPlan]) -> Table:
     table = fmt.table("layers", "role")
     for name in ("in → out", "params now"):
         table.add_column(name, justify="right", no_wrap=True)
-    groups: dict[object, list[LayerPlan]] = {}
-    for entry in layers:
-        alike = (entry.role, entry.in_features, entry.out_features)
-        groups.setdefault(alike, []).append(entry)
+    groups = fmt.grouped(layers, lambda entry: (entry.role, entry.in_features, entry.out_features))
     for group in groups.values():
         first, count = group[0], sum(entry.dense_parameters for entry in group)
         widths = f"{first.in_features} → {first.out_features}"
@@ -228,7 +225,7 @@ def layer_table(layers: Sequence[LayerReport], per_layer: bool = False, title: s
     for number, layer in enumerate(layers):
         alike = (layer.role, layer.structure, layer.in_features, layer.out_features)
         groups.setdefault(number if one_by_one else alike, []).append(layer)
-    names = fmt.short_blocks(layers)
+    names = fmt.short_names(layer.block for layer in layers)
     before = ""
     for group in groups.values():
         block = names[group[0].block] if one_by_one else str(len(group))

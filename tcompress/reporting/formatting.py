@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tcompress.progress import COMPUTING, Seconds, by_stage
 
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
 
     from tcompress.artifact.manifest import Interval, Metric, Speed
     from tcompress.planning.entries import AttentionPlan, Coverage, LayerPlan
-    from tcompress.reporting.tree import LayerReport
     from tcompress.structures.base import Layout
     from tcompress.structures.modules.linear import PartLayout
 
-_ERRORS = ("held_out", "calibration", "weight")
+ERRORS = ("held_out", "calibration", "weight")
+"""Kinds of error, the most telling one first."""
 _ERRORS_PAGE = "docs/evaluation.md#errors-of-layers"
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 _MOST_DENSE = 6  # kinds of dense weights that one line names
 
@@ -38,25 +41,30 @@ def table(*names: str, right: Collection[str] = (), title: str = "") -> Table:
     return made
 
 
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """Groups items by a key, in the order in which keys come first."""
+    groups: dict[_Key, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
 def reason_table(title: str, items: Iterable[Any]) -> Table:
     """Says of how many layers, each with a name and a reason, the same reason holds."""
-    reasons: dict[str, list[str]] = {}
-    for item in items:
-        reasons.setdefault(item.reason, []).append(item.name)
     made = table(title, "such as", "because", right=[title])
-    for reason, names in reasons.items():
-        made.add_row(str(len(names)), names[0], reason)
+    for reason, alike in grouped(items, lambda item: item.reason).items():
+        made.add_row(str(len(alike)), alike[0].name, reason)
     return made
 
 
 def error_name(kind: str) -> str:
     """Names a kind of error."""
-    return f"{kind.replace('_', '-')} error" if kind in _ERRORS else kind
+    return f"{kind.replace('_', '-')} error" if kind in ERRORS else kind
 
 
 def errors_note(kinds: Iterable[str]) -> str:
     """Says what the ends of the scale of errors are, and where all else about it stands."""
-    known = [error_name(kind) for kind in kinds if kind in _ERRORS]
+    known = [error_name(kind) for kind in kinds if kind in ERRORS]
     named = "errors" if len(known) > 1 else "".join(known)
     return named and f"{named}: 0 is exact, 1 as bad as zeros; see {_ERRORS_PAGE}"
 
@@ -176,6 +184,13 @@ def interval_text(interval: Interval, signed: bool = False) -> str:
     return f"{write(interval.low)} … {write(interval.high)}"
 
 
+def around_text(value: float, interval: Interval | None) -> str:
+    """Writes a number, and in brackets the ends of its interval, with a digit less."""
+    if interval is None:
+        return value_text(value)
+    return f"{value_text(value)} [{value_text(interval.low, 3)}, {value_text(interval.high, 3)}]"
+
+
 def set_names(data: Sequence[str]) -> list[str]:
     """Names sets such as `stsb/test.parquet:a,score` shortly: `stsb/test`, of one folder `test`."""
     paths = [PurePath(name.rpartition(":")[0] or name) for name in data]
@@ -220,15 +235,15 @@ def machine_text(speed: Speed) -> str:
     return ", ".join(map(str, words))
 
 
-def size_text(speed: Speed) -> str:
-    """Says which pass was timed, such as `batch 8, length 32` or `batch 1, length 128, decode`."""
-    how = "" if speed.how == "eager" else f", {speed.how}"
-    return f"batch {speed.batch}, length {speed.length}{how}"
+def speed_text(speed: Speed) -> str:
+    """Writes how many times as fast a model is; with a `?` if the machine was busy."""
+    return ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else "")
 
 
 def pass_text(speed: Speed) -> str:
     """Says which pass was timed and on what, as `batch 8, length 32, cpu, 2 threads, float32`."""
-    return f"{size_text(speed)}, {machine_text(speed)}"
+    how = "" if speed.how == "eager" else f", {speed.how}"
+    return f"batch {speed.batch}, length {speed.length}{how}, {machine_text(speed)}"
 
 
 def speed_notes(speeds: Sequence[Speed]) -> list[str]:
@@ -263,18 +278,20 @@ def memory_text(peak: int | None, weights: int | None = None) -> str:
     return bytes_text(weights + (peak or 0)) + suffix
 
 
-def short_blocks(layers: Iterable[LayerReport]) -> dict[str, str]:
-    """Shortens names of the blocks of layers."""
-    return short_names(list(dict.fromkeys(layer.block for layer in layers)))
-
-
-def short_names(blocks: Sequence[str]) -> dict[str, str]:
+def short_names(names: Iterable[str]) -> dict[str, str]:
     """Shortens names of blocks to their last parts: two, or more where those are ambiguous."""
+    blocks = list(dict.fromkeys(names))
     for count in range(2, max((block.count(".") for block in blocks), default=0) + 2):
         short = {block: ".".join(block.split(".")[-count:]) for block in blocks}
         if len(set(short.values())) == len(blocks):
             return short
     return {block: block for block in blocks}
+
+
+def block_numbers(names: list[str]) -> list[str]:
+    """Leaves out what all names of blocks begin with, such as `layer.`."""
+    alike = len({name.rpartition(".")[0] for name in names}) == 1
+    return [name.rpartition(".")[2] for name in names] if alike else names
 
 
 Stored = Mapping[str, Any]  # an entry, part or layout as in `config.json`: without defaults
@@ -302,7 +319,7 @@ def describe_parts(parts: Sequence[PartLayout] | Sequence[Stored]) -> str:
     """
     names: dict[str, list[str]] = {}
     for part in map(_stored, parts):
-        text = " + ".join(describe_layout(term) for term in part["terms"])
+        text = " + ".join(map(describe_layout, part["terms"]))
         names.setdefault(text, []).append(part["name"])
     if len(names) == 1:
         return next(iter(names))
@@ -356,14 +373,13 @@ _SIZES = {
 
 def describe_attention(entries: Sequence[AttentionPlan] | Sequence[Stored]) -> str:
     """Describes the replaced attentions of a model, such as `kronecker 8x8 in 4 blocks`."""
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for entry in map(_stored, entries):
         options = entry["layout"]
         parts = [options["mechanism"]]
         parts += [_modes(options["grid"])] if options.get("grid") else []
         parts += [f"{word}{_words(options[key])}" for key, word in _SIZES.items() if key in options]
-        text = " ".join(parts)
-        counts[text] = counts.get(text, 0) + 1
+        counts[" ".join(parts)] += 1
     words = (f"{text} in {n} block{'s' if n > 1 else ''}" for text, n in counts.items())
     return "; ".join(words)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.shipped import RUNTIME, Shipped, int8_speed, shipped_of
+from tcompress.reporting.shipped import RUNTIME, Shipped, dense_there, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
 
 _NONE = "–"
@@ -54,10 +54,9 @@ def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headlin
     report, metric, speed, file = reports[best], metrics[best], speeds[best], files[best]
     if file is None:
         figures = (size_figure(report), speed_figure(report, speed), quality_figure(report, metric))
-        sentence = _sentence(report, metric, speed)
     else:
         figures = _file_figures(report, file, metric, speed)
-        sentence = _file_sentence(report, file, metric, speed)
+    sentence = _sentence(report, file, metric, speed)
     if len(reports) == 1:
         text = f"{names[best]} {sentence}"
     elif not small:
@@ -73,67 +72,47 @@ def headline_of(reports: Sequence[ModelReport], names: Sequence[str]) -> Headlin
     return Headline(best, text, figures)
 
 
-def _sentence(report: ModelReport, metric: Metric | None, speed: Speed | None) -> str:
-    """Say what one model keeps: bytes, time, quality."""
-    if not report.is_smaller:
+def _sentence(
+    report: ModelReport, file: Shipped | None, metric: Metric | None, speed: Speed | None
+) -> str:
+    """Say what a model keeps: bytes, time, quality; of a file, in PyTorch what was not measured."""
+    if file is None and not report.is_smaller:
         value = "" if metric is None else f": {metric.label} {fmt.value_text(metric.value)}"
         return f"is dense{value}."
-    words = [f"is {_times_smaller(report)}"]
-    if speed is not None:
-        words.append(f"runs at {_speed_text(speed)} the dense speed")
-    if metric is None and _calibrated(report) is None:
-        return f"{' and '.join(words)}; its quality was not measured."
-    words.append(_quality_words(report, metric))
-    return f"{', '.join(words[:-1])} and {words[-1]}."
-
-
-def _file_sentence(
-    report: ModelReport, file: Shipped, metric: Metric | None, speed: Speed | None
-) -> str:
-    """Say what the file of a model keeps; what was not measured of it, in PyTorch."""
-    words = [f"in its int8 file is {_times_smaller(report, file.file.bytes)}"]
-    if (timed := file.speed or speed) is not None:
-        where = "" if file.speed else " in PyTorch"
-        words.append(f"runs at {_speed_text(timed)} the dense speed{where}")
-    number = file.metric or metric
+    timed, number = (file and file.speed) or speed, (file and file.metric) or metric
+    size = report.bytes_on_disk.now if file is None else file.file.bytes
+    words = [f"{'in its int8 file ' if file else ''}is {_times_smaller(report, size)}"]
+    if timed is not None:
+        where = " in PyTorch" if file and not file.speed else ""
+        words.append(f"runs at {fmt.speed_text(timed)} the dense speed{where}")
     if number is None and _calibrated(report) is None:
         return f"{' and '.join(words)}; its quality was not measured."
-    where = "" if file.metric else "in PyTorch "
+    where = "in PyTorch " if file and not file.metric else ""
     words.append(where + _quality_words(report, number))
     return f"{', '.join(words[:-1])} and {words[-1]}."
 
 
-def _times_smaller(report: ModelReport, now: int | None = None) -> str:
+def _times_smaller(report: ModelReport, now: int) -> str:
     dense = report.bytes_on_disk.dense
-    now = report.bytes_on_disk.now if now is None else now
     if now < dense:
         return f"{dense / now:.1f}× smaller"
     return f"{now / max(1, dense):.1f}× as large"
 
 
-def _speed_text(speed: Speed) -> str:
-    return fmt.ratio_text(speed.ratio, 2) + (" ?" if speed.is_noisy else "")
-
-
 def _quality_words(report: ModelReport, metric: Metric | None) -> str:
     if metric is None:
         return f"agrees with the dense model by {fmt.value_text(_calibrated(report) or 0.0)}"
-    ratio, who = metric.ratio, other_baseline(report, metric) or "dense"
-    if metric.name == AGREEMENT:
+    if (ratio := metric.ratio) is None or metric.name == AGREEMENT:
         return f"has {metric.label} {fmt.value_text(metric.value)}"
-    if ratio is None:
-        return f"has {metric.label} {fmt.value_text(metric.value)}"
-    if not metric.higher_is_better:
-        return f"has {fmt.ratio_text(ratio)} {_the(who)}'s {metric.label}{_chance(metric)}"
-    return f"keeps {ratio:.1%} of {_the(who)}'s {metric.label}{_chance(metric)}"
+    part = f"keeps {ratio:.1%} of" if metric.higher_is_better else f"has {fmt.ratio_text(ratio)}"
+    chance = ", within chance" if _holds_zero(metric) else ""
+    return f"{part} {_baseline(report, metric)}'s {metric.label}{chance}"
 
 
-def _the(who: str) -> str:
-    return "the dense model" if who == "dense" else who
-
-
-def _chance(metric: Metric) -> str:
-    return ", within chance" if _holds_zero(metric) else ""
+def _baseline(report: ModelReport, metric: Metric) -> str:
+    """Name what a number is compared with: the dense model, or another one."""
+    other = other_baseline(report, metric) or "dense"
+    return "the dense model" if other == "dense" else other
 
 
 def _holds_zero(metric: Metric) -> bool:
@@ -189,21 +168,15 @@ def _dense_bytes_there(report: ModelReport) -> int | None:
 
 
 def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
-    """Speed of the file beside the dense model in PyTorch."""
     if file.speed is None:
         figure = speed_figure_of(speed)
         hint = "in PyTorch; `tcompress bench --runtime onnx-int8` times the file"
         return figure._replace(notes=(*figure.notes[:1], hint))
     figure = speed_figure_of(file.speed)
-    own, dense = map(
-        fmt.milliseconds_text, (file.speed.milliseconds, file.speed.baseline_milliseconds)
-    )
-    notes = [*figure.notes]
-    if text := _dense_there(file.speed):
-        notes.append(text.removeprefix(", "))
+    notes = [*figure.notes, *filter(None, [dense_there(file.speed)])]
     if speed is not None and speed is not file.speed:
-        notes.append(f"in PyTorch {_speed_text(speed)}")
-    words = f"{own} in ONNX Runtime; dense in PyTorch {dense}"
+        notes.append(f"in PyTorch {fmt.speed_text(speed)}")
+    words = figure.words.replace("; dense", " in ONNX Runtime; dense in PyTorch")
     return figure._replace(words=words, notes=tuple(notes))
 
 
@@ -226,12 +199,11 @@ def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
         hint = ("`tcompress bench` times it",) if report.is_smaller else ()
         return speed_figure_of(None)._replace(notes=hint)
     figure = speed_figure_of(speed)
-    notes, other = [*figure.notes], int8_speed(report, speed)
-    if other is not None and other is not speed:
-        notes.append(f"int8 in ONNX Runtime {_speed_text(other)}{_dense_there(other)}")
-    elif other is not None and other.same_runtime_milliseconds:
-        notes.append(_dense_there(other).removeprefix(", "))
-    return figure._replace(notes=tuple(notes))
+    if (other := int8_speed(report, speed)) is None:
+        return figure
+    words = [] if other is speed else [f"int8 in ONNX Runtime {fmt.speed_text(other)}"]
+    note = ", ".join(filter(None, [*words, dense_there(other)]))
+    return figure._replace(notes=(*figure.notes, *filter(None, [note])))
 
 
 def speed_figure_of(speed: Speed | None) -> Figure:
@@ -242,14 +214,7 @@ def speed_figure_of(speed: Speed | None) -> Figure:
     notes = [fmt.pass_text(speed)]
     if speed.is_noisy:
         notes.append("?: the machine was busy, the time is in doubt")
-    return Figure("Speed", _speed_text(speed), f"{own}; dense {dense}", tuple(notes))
-
-
-def _dense_there(speed: Speed) -> str:
-    time = speed.same_runtime_milliseconds
-    if not time:
-        return ""
-    return f", dense at int8 {fmt.ratio_text(speed.baseline_milliseconds / time, 2)}"
+    return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", tuple(notes))
 
 
 def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
@@ -259,16 +224,16 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
             words = "agreement with the dense model"
             note = f"on samples held out of the {'healing' if report.training else 'calibration'}"
             return Figure("Quality", fmt.value_text(agreement), words, (note,))
-        error = next(iter(report.errors.items()), None)
-        hints = [] if error is None else [f"mean {_error(*error)}"]
+        errors = list(report.errors.items())[:1]
+        hints = [f"mean {fmt.error_name(kind)} {fmt.error_text(error)}" for kind, error in errors]
         hints += ["`tcompress evaluate` measures it"] if report.is_smaller else []
         return Figure("Quality", _NONE, "not measured", tuple(hints))
     value, gap, ratio = fmt.value_text(metric.value), metric.difference, metric.ratio
-    who = other_baseline(report, metric) or "dense"
+    who = _baseline(report, metric)
     level = None if metric.interval is None else f"{metric.interval.level:.0%} interval"
     own = [] if metric.interval is None else [f"{level} {fmt.interval_text(metric.interval)}"]
     if metric.name == AGREEMENT:
-        return Figure("Quality", value, f"agreement with {_the(who)}", tuple(own))
+        return Figure("Quality", value, f"agreement with {who}", tuple(own))
     if gap is None or ratio is None:
         return Figure("Quality", value, metric.label, tuple(own))
     baseline = fmt.value_text(gap.baseline_value)
@@ -281,9 +246,5 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)
     lower = "" if metric.higher_is_better else ", lower is better"
-    words = f"of {_the(who)}'s {metric.label}: {value} of {baseline}{lower}"
+    words = f"of {who}'s {metric.label}: {value} of {baseline}{lower}"
     return Figure("Quality", share, words, tuple(notes))
-
-
-def _error(kind: str, error: float) -> str:
-    return f"{fmt.error_name(kind)} {fmt.error_text(error)}"

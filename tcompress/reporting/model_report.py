@@ -100,13 +100,13 @@ def _converted(artifact: Artifact, now: _Counted, length: int) -> dict[str, Any]
 
 
 def _plain(manifest: Manifest, now: _Counted, source: SourceModel, length: int) -> dict[str, Any]:
-    """Facts about a plain model with narrower layers."""
     plan, found = manifest.plan, []
     for entry in plan.layers:
         runs = experts_per_token(now.model.config, entry.experts)
         own, errors = weight_bytes(source, entry, None), manifest.fit.get(entry.key, {})
-        size, stored = _source_itemsize(manifest, own), entry.parameters * own
-        found.append(layer_report(entry, errors, runs, size, length, plan.method, stored))
+        dense = entry.dense_parameters * _source_itemsize(manifest, own)
+        size = Amount.of(dense, entry.parameters * own)
+        found.append(layer_report(entry, errors, runs, size, length, plan.method))
     facts = {"left": plan.left, "plain": plan.plain}
     return {**facts, "layers": tuple(found), "errors": mean_errors(found)}
 
@@ -115,20 +115,11 @@ def layer_report(
     entry: LayerPlan,
     errors: Mapping[str, float] | None = None,
     runs: int = 1,
-    itemsize: int | None = None,
+    size: Amount | None = None,
     length: int = LENGTH,
     method: str = "",
-    stored: int | None = None,
 ) -> LayerReport:
-    """Reports on a layer of a plan: a token passes `runs` experts.
-
-    A number of the dense layer takes `itemsize` bytes, and all that is left of it `stored`.
-    """
-    counts = (entry.dense_parameters, entry.parameters)
-    size = None
-    if itemsize is not None:
-        now = entry.parameters * itemsize if stored is None else stored
-        size = Amount.of(entry.dense_parameters * itemsize, now)
+    """Reports on a layer of a plan, with its bytes: a token passes `runs` experts."""
     dense = entry.in_features * entry.out_features * (runs if entry.experts else 1)
     macs = Amount.of(dense, -(-layer_macs(entry, runs, length) // length))
     if entry.kind == "embedding":  # an output head that is tied to it counts in the whole
@@ -140,7 +131,7 @@ def layer_report(
     return LayerReport(
         **facts,
         structure=describe_entry(entry, method) + shared,
-        parameters=Amount.of(*counts),
+        parameters=Amount.of(entry.dense_parameters, entry.parameters),
         macs=macs,
         bytes=size,
         errors=dict(errors or {}),
@@ -151,26 +142,19 @@ def _recorded(manifest: Manifest | None) -> dict[str, Any]:
     """Records of the manifest, of converted and dense models: training, metrics, times, files."""
     if manifest is None:
         return {"created": None}
+    lists = ("metrics", "training", "speed", "exports", "alternatives", "paper")
+    planned = ("depth", "vocabulary", "budget", "coverage", "warnings")
     return {
+        **{name: tuple(getattr(manifest, name)) for name in lists},
+        **{name: getattr(manifest.plan, name) for name in planned},
         "source": manifest.source.id,
+        "init": manifest.source.init,
+        "seed": manifest.source.seed,
         "created": manifest.created,
-        "metrics": tuple(manifest.metrics),
-        "training": tuple(manifest.training),
-        "speed": tuple(manifest.speed),
-        "exports": tuple(manifest.exports),
         "dense_exports": _dense_exports(manifest),
-        "alternatives": tuple(manifest.alternatives),
         "attention_map": manifest.attention_map,
         "recipe": manifest.recipe or None,
         "environment": manifest.environment or None,
-        "depth": manifest.plan.depth,
-        "vocabulary": manifest.plan.vocabulary,
-        "budget": manifest.plan.budget,
-        "init": manifest.source.init,
-        "seed": manifest.source.seed,
-        "paper": tuple(manifest.paper),
-        "coverage": manifest.plan.coverage,
-        "warnings": manifest.plan.warnings,
     }
 
 
@@ -194,19 +178,19 @@ def _layers(artifact: Artifact, counted: _Counted, length: int) -> tuple[LayerRe
     for entry, error in zip(artifact.layers, errors, strict=True):
         runs = experts_per_token(config, entry.experts)
         own = artifact.store.dtype(f"{entry.name}.{entry.parameter}").itemsize
-        size = own if manifest is None else _source_itemsize(manifest, own)
-        stored = sum(map(artifact.store.nbytes, stored_tensors(entry)))
-        found.append(layer_report(entry, error, runs, size, length, method, stored))
+        dense = entry.dense_parameters * _source_itemsize(manifest, own)
+        size = Amount.of(dense, sum(map(artifact.store.nbytes, stored_tensors(entry))))
+        found.append(layer_report(entry, error, runs, size, length, method))
     return tuple(found)
 
 
-def _source_itemsize(manifest: Manifest, now: int) -> int:
+def _source_itemsize(manifest: Manifest | None, now: int) -> int:
     """Bytes of a number of the source, which a conversion may have stored in another dtype.
 
     Manifests have its bytes and its parameters, not its dtype; buffers and tied weights that are
     stored twice make their ratio a little larger.
     """
-    if not (manifest.source.bytes and manifest.plan.parameters):
+    if manifest is None or not (manifest.source.bytes and manifest.plan.parameters):
         return now
     ratio = manifest.source.bytes / manifest.plan.parameters
     return min((1, 2, 4, 8), key=lambda size: abs(log2(ratio / size)))
@@ -252,7 +236,6 @@ class _Counted:
 
     @classmethod
     def of(cls, source: SourceModel, artifact: Artifact | None = None) -> _Counted:
-        """Finds what is rewritten in the model."""
         model = source.meta_model()
         if artifact is None:
             return cls(model, find_roles(model))

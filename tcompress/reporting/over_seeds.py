@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import fmean, stdev
@@ -101,8 +101,3 @@ def _made_by(report: ModelReport) -> str:
     runs = [(run.task, run.data, {**run.settings, "seed": None}) for run in report.training]
     size = report.parameters.total.dense, report.family, report.source
     return json.dumps([said, runs, size], sort_keys=True, default=str)
-
-
-def names_of(groups: Sequence[SeedGroup]) -> dict[str, SeedGroup]:
-    """The group of each model that is in one, by the model's name."""
-    return {report.name: group for group in groups for report in group.reports}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from markupsafe import Markup
 
-from tcompress.artifact.manifest import Alternative, Metric, Speed
+from tcompress.artifact.manifest import Alternative, Metric
 from tcompress.models.names import ALIASES
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import (
@@ -73,67 +74,80 @@ def all_pictures(models: Sequence[Shown]) -> list[Picture]:
 
 
 def trade_offs(models: Sequence[Shown]) -> list[Picture]:
-    """Draws quality against time and against bytes, where there is anything to compare."""
+    """Draws quality against time and against bytes, where there is anything to compare.
+
+    Where no quality was measured in PyTorch, all numbers are those of files.
+    """
     reports = [model.report for model in models]
     metrics, speeds = main_metrics(reports), main_speeds(reports)
+    sizes: list[int | None] = [report.bytes_on_disk.now for report in reports]
+    dense_sizes = [float(report.bytes_on_disk.dense) for report in reports]
+    files = [file_of(report.exports) for report in reports]
+    dense_files = [file for report in reports if (file := file_of(report.dense_exports))]
+    there = [speed and int8_speed(r, speed) for r, speed in zip(reports, speeds, strict=True)]
+    words = "bytes on disk"
     if not any(metrics):
-        return _file_trade_offs(models)
-    pairs = list(zip(reports, speeds, strict=True))
-    speed = next((speed for speed in speeds if speed is not None), None)
+        shipped = list(map(shipped_of, reports))
+        metrics = [item and item.metric for item in shipped]
+        speeds = [item and item.speed for item in shipped]
+        sizes = [item and item.file.bytes for item in shipped]
+        files, there, dense_files = [None for _ in models], [None for _ in models], []
+        words = "bytes of the file"
     pictures = []
-    if speed is not None:
+    if (timed := next((speed for speed in speeds if speed is not None), None)) is not None:
+        dense_time = timed.baseline_milliseconds
         times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in speeds]
-        words = f"time of a pass ({fmt.pass_text(speed)})"
-        files = [None if s is None else int8_speed(r, s) for r, s in pairs]
-        costs = [None if item is None else item.milliseconds for item in files]
-        dots = [*_dots(models, metrics, times), *_file_dots(models, metrics, costs)]
-        dense_time = speed.baseline_milliseconds
-        rings = _rings(models, metrics, lambda item: dense_time / item.ratio)
-        dots += rings
-        marks = [mark for own, s in pairs if s and (mark := _int8_time(own, s))][:1]
-        marks = _without(marks, rings)
-        marks += _file_marks(models, metrics, costs)
-        write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
-        pictures += _picture("quality-time", dots, marks, words, metrics, write)
-    sizes = [(float(r.bytes_on_disk.now), float(r.bytes_on_disk.dense)) for r in reports]
-    dense = [file_of(report.dense_exports) for report in reports]
-    rings = _rings(models, metrics, lambda item: float(item.bytes))
-    marks = _without([Mark(_DENSE, float(item.bytes)) for item in dense if item][:1], rings)
-    costs = [float(own.bytes) if (own := file_of(report.exports)) else None for report in reports]
-    marks += _file_marks(models, metrics, costs)
-    write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
-    dots = [*_dots(models, metrics, sizes), *_file_dots(models, metrics, costs), *rings]
-    return pictures + _picture("quality-bytes", dots, marks, "bytes on disk", metrics, write)
+        dense_times = (speed.same_runtime_milliseconds for speed in there if speed)
+        pictures += _picture(
+            "quality-time",
+            f"time of a pass ({fmt.pass_text(timed)})",
+            lambda value: f"{fmt.tick_text(value)} ms",
+            models,
+            metrics,
+            costs=times,
+            file_costs=[None if speed is None else speed.milliseconds for speed in there],
+            dense_file_cost=next(filter(None, dense_times), None),
+            ring_cost=lambda item: dense_time / item.ratio,
+        )
+    pairs = zip(sizes, dense_sizes, strict=True)
+    return pictures + _picture(
+        "quality-bytes",
+        words,
+        lambda value: fmt.bytes_text(round(value)),
+        models,
+        metrics,
+        costs=[None if size is None else (float(size), dense) for size, dense in pairs],
+        file_costs=[None if file is None else float(file.bytes) for file in files],
+        dense_file_cost=float(dense_files[0].bytes) if dense_files else None,
+        ring_cost=lambda item: float(item.bytes),
+    )
 
 
-def _file_trade_offs(models: Sequence[Shown]) -> list[Picture]:
-    """Draws the same of files alone, where no quality was measured in PyTorch."""
-    files = [shipped_of(model.report) for model in models]
-    metrics = [None if file is None else file.metric for file in files]
-    timed = [None if file is None else file.speed for file in files]
-    times = [None if s is None else (s.milliseconds, s.baseline_milliseconds) for s in timed]
-    sizes = [
-        None if file is None else (float(file.file.bytes), float(model.report.bytes_on_disk.dense))
-        for model, file in zip(models, files, strict=True)
-    ]
-    pictures = []
-    if (speed := next((speed for speed in timed if speed is not None), None)) is not None:
-        words = f"time of a pass ({fmt.pass_text(speed)})"
-        write: Callable[[float], str] = lambda value: f"{fmt.tick_text(value)} ms"  # noqa: E731
-        dots = _dots(models, metrics, times)
-        dense_time = speed.baseline_milliseconds
-        dots += _rings(models, metrics, lambda item: dense_time / item.ratio)
-        pictures += _picture("quality-time", dots, [], words, metrics, write)
-    write = lambda value: fmt.bytes_text(round(value))  # noqa: E731
-    dots = _dots(models, metrics, sizes)
-    dots += _rings(models, metrics, lambda item: float(item.bytes))
-    return pictures + _picture("quality-bytes", dots, [], "bytes of the file", metrics, write)
-
-
-def _int8_time(report: ModelReport, speed: Speed) -> Mark | None:
-    other = int8_speed(report, speed)
-    time = other and other.same_runtime_milliseconds
-    return Mark(_DENSE, time) if time else None
+def _picture(
+    name: str,
+    words: str,
+    write: Callable[[float], str],
+    models: Sequence[Shown],
+    metrics: Sequence[Metric | None],
+    *,
+    costs: Sequence[tuple[float, float] | None],
+    file_costs: Sequence[float | None],
+    dense_file_cost: float | None,
+    ring_cost: Callable[[Alternative], float],
+) -> list[Picture]:
+    """Draws quality against a cost of each model and its dense one, of files and alternatives."""
+    main = next((metric for metric in metrics if metric is not None), None)
+    rings = _rings(models, metrics, ring_cost)
+    dots = [*_dots(models, metrics, costs), *_file_dots(models, metrics, file_costs), *rings]
+    if len(dots) < 2 or main is None:
+        return []
+    # What has a ring needs no line, its quality being known.
+    is_ringed = any(ring.label == _DENSE for ring in rings)
+    marks = [] if dense_file_cost is None or is_ringed else [Mark(_DENSE, dense_file_cost)]
+    marks += _file_marks(models, metrics, file_costs)
+    lines = marks if len(marks) <= _MOST_LINES else marks[:1]
+    drawn = trade_off(dots, words, main.label, write, main.higher_is_better, lines)
+    return [Picture(name, drawn)]
 
 
 def _rings(
@@ -152,11 +166,6 @@ def _rings(
             name, label = f"{item.name}{bits}", f"{item.name.partition(',')[0]}{bits}"
             rings.append(Dot("", name, cost(item), item.value, item.interval, GREY, label))
     return rings
-
-
-def _without(marks: Sequence[Mark], rings: Sequence[Dot]) -> list[Mark]:
-    """Leaves out lines for what has a ring, its quality being known."""
-    return [mark for mark in marks if mark.name not in {ring.label for ring in rings}]
 
 
 def _dots(
@@ -219,41 +228,23 @@ def _is_baseline(model: Shown, name: str) -> bool:
     return not model.report.is_smaller and len(set(ends)) == 1
 
 
-def _picture(
-    name: str,
-    dots: list[Dot],
-    marks: Sequence[Mark],
-    costs: str,
-    metrics: Sequence[Metric | None],
-    write: Callable[[float], str],
-) -> list[Picture]:
-    main = next((metric for metric in metrics if metric is not None), None)
-    if len(dots) < 2 or main is None:
-        return []
-    lines = marks if len(marks) <= _MOST_LINES else marks[:1]
-    drawn = trade_off(dots, costs, main.label, write, main.higher_is_better, lines)
-    return [Picture(name, drawn)]
-
-
 def map_of(report: ModelReport) -> Markup | None:
     """Draws what is kept of every layer, by block and role; None where nothing was rewritten."""
     columns = _columns(report)
     if not report.is_smaller or not columns:
         return None
-    amounts: dict[tuple[str, str], list[Amount]] = {}
-    words: dict[tuple[str, str], list[str]] = {}
+    entries: list[tuple[tuple[str, str], Amount, str]] = []
     for layer in report.layers:
-        place = (layer.role, layer.block)
-        amounts.setdefault(place, []).append(layer.parameters)
-        error = next(iter(layer.errors.items()), None)
-        said = "" if error is None else f", {fmt.error_name(error[0])} {fmt.error_text(error[1])}"
-        words.setdefault(place, []).append(layer.structure + said)
+        words = layer.structure
+        for kind, error in list(layer.errors.items())[:1]:
+            words += f", {fmt.error_name(kind)} {fmt.error_text(error)}"
+        entries.append(((layer.role, layer.block), layer.parameters, words))
     for item in report.left:
         if item.role and item.parameters:
-            place = (item.role, item.block)
-            amounts.setdefault(place, []).append(Amount.of(item.parameters, item.parameters))
-            words.setdefault(place, []).append(f"dense: {item.reason}")
-    roles = list(dict.fromkeys(role for role, _ in amounts)) or ["block"]
+            amount = Amount.of(item.parameters, item.parameters)
+            entries.append(((item.role, item.block), amount, f"dense: {item.reason}"))
+    layers = fmt.grouped(entries, itemgetter(0))
+    roles = list(dict.fromkeys(role for role, _ in layers)) or ["block"]
     rows = []
     for role in roles:
         cells: list[Tile | None] = []
@@ -261,13 +252,13 @@ def map_of(report: ModelReport) -> Markup | None:
             place = (role, block or "")
             if block is None:
                 cells.append(Tile(None, f"block {label}: dropped"))
-            elif place in amounts:
-                share = Amount.sum_of(amounts[place]).kept
-                text = "; ".join(dict.fromkeys(words[place]))
+            elif place in layers:
+                share = Amount.sum_of(amount for _, amount, _ in layers[place]).kept
+                text = "; ".join(dict.fromkeys(words for *_, words in layers[place]))
                 where = f"{role}, block {label}" if block else role
                 cells.append(Tile(share, f"{where}: {fmt.share_text(share)} kept, {text}"))
             else:
-                kept = not amounts and block
+                kept = not layers and block
                 cells.append(Tile(1.0, f"block {label}: kept as it is") if kept else None)
         rows.append((role, cells))
     return layer_map([label for label, _ in columns], rows)
@@ -287,7 +278,7 @@ def _columns(report: ModelReport) -> list[tuple[str, str | None]]:
     depth = report.depth
     if depth is None or depth.deeper or depth.chosen == "later":
         names = [fmt.short_names(blocks)[block] for block in blocks]
-        return outside + list(zip(_numbers(names), blocks, strict=True))
+        return outside + list(zip(fmt.block_numbers(names), blocks, strict=True))
     found: list[tuple[str, str | None]] = []
     for stack in depth.stacks:
         new = {old: f"{stack.path}.{index}" for index, old in enumerate(stack.kept)}
@@ -307,9 +298,3 @@ def _same_end(one: str, other: str) -> bool:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(step), "") if step.isdecimal() else (-1, step) for step in name.split(".")]
-
-
-def _numbers(names: list[str]) -> list[str]:
-    """Leaves out what all names begin with, such as `layer.`."""
-    alike = len({name.rpartition(".")[0] for name in names}) == 1
-    return [name.rpartition(".")[2] for name in names] if alike else names

@@ -14,7 +14,7 @@ from markupsafe import Markup, escape
 
 import tcompress
 from tcompress.artifact.averages import Mean
-from tcompress.files import check_page, unwritable, write_text
+from tcompress.files import check_page, write_named
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
 from tcompress.reporting.console import short_name
@@ -86,11 +86,9 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
         share = 0.5 if alike else (means[place] - low) / (top - low)
         return Shade(means[place], round(_LIGHTEST + share * (_DARKEST - _LIGHTEST)))
 
-    short = fmt.short_blocks(layers)
+    short = fmt.short_names(layer.block for layer in layers)
     roles = dict.fromkeys(layer.role for layer in layers)
-    columns = list(short.values())
-    if len({name.rpartition(".")[0] for name in columns}) == 1:  # such as `layer.`
-        columns = [name.rpartition(".")[2] for name in columns]
+    columns = fmt.block_numbers(list(short.values()))
     rows = [(role, [shade((role, block)) for block in short]) for role in roles]
     return Heat(fmt.error_name(kind), columns, rows, (short[worst[1]], worst[0], top), low, alike)
 
@@ -125,7 +123,6 @@ def _sentence(text: str) -> str:
 
 
 def _section(model: Shown) -> dict[str, Any]:
-    """One model on the page."""
     report = model.report
     recipe, roles, metrics = report.recipe, _roles(report.layers), []
     numbers = sorted(numbers_of([report])[0], key=lambda metric: isinstance(metric, Mean))
@@ -161,7 +158,6 @@ def _section(model: Shown) -> dict[str, Any]:
 
 
 def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
-    """Rows of the alternatives that `compress` measured beside a model."""
     dense = next((item.value for item in report.alternatives), None)
     return [
         dict(item) | {"kept": item.value / dense if item.value and dense and dense > 0 else None}
@@ -170,10 +166,8 @@ def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
 
 
 def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
-    """The rewritten layers by role."""
     rows = []
-    for role in dict.fromkeys(layer.role for layer in layers):
-        group = [layer for layer in layers if layer.role == role]
+    for role, group in fmt.grouped(layers, lambda layer: layer.role).items():
         sizes = [layer.bytes for layer in group if layer.bytes is not None]
         rows.append(
             {
@@ -189,7 +183,6 @@ def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> str:
-    """Writes a value of a protocol."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -228,9 +221,5 @@ def write_html(reports: Sequence[ModelReport], path: Path | str) -> Path:
     """Writes models as a page; an older one is replaced."""
     target = Path(path).expanduser()
     check_page(target)
-    text = render_html(reports)
-    try:
-        write_text(target, text)
-    except OSError as error:
-        raise unwritable(target, error) from error
+    write_named(target, render_html(reports))
     return target

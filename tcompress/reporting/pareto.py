@@ -15,7 +15,7 @@ from tcompress.artifact.manifest import Interval, Metric, Speed
 from tcompress.conversion.estimate import Estimate
 from tcompress.planning.entries import Plan
 from tcompress.reporting import formatting as fmt
-from tcompress.reporting.table_rows import Cell
+from tcompress.reporting.table_rows import Cell, Printed
 from tcompress.reporting.tree import (
     ModelReport,
     main_metrics,
@@ -165,15 +165,15 @@ def front_table(found: FrontReport, stopped: Sequence[tuple[str, str]] = ()) -> 
     return Group(table, *_legend(found), *_stopped(stopped))
 
 
-def front_cells(found: FrontReport) -> tuple[tuple[str, ...], list[tuple[Cell, ...]]]:
-    """Headings and cells of the same table; what follows a number in brackets is a note."""
+def front_printed(found: FrontReport) -> Printed:
+    """The same table for a file; what follows a number in brackets is a note."""
     shown = _shown(found)
     rows = []
     for row in found.rows:
         texts = (write(row).partition(" [") for write in shown.values())
         cells = (Cell(value, f"[{rest}" if rest else "") for value, _, rest in texts)
         rows.append((Cell(row.name), *cells))
-    return ("model", *shown), rows
+    return Printed(("model", *shown), tuple(rows))
 
 
 def _shown(found: FrontReport) -> dict[str, Callable[[FrontRow], str]]:
@@ -213,13 +213,11 @@ def plan_table(
 
 
 def _quality(row: FrontRow) -> str:
-    value = _optional(row.quality, fmt.value_text)
-    if row.quality is not None and row.deviation is not None:
+    if row.quality is None:
+        return ""
+    if row.deviation is not None:
         return fmt.deviation_text(row.quality, row.deviation)
-    if row.interval is None:
-        return value
-    low, high = (fmt.value_text(end, 3) for end in (row.interval.low, row.interval.high))
-    return f"{value} [{low}, {high}]"
+    return fmt.around_text(row.quality, row.interval)
 
 
 def _optional(value: float | None, write: Callable[[float], str]) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed, one_file
 from tcompress.fields import RuntimeName
+from tcompress.reporting import formatting as fmt
 from tcompress.reporting.tree import ModelReport, metric_key, numbers_of
 
 RUNTIME: RuntimeName = "onnx-int8"
@@ -39,7 +40,7 @@ def shipped_of(
     """
     if (file := one_file(report.exports, RUNTIME)) is None:
         return None
-    return Shipped(file, _speed_there(report, speed), file_metric(report, metric))
+    return Shipped(file, int8_speed(report, speed), file_metric(report, metric))
 
 
 def file_numbers(report: ModelReport) -> tuple[Metric, ...]:
@@ -57,16 +58,20 @@ def file_metric(report: ModelReport, metric: Metric | None) -> Metric | None:
     return next((item for item in numbers if metric_key(item) == metric_key(metric)), None)
 
 
-def int8_speed(report: ModelReport, speed: Speed) -> Speed | None:
-    """Find the time of the same pass with weights of eight bits in ONNX Runtime."""
+def dense_there(speed: Speed) -> str:
+    """Write how fast the dense model is in the same runtime; nothing where it was not timed."""
+    if not (time := speed.same_runtime_milliseconds):
+        return ""
+    return f"dense at int8 {fmt.ratio_text(speed.baseline_milliseconds / time, 2)}"
+
+
+def int8_speed(report: ModelReport, speed: Speed | None) -> Speed | None:
+    """Find the time of the same pass with weights of eight bits in ONNX Runtime.
+
+    Without a pass to compare with, it is the one of most tokens.
+    """
+    times = (item for item in report.speed if item.mode == RUNTIME)
+    if speed is None:
+        return max(times, key=lambda item: item.batch * item.length, default=None)
     size = (speed.batch, speed.length, speed.phase)
-    times = (item for item in report.speed if item.mode == RUNTIME)
     return next((item for item in times if (item.batch, item.length, item.phase) == size), None)
-
-
-def _speed_there(report: ModelReport, speed: Speed | None) -> Speed | None:
-    """Find the time of the same pass; without one to compare with, the one of most tokens."""
-    if speed is not None:
-        return int8_speed(report, speed)
-    times = (item for item in report.speed if item.mode == RUNTIME)
-    return max(times, key=lambda item: item.batch * item.length, default=None)

@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 from tcompress.artifact.averages import Mean
 from tcompress.artifact.manifest import Interval, Metric, Speed
-from tcompress.files import check_drawings, check_latex, check_sheet, unwritable, write_text
+from tcompress.files import check_drawings, check_latex, check_sheet, unwritable, write_named
 from tcompress.options.commands import Tables
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import alone
 from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.overview_charts import all_pictures, shown_models
-from tcompress.reporting.pareto import FrontReport, front_cells
+from tcompress.reporting.pareto import FrontReport
 from tcompress.reporting.shipped import file_metric, int8_speed
-from tcompress.reporting.table_rows import Cell, parts_of
+from tcompress.reporting.table_rows import Cell, Printed, parts_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds, numbers_of
 
 Value = str | float | int | None
@@ -30,13 +30,6 @@ class Sheet(NamedTuple):
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Value, ...], ...]
-
-
-class Printed(NamedTuple):
-    """Cells as people read them; the first column holds names."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Cell, ...], ...]
 
 
 def csv_text(sheet: Sheet) -> str:
@@ -100,7 +93,7 @@ def write_tables(tables: Tables, sheet: Sheet, printed: Printed) -> dict[str, st
         if path is not None:
             target = Path(path).expanduser()
             checks[kind](target)
-            _write(target, texts[kind])
+            write_named(target, texts[kind])
             written[kind] = str(target)
     return written
 
@@ -117,16 +110,9 @@ def write_figures(reports: Sequence[ModelReport], folder: Path | str) -> list[Pa
             target.mkdir(exist_ok=True)
         except OSError as error:
             raise unwritable(target, error) from error
-        _write(path, alone(picture.svg))
+        write_named(path, alone(picture.svg))
         written.append(path)
     return written
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise unwritable(path, error) from error
 
 
 _LONG = (
@@ -223,56 +209,71 @@ def report_table(reports: Sequence[ModelReport]) -> Printed:
     timed = next((speed for speed in speeds if speed is not None), None)
     label = "quality" if main is None else main.label
     columns = ("model", "bytes", "of dense", label, "of dense", "time", "speed")
-    triples = list(zip(reports, metrics, speeds, strict=True))
-    rows = [*_dense_row(triples), *_dense_int8_row(reports, timed)]
-    for report, metric, speed in triples:
-        size = report.bytes_on_disk
-        noisy = " ?" if speed and speed.is_noisy else ""
-        rows.append(
-            (
-                Cell(short_name(report, reports)),
-                Cell(fmt.bytes_text(size.now)),
-                Cell(fmt.share_text(size.kept) if report.is_smaller else ""),
-                Cell() if metric is None else _with_interval(metric.value, metric.interval),
-                Cell("" if metric is None else fmt.ratio_text(metric.ratio)),
-                Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds)),
-                Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy),
-            )
-        )
-        rows += _int8_row(short_name(report, reports), report, timed, main)
+    rows = [*_dense_row(reports, metrics, timed), *_dense_int8_row(reports, timed)]
+    for report, metric, speed in zip(reports, metrics, speeds, strict=True):
+        name, size = short_name(report, reports), report.bytes_on_disk
+        share = size.kept if report.is_smaller else None
+        rows.append(_row(name, size.now, share, *_quality(metric), *_time(speed)))
+        rows += _int8_row(name, report, timed, main)
     return _used(columns, rows, 1)
 
 
-_Triple = tuple[ModelReport, Metric | None, Speed | None]
+def _row(
+    name: str,
+    size: int | None,
+    share: float | None = None,
+    quality: Cell | None = None,
+    kept: float | None = None,
+    time: float | None = None,
+    speed: str = "",
+) -> tuple[Cell, ...]:
+    """Cells of a model in `report_table`; empty ones for what is not known."""
+    return (
+        Cell(name),
+        Cell("" if size is None else fmt.bytes_text(size)),
+        Cell(fmt.share_text(share)),
+        quality or Cell(),
+        Cell(fmt.ratio_text(kept)),
+        Cell("" if time is None else fmt.milliseconds_text(time)),
+        Cell(speed),
+    )
 
 
-def _dense_row(triples: Sequence[_Triple]) -> list[tuple[Cell, ...]]:
+def _quality(metric: Metric | None) -> tuple[Cell | None, float | None]:
+    """A number, and what it is of the dense model's."""
+    if metric is None:
+        return None, None
+    return _with_interval(metric.value, metric.interval), metric.ratio
+
+
+def _time(speed: Speed | None) -> tuple[float | None, str]:
+    """Milliseconds, and how many times as fast as the dense model that is."""
+    return (None, "") if speed is None else (speed.milliseconds, fmt.speed_text(speed))
+
+
+def _dense_row(
+    reports: Sequence[ModelReport], metrics: Sequence[Metric | None], timed: Speed | None
+) -> list[tuple[Cell, ...]]:
     """The dense model of models that share one, where it is not itself among them."""
-    sources = {report.source for report, _, _ in triples}
-    if len(sources) > 1 or not all(report.is_smaller for report, _, _ in triples):
+    sources = {report.source for report in reports}
+    if len(sources) > 1 or not all(report.is_smaller for report in reports):
         return []
-    metrics = [metric for _, metric, _ in triples if metric is not None]
-    gap = next((metric.difference for metric in metrics if metric.difference), None)
-    speed = next((speed for _, _, speed in triples if speed is not None), None)
-    size = fmt.bytes_text(triples[0][0].bytes_on_disk.dense)
-    quality = Cell() if gap is None else _with_interval(gap.baseline_value, gap.baseline_interval)
-    time = "" if speed is None else fmt.milliseconds_text(speed.baseline_milliseconds)
-    return [(Cell("dense"), Cell(size), Cell(), quality, Cell(), Cell(time), Cell())]
+    gap = next((metric.difference for metric in metrics if metric and metric.difference), None)
+    quality = None if gap is None else _with_interval(gap.baseline_value, gap.baseline_interval)
+    time = None if timed is None else timed.baseline_milliseconds
+    return [_row("dense", reports[0].bytes_on_disk.dense, quality=quality, time=time)]
 
 
 def _dense_int8_row(reports: Sequence[ModelReport], timed: Speed | None) -> list[tuple[Cell, ...]]:
     """Row of the dense model with eight bits, where its file or its time is known."""
-    file = next((file for r in reports if (file := file_of(r.dense_exports))), None)
-    there = next((speed for r in reports for speed in r.speed if _is_int8(speed, timed)), None)
-    if file is None and there is None:
-        return []
-    size = Cell("" if file is None else fmt.bytes_text(file.bytes))
-    time = ratio = Cell()
-    if there is not None and there.same_runtime_milliseconds:
-        time = Cell(fmt.milliseconds_text(there.same_runtime_milliseconds))
-        faster = there.baseline_milliseconds / there.same_runtime_milliseconds
-        ratio = Cell(fmt.ratio_text(faster, 2))
-    return [(Cell("dense, int8"), size, Cell(), Cell(), Cell(), time, ratio)]
+    size = next((file.bytes for r in reports if (file := file_of(r.dense_exports))), None)
+    speeds = (timed and int8_speed(report, timed) for report in reports)
+    there = next((s for s in speeds if s and s.same_runtime_milliseconds), None)
+    if there is None or there.same_runtime_milliseconds is None:
+        return [] if size is None else [_row("dense, int8", size)]
+    time = there.same_runtime_milliseconds
+    faster = fmt.ratio_text(there.baseline_milliseconds / time, 2)
+    return [_row("dense, int8", size, time=time, speed=faster)]
 
 
 def _int8_row(
@@ -282,16 +283,9 @@ def _int8_row(
     file, speed = file_of(report.exports), timed and int8_speed(report, timed)
     if (file is None and speed is None) or not report.is_smaller:
         return []
-    size = Cell("" if file is None else fmt.bytes_text(file.bytes))
-    dense = report.bytes_on_disk.dense
-    share = Cell("" if file is None else fmt.share_text(file.bytes / max(1, dense)))
-    noisy = " ?" if speed and speed.is_noisy else ""
-    time = Cell("" if speed is None else fmt.milliseconds_text(speed.milliseconds))
-    ratio = Cell("" if speed is None else fmt.ratio_text(speed.ratio, 2) + noisy)
-    metric = file_metric(report, main)
-    value = Cell() if metric is None else _with_interval(metric.value, metric.interval)
-    kept = Cell("" if metric is None else fmt.ratio_text(metric.ratio))
-    return [(Cell(f"{name}, int8"), size, share, value, kept, time, ratio)]
+    size = None if file is None else file.bytes
+    share = None if size is None else size / max(1, report.bytes_on_disk.dense)
+    return [_row(f"{name}, int8", size, share, *_quality(file_metric(report, main)), *_time(speed))]
 
 
 def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) -> Printed:
@@ -301,22 +295,10 @@ def _used(columns: Sequence[str], rows: Sequence[tuple[Cell, ...]], first: int) 
     return Printed(tuple(columns[i] for i in used), kept)
 
 
-def _is_int8(speed: Speed, timed: Speed | None) -> bool:
-    size = (speed.batch, speed.length, speed.phase)
-    same = timed is not None and size == (timed.batch, timed.length, timed.phase)
-    return same and speed.mode == "onnx-int8" and bool(speed.same_runtime_milliseconds)
-
-
-def _with_interval(value: float, interval: Interval | None) -> Cell:
-    return Cell(fmt.value_text(value), ends_text(interval))
-
-
-def ends_text(interval: Interval | None, signed: bool = False) -> str:
-    """Writes an interval in brackets."""
-    if interval is None:
-        return ""
+def _with_interval(value: float, interval: Interval | None, signed: bool = False) -> Cell:
     write = fmt.signed_text if signed else fmt.value_text
-    return f"[{write(interval.low)}, {write(interval.high)}]"
+    ends = "" if interval is None else f"[{write(interval.low)}, {write(interval.high)}]"
+    return Cell(write(value), ends)
 
 
 def metrics_sheet(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Sheet:
@@ -335,22 +317,13 @@ def metrics_table(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Printed:
     """A row for each number of each model, with its difference to the baseline."""
     rows = []
     for name, metrics in scores:
-        several = [metric for metric in metrics if not isinstance(metric, Mean)]
-        means = [metric for metric in metrics if isinstance(metric, Mean)]
-        ordered = [*several, *means]
+        ordered = sorted(metrics, key=lambda metric: isinstance(metric, Mean))
         for label, metric in zip(fmt.metric_labels(ordered), ordered, strict=True):
-            gap = metric.difference
-            change = Cell()
-            if gap is not None:
-                change = Cell(fmt.signed_text(gap.value), ends_text(gap.interval, signed=True))
+            gap, ratio = metric.difference, Cell(fmt.ratio_text(metric.ratio))
+            change = Cell() if gap is None else _with_interval(gap.value, gap.interval, signed=True)
             value = _with_interval(metric.value, metric.interval)
-            rows.append(
-                (Cell(name), Cell(label), value, change, Cell(fmt.ratio_text(metric.ratio)))
-            )
-    columns = ("model", "metric", "value", "difference", "ratio")
-    used = [i for i in range(len(columns)) if i < 3 or any(row[i].value for row in rows)]
-    kept = tuple(tuple(row[i] for i in used) for row in rows)
-    return Printed(tuple(columns[i] for i in used), kept)
+            rows.append((Cell(name), Cell(label), value, change, ratio))
+    return _used(("model", "metric", "value", "difference", "ratio"), rows, 3)
 
 
 def front_sheet(front: FrontReport) -> Sheet:
@@ -366,9 +339,3 @@ def front_sheet(front: FrontReport) -> Sheet:
         facts["values"] = " ".join(map(repr, row.values))
         rows.append(tuple(facts[column] for column in columns))
     return Sheet(columns, tuple(rows))
-
-
-def front_printed(front: FrontReport) -> Printed:
-    """A row for each model of a sweep, with the columns of the table on the screen."""
-    columns, rows = front_cells(front)
-    return Printed(columns, tuple(rows))

@@ -14,8 +14,8 @@ from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.headline import file_of
-from tcompress.reporting.over_seeds import OverSeeds, names_of, seed_groups
-from tcompress.reporting.shipped import file_metric, int8_speed
+from tcompress.reporting.over_seeds import OverSeeds, seed_groups
+from tcompress.reporting.shipped import dense_there, file_metric, int8_speed
 from tcompress.reporting.tree import (
     Amount,
     ModelReport,
@@ -96,8 +96,7 @@ def rows_of(
         machine = f", {fmt.machine_text(speed)}" if len(machines) > 1 else ""
         label = f"{mode} B={speed.batch} T={speed.length}{machine}"
         now, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-        noisy = " ?" if speed.is_noisy else ""
-        rows.append(Row(label, now, dense, fmt.ratio_text(speed.ratio, 2) + noisy))
+        rows.append(Row(label, now, dense, fmt.speed_text(speed)))
     return rows
 
 
@@ -202,19 +201,25 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
     for label, (key, (_, other)) in zip(labels, found.items(), strict=True):
-        cells, interval, number = [""] * 3, "", own.get(key)
+        number = own.get(key)
         if number is not None:
-            other, against = other_baseline(report, number), number.difference
-            dense = fmt.value_text(against.baseline_value) if against else ""
-            cells = [fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio)]
-            interval = fmt.interval_text(number.interval) if number.interval else ""
+            other = other_baseline(report, number)
         name = label if other is None else f"{label}, against {other}"
-        rows.append(Row(name, *cells))
+        rows.append(_number(name, number))
         if key in levels:
+            interval = fmt.interval_text(number.interval) if number and number.interval else ""
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
         rows += _file_rows(report, shown, found[key][0])
         rows += _naive_rows(number, found[key][0], label)
     return rows
+
+
+def _number(label: str, number: Metric | None) -> Row:
+    """A line about a number; empty where a model has none."""
+    if number is None:
+        return Row(label)
+    dense = fmt.value_text(number.difference.baseline_value) if number.difference else ""
+    return Row(label, fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio))
 
 
 def _naive_rows(number: Metric | None, metric: Metric, name: str) -> list[Row]:
@@ -240,17 +245,10 @@ def _file_rows(report: ModelReport, shown: Sequence[ModelReport], metric: Metric
     """Lines about the same number of files, where any model that is shown has one."""
     if all(file_metric(item, metric) is None for item in shown):
         return []
-    if (number := file_metric(report, metric)) is None:
-        return [Row("  of int8 file")]
-    gap, interval = number.difference, number.interval
-    dense = fmt.value_text(gap.baseline_value) if gap else ""
-    rows = [
-        Row("  of int8 file", fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio))
-    ]
-    if interval is not None:
-        rows.append(
-            Row(f"  {interval.level:.0%} interval of int8 file", fmt.interval_text(interval))
-        )
+    number = file_metric(report, metric)
+    rows = [_number("  of int8 file", number)]
+    if number is not None and (ends := number.interval) is not None:
+        rows.append(Row(f"  {ends.level:.0%} interval of int8 file", fmt.interval_text(ends)))
     return rows
 
 
@@ -285,8 +283,10 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     if budget is None or (budget.asked.is_fraction and budget.chosen == "uniform"):
         return []
     rows = [Row("budget", str(budget.asked)), Row("", _SHARED[budget.chosen])]
-    if budget.speedup is not None and budget.seconds is not None:
-        rows += _time_rows(budget.at, budget.seconds, budget.speedup)
+    if (speedup := budget.speedup) is not None and budget.seconds is not None:
+        times = (budget.seconds / speedup, budget.seconds)
+        now, before = (f"{1e3 * seconds:.1f} ms" for seconds in times)
+        rows.append(Row(f"  pass of {budget.at}, predicted", now, before, f"{speedup:.2f}×"))
     if budget.lost is not None:
         rows.append(Row("  agreement lost when tried", f"{budget.lost:.2%}"))
     if budget.error is not None:
@@ -300,18 +300,10 @@ def budget_rows(budget: BudgetPlan | None) -> list[Row]:
     return rows
 
 
-def _time_rows(at: str | None, seconds: float, speedup: float) -> list[Row]:
-    """Row of the predicted time of a pass."""
-    before, now = (f"{1e3 * value:.1f} ms" for value in (seconds, seconds / speedup))
-    return [Row(f"  pass of {at}, predicted", now, before, f"{speedup:.2f}×")]
-
-
 def _other_errors(budget: BudgetPlan) -> dict[str, float]:
-    """Predicted errors of other ways to spend the same budget."""
-    errors = {f"{name} alone": error for name, error in budget.single_errors.items()}
-    if budget.uniform_error is not None and budget.chosen == "loss":
-        errors = {"shared out alike": budget.uniform_error, **errors}
-    return errors
+    alike = budget.uniform_error if budget.chosen == "loss" else None
+    errors = {} if alike is None else {"shared out alike": alike}
+    return errors | {f"{name} alone": error for name, error in budget.single_errors.items()}
 
 
 class Published(NamedTuple):
@@ -334,11 +326,9 @@ def published(reports: Sequence[ModelReport]) -> list[Published]:
     A recipe cites rows of its own model and of those that its paper compares it with. The latter
     get a number where another of the models was made by a recipe that has the row as its own.
     """
-    cited: dict[tuple[str, str, str], list[tuple[PaperRow, ModelReport]]] = {}
-    for report in reports:
-        for row in report.paper:
-            cited.setdefault((row.row, row.metric, row.source), []).append((row, report))
-    return [_beside(group) for group in cited.values()]
+    cited = [(row, report) for report in reports for row in report.paper]
+    numbers = fmt.grouped(cited, lambda pair: (pair[0].row, pair[0].metric, pair[0].source))
+    return list(map(_beside, numbers.values()))
 
 
 def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
@@ -359,7 +349,8 @@ def _beside(cited: Sequence[tuple[PaperRow, ModelReport]]) -> Published:
 def _by_recipe(row: PaperRow, reports: Sequence[ModelReport]) -> list[tuple[str, str, float]]:
     """Name, text and value of our number of each model; of several seeds their mean."""
     values = {report.name: value for report in reports if (value := _ours(row, report)) is not None}
-    groups = names_of(seed_groups(report for report in reports if report.name in values))
+    seeds = seed_groups(report for report in reports if report.name in values)
+    groups = {report.name: group for group in seeds for report in group.reports}
     found: dict[str, tuple[str, str, float]] = {}
     for name, value in values.items():
         group = groups.get(name)
@@ -386,6 +377,13 @@ class Cell(NamedTuple):
 
     value: str = ""
     note: str = ""
+
+
+class Printed(NamedTuple):
+    """A table of cells; the first column holds names."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
 
 
 class Line(NamedTuple):
@@ -458,7 +456,6 @@ def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dic
 
 
 def _measured(metric: Metric | None, *, with_ratio: bool = True) -> Cell:
-    """A number with its interval."""
     if metric is None:
         return Cell()
     notes = [] if metric.interval is None else [fmt.interval_text(metric.interval)]
@@ -564,10 +561,8 @@ def _difference(report: ModelReport, metric: Metric | None) -> Cell:
 def _speed(speed: Speed | None) -> Cell:
     if speed is None:
         return Cell()
-    noisy = " ?" if speed.is_noisy else ""
     times = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    note = f"{' of '.join(times)}; {fmt.pass_text(speed)}"
-    return Cell(fmt.ratio_text(speed.ratio, 2) + noisy, note)
+    return Cell(fmt.speed_text(speed), f"{' of '.join(times)}; {fmt.pass_text(speed)}")
 
 
 def _int8_file(files: Sequence[ExportedFile]) -> Cell:
@@ -579,9 +574,4 @@ def _int8_file(files: Sequence[ExportedFile]) -> Cell:
 
 def _int8_speed(report: ModelReport, speed: Speed | None) -> Cell:
     own = None if speed is None else int8_speed(report, speed)
-    if own is None:
-        return Cell()
-    noisy = " ?" if own.is_noisy else ""
-    dense = own.same_runtime_milliseconds
-    ratio = fmt.ratio_text(own.baseline_milliseconds / dense, 2) if dense else ""
-    return Cell(fmt.ratio_text(own.ratio, 2) + noisy, f"dense at int8 {ratio}" if dense else "")
+    return Cell() if own is None else Cell(fmt.speed_text(own), dense_there(own))

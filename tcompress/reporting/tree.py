@@ -30,9 +30,7 @@ from tcompress.planning.entries import (
     SkippedLayer,
     Storage,
 )
-
-ERRORS = ("held_out", "calibration", "weight")
-"""Kinds of error, the most telling one first."""
+from tcompress.reporting.formatting import ERRORS
 
 
 class _Node(BaseModel):

@@ -61,6 +61,21 @@ def test_every_option_reaches_the_recipe() -> None:
     }  # fmt: skip
 
 
+def test_a_recipe_that_only_converts_is_done_once(model: Path) -> None:
+    Path("my.yaml").write_text(RECIPE.replace("MODEL", str(model)) + "output: small\n")
+    first = completed("run", "my.yaml", "--json").document
+    before = Path("small/model.safetensors").stat().st_mtime_ns
+    again = completed("run", "my.yaml")
+    assert again.err == "`small` is already converted; `--force` does it again\n"
+    assert "Kept `small`." in again.lines
+    assert completed("run", "my.yaml", "--json", "-q").document == first
+    assert Path("small/model.safetensors").stat().st_mtime_ns == before
+    other = run("run", "my.yaml", "--set", "convert.method.p=4")
+    assert (other.code, "`small` is not empty" in other.err) == (2, True)
+    completed("run", "my.yaml", "--force")
+    assert Path("small/model.safetensors").stat().st_mtime_ns > before
+
+
 def test_every_option_of_other_methods_reaches_the_recipe() -> None:
     made = settings(method="tt", rank="4, 8", order=3, apply="rebuild")
     assert made["method"] == {"order": 3, "rank": (4, 8), "apply": "rebuild"}

@@ -13,6 +13,7 @@ from tcompress.errors import RecipeError
 from tcompress.fields import Typed, members, option, typed_fields
 from tcompress.options import Bench, Convert, Evaluate, Finetune, Recipe, json_schema, parse_recipe
 from tcompress.options import read as reading
+from tcompress.options.choose import conversion
 from tcompress.options.document import read_document
 from tcompress.options.read import Given, read
 from tcompress.reporting.reference import reference_markdown
@@ -172,6 +173,30 @@ def test_help_shows_what_most_people_need_first() -> None:
     (facts,) = run("methods", "lprod", "--json").document["methods"]
     assert {"--p", "--transform"} <= {item["option"] for item in facts["options"]}
     assert run("methods", "lprd").err.startswith("error: unknown method `lprd`; methods are `svd`")
+
+
+@pytest.mark.parametrize(
+    ("said", "method"),
+    [
+        ({}, "lprod"),
+        ({"target": 0.5}, "svd"),
+        ({"method": {"rank": 8}}, "svd"),
+        ({"speedup": 2}, "auto"),
+        ({"max_loss": 0.01}, "auto"),
+        ({"plain": True, "speedup": 2}, "width"),
+        ({"keep_neurons": 0.5}, "width"),
+        ({"head_size": 0.5}, "width"),
+        ({"drop_layers": 1}, None),
+        ({"embeddings": {"method": {"name": "svd"}}}, None),
+        ({"vocab": 100}, None),
+        ({"bits": 8}, None),
+        ({"bits": 8, "target": 0.5}, "svd"),
+        ({"init": "random"}, None),
+        ({"init": "random", "target": 0.5}, "lprod"),
+    ],
+)
+def test_the_method_that_nobody_named(said: dict[str, Any], method: str | None) -> None:
+    assert getattr(conversion(said).method, "name", None) == method
 
 
 def test_values_of_python_are_plain_data() -> None:

@@ -7,12 +7,11 @@ from xml.etree import ElementTree
 import pytest
 
 from tcompress.reporting.model_report import report_of
-from tcompress.reporting.pareto import Candidate, front_of
+from tcompress.reporting.pareto import Candidate, front_of, front_printed
 from tcompress.reporting.table_files import (
     Printed,
     csv_text,
     escaped,
-    front_printed,
     front_sheet,
     latex_text,
     metrics_sheet,

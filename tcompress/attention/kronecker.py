@@ -189,7 +189,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         tensors: Tensors,
         layout: KroneckerLayout,
         visible: Visible,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -206,7 +206,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             queries, keys, values = (x[:, :, special:] for x in (q, k, v))
             mixed = mix_grid(queries, keys, values, valid, tensors, layout)
         if not special:
-            return mixed
+            return mixed, None
         keep = None if tokens is None else tokens[:, None, None]
         first = scaled_dot_product_attention(q[:, :, :special], k, v, attn_mask=keep)
         if special == 1:  # softmax over one key
@@ -216,7 +216,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             special_keys = k[:, :, :special], v[:, :, :special]
             direct = scaled_dot_product_attention(q[:, :, special:], *special_keys, attn_mask=mask)
         gate = tensors["gate"].sigmoid()[:, None, None]
-        return torch.cat([first, torch.lerp(direct, mixed, gate)], 2)
+        return torch.cat([first, torch.lerp(direct, mixed, gate)], 2), None
 
 
 def _arranged_axes(spec: KroneckerSpec, grid: tuple[int, ...]) -> dict[str, Any]:

@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.attention.replacement import (
-    QueryKeyMoments,
-    ReplacementLayout,
-    replacement_named,
-)
+from tcompress.attention.replacement import QueryKeyMoments, ReplacementLayout, replacement_named
 from tcompress.attention.visibility import Visible, check_alike, take_tokens
 from tcompress.errors import DataError, refuse_replica
 from tcompress.structures.modules.linear import empty_guard
@@ -75,7 +71,7 @@ class ReplacementModule(nn.Module):
             if order is not None:
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 visible = visible.in_order(order)
-            mixed, weighed = self.kind.attend(q, k, v, tensors, self.layout, visible)
+            mixed, weighed = self.kind.apply(q, k, v, tensors, self.layout, visible)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
         if order is not None:

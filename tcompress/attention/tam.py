@@ -146,31 +146,24 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
     ) -> dict[str, Tensor]:
         import torch
 
-        shapes = self.tensors(layout)
-        heads, width = layout.heads, layout.head_dim
-        # With these the scores are the model's own; training lets semantics in.
-        values = {
-            "semantic_weight": torch.zeros(shapes["semantic_weight"]),
-            "semantic_bias": torch.ones(heads, width),
-            "core": torch.zeros(shapes["core"]),
-        }
-        if not pretrained:
-            values["core"] = torch.rand(shapes["core"], generator=generator)
-            random = torch.randn(shapes["semantic_weight"], generator=generator)
-            values["semantic_weight"] = random / width**0.5
-            values["semantic_bias"] = torch.zeros(heads, width)
+        width = layout.head_dim
+        values = {name: torch.zeros(shape) for name, shape in self.tensors(layout).items()}
+        if pretrained:  # the scores are the model's own; training lets semantics in
+            values["semantic_bias"].fill_(1)
+        else:
+            values["core"].uniform_(generator=generator)
+            values["semantic_weight"].normal_(generator=generator).div_(width**0.5)
         if layout.core == "tucker":
             values |= self._start_tucker(layout, generator)
         else:
             values["core"] = values["core"].softmax(-1)
         if layout.memory == "gru":
             bound = (layout.key_heads * width) ** -0.5  # as PyTorch does
-            for name, shape in gru_tensors(layout.key_heads, width).items():
-                values[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-            gate = torch.zeros if pretrained else torch.ones
-            values["context_gate"] = gate(2, layout.key_heads)
+            for name in _NAMES:
+                values[name].uniform_(-bound, bound, generator=generator)
+            values["context_gate"].fill_(0 if pretrained else 1)
         if layout.normalize == "softmax":
-            values["scale"] = torch.full((heads,), log(width) / 2)
+            values["scale"].fill_(log(width) / 2)
         return values
 
     def _start_tucker(self, layout: TamLayout, generator: Generator) -> dict[str, Tensor]:
@@ -182,13 +175,8 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         core[..., 0] = torch.eye(layout.rank) / width
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
-        factor_q = torch.eye(width, layout.rank).expand(shapes["factor_q"]).clone()
-        return {
-            "core": core,
-            "factor_q": factor_q,
-            "factor_k": factor_q.clone(),
-            "factor_s": factor,
-        }
+        cut = torch.eye(width, layout.rank).expand(shapes["factor_q"])
+        return {"core": core, "factor_q": cut, "factor_k": cut, "factor_s": factor}
 
     def centres_keys(self, layout: TamLayout) -> bool | None:
         if layout.core != "tucker" or layout.rank == layout.head_dim:
@@ -225,11 +213,6 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         return {"core": core, **factors}
 
     def apply(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
-    ) -> Tensor:
-        return self.attend(q, k, v, tensors, layout, visible)[0]
-
-    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
     ) -> tuple[Tensor, Tensor]:
         import torch

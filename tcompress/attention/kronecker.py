@@ -18,7 +18,7 @@ from tcompress.attention.replacement import (
     ReplacementSpec,
     register,
 )
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.fields import option, read_sizes
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
@@ -135,8 +135,8 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         special = 0 if spec.fold else base.special
         if grid and base.tokens is not None and prod(grid) + special != base.tokens:
             raise Refusal(
-                f"a grid of {_product(grid)} with {special} special tokens holds "
-                f"{prod(grid) + special} tokens, the model has {base.tokens}"
+                f"{_grid_words(grid, special)} holds {prod(grid) + special} tokens, the model has "
+                f"{base.tokens}"
             )
         if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
@@ -198,9 +198,10 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
-            grid = f"a grid of {_product(layout.grid)} with {special} special tokens"
-            hint = "give inputs of the size that the config of the model names"
-            raise DataError(f"{grid} met {q.shape[2]} tokens", hint)
+            raise DataError(
+                f"{_grid_words(layout.grid, special)} met {q.shape[2]} tokens",
+                "give inputs of the size that the config of the model names",
+            )
         valid = None if tokens is None else tokens[:, special:]
         with as_they_are(q.device):
             queries, keys, values = (x[:, :, special:] for x in (q, k, v))
@@ -249,6 +250,10 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 def _product(grid: Sequence[int]) -> str:
     return " x ".join(map(str, grid))
+
+
+def _grid_words(grid: Sequence[int], special: int) -> str:
+    return f"a grid of {_product(grid)} with {counted(special, 'special token')}"
 
 
 def mix_grid(

@@ -55,9 +55,7 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
     def tensors(self, layout: AdditiveLayout) -> Shapes:
         return {"score_weight": (layout.heads, layout.head_dim)}
 
-    def start(
-        self, layout: AdditiveLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: AdditiveLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         bound = (3 / layout.head_dim) ** 0.5  # as Keras does, which the papers used

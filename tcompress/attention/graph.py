@@ -93,9 +93,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
             shapes["coefficients"] = (layout.filter_order, layout.heads)
         return shapes
 
-    def start(
-        self, layout: GraphLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: GraphLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)

@@ -24,7 +24,7 @@ from tcompress.structures.base import Refusal, Shapes, Tensors
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Generator, Tensor
 
     from tcompress.attention.visibility import Visible
 
@@ -133,13 +133,13 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             missing = "its tokens sit on no grid that the config tells of"
             raise Refusal(f"{missing}: give `grid`, or for text `fold`, the tokens in a row")
         special = 0 if spec.fold else base.special
-        if grid and base.tokens is not None and prod(grid) + special != base.tokens:
+        if grid and base.tokens is None:
+            raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
+        if grid and prod(grid) + special != base.tokens:
             raise Refusal(
                 f"{_grid_words(grid, special)} holds {prod(grid) + special} tokens, the model has "
                 f"{base.tokens}"
             )
-        if grid and base.tokens is None:
-            raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
         facts: dict[str, Any] = {"grid": grid, "fold": spec.fold, "special": special}
         facts |= {"pool": spec.pool, "scale": spec.scale, **_arranged_axes(spec, grid)}
         if spec.kernel == "softmax":
@@ -156,9 +156,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     def ordered(self, layout: KroneckerLayout) -> bool:
         return layout.fold is not None
 
-    def start(
-        self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: KroneckerLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         values = {name: torch.zeros(shape) for name, shape in self.tensors(layout).items()}
@@ -333,9 +331,11 @@ def _factors(
         scores = rows * scale @ columns.mT
     else:
         directions = tensors["directions"].to(rows.dtype)
+        left, right = (_exponents(x, scale.sqrt(), directions) for x in (rows, columns))
         if mask == "none":
-            return _favor(rows, columns, scale.sqrt(), empty, directions)
-        scores = _log_kernel(rows, columns, scale.sqrt(), directions)
+            return _favor(left, right, empty)
+        # All pairs of places: masks need them one by one.
+        scores = (left[..., :, None, :] + right[..., None, :, :]).logsumexp(-1)
     hidden = _hidden(mask, rows.shape[-2], empty, rows.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -362,25 +362,16 @@ def _exponents(x: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
     return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
 
 
-def _log_kernel(rows: Tensor, columns: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
-    """Compute logarithms of an axis' kernel, all pairs of places: masks need them one by one."""
-    left, right = (_exponents(x, scale, directions) for x in (rows, columns))
-    return (left[..., :, None, :] + right[..., None, :, :]).logsumexp(-1)
-
-
-def _favor(
-    rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute two thin factors of an axis' matrix: positive random features (Performer)."""
+def _favor(left: Tensor, right: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two thin factors of an axis' matrix, of logarithms of positive features (Performer)."""
     import torch
 
     # Both are normalised as logarithms, features by columns first, then rows by features: no row is
     # lost whose features hardly any column has.
-    right = _exponents(columns, scale, directions)
     if empty is not None:
         right = right.masked_fill(empty, torch.finfo(right.dtype).min)
     total = right.logsumexp(-2, keepdim=True)
-    return (_exponents(rows, scale, directions) + total).softmax(-1), (right - total).exp().mT
+    return (left + total).softmax(-1), (right - total).exp().mT
 
 
 register(Kronecker())

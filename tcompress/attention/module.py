@@ -35,7 +35,7 @@ class ReplacementModule(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
-            values |= self.kind.adapted(self.layout, moments, values)
+            values = {**values, **self.kind.adapted(self.layout, moments, values)}
         with torch.no_grad():
             for key, value in values.items():
                 getattr(self, key).copy_(value)
@@ -102,21 +102,13 @@ class ReplacementModule(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
-class _Guarded(nn.Module):
-    """Answers under the dense name with an empty tensor, at which plain Transformers stops."""
-
-    weight: Tensor
-
-    def __init__(self, **place: Any) -> None:
-        super().__init__()
-        self.register_buffer("weight", empty_guard(**place))
-
-
-class UnusedProjection(_Guarded):
+class UnusedProjection(nn.Module):
     """Gives zeros, without memory, where a model calls a projection that has no more use."""
 
     def __init__(self, out_features: int, **place: Any) -> None:
-        super().__init__(**place)
+        super().__init__()
+        # At an empty tensor under the dense name plain Transformers stops.
+        self.register_buffer("weight", empty_guard(**place))
         self.out_features = out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -127,7 +119,7 @@ class UnusedProjection(_Guarded):
         return f"out={self.out_features}"
 
 
-class GuardedLinear(_Guarded):
+class GuardedLinear(nn.Module):
     """A dense layer that stores its weight as `tc_weight`; `bias` is the bias' width."""
 
     bias: nn.Parameter | None
@@ -135,7 +127,8 @@ class GuardedLinear(_Guarded):
     def __init__(
         self, shape: tuple[int, ...], bias: int | None, *, transposed: bool = False, **place: Any
     ) -> None:
-        super().__init__(**place)
+        super().__init__()
+        self.register_buffer("weight", empty_guard(**place))  # as `UnusedProjection`
         self.transposed = transposed
         self.tc_weight = nn.Parameter(torch.empty(shape, **place))
         parameter = None if bias is None else nn.Parameter(torch.empty(bias, **place))

@@ -18,8 +18,7 @@ from tcompress.fields import option
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from torch import Generator, Tensor
 
     from tcompress.attention.visibility import Visible
 
@@ -74,8 +73,8 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         return layout.length
 
     def start(
-        self, layout: MultilinearLayout, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+        self, layout: MultilinearLayout, generator: Generator, *, pretrained: bool
+    ) -> Tensors:
         import torch
 
         shapes = self.tensors(layout)

@@ -114,14 +114,14 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return _counted(layout, tokens)
 
     @abstractmethod
-    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> dict[str, Tensor]:
+    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> Tensors:
         """Make first values: near a `pretrained` model's own attention, or as in the paper."""
 
     def centres_keys(self, layout: L) -> bool | None:
         """True where `adapted` wants moments of centred keys; None where it wants no moments."""
         return None
 
-    def adapted(self, layout: L, moments: QueryKeyMoments, first: Tensors) -> dict[str, Tensor]:
+    def adapted(self, layout: L, moments: QueryKeyMoments, first: Tensors) -> Tensors:
         """Make those first values that depend on a trained model's queries and keys.
 
         They take the place of those in `first`, which `start` made.

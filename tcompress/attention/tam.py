@@ -141,9 +141,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
             f"of a head: those after token {layout.head_dim} {later}"
         )
 
-    def start(
-        self, layout: TamLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: TamLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         width = layout.head_dim
@@ -183,9 +181,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
             return None
         return layout.normalize == "softmax"
 
-    def adapted(
-        self, layout: TamLayout, moments: QueryKeyMoments, first: Tensors
-    ) -> dict[str, Tensor]:
+    def adapted(self, layout: TamLayout, moments: QueryKeyMoments, first: Tensors) -> Tensors:
         """Core and factors whose q^T P S R^T k loses least of q^T k.
 
         The SVD in both metrics: factors whose features have moments of one and are uncorrelated,
@@ -204,8 +200,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         core[..., 0] = (values[:, : layout.rank] / layout.head_dim).diag_embed()
         factors = {}
         for name, root, vectors in zip("qk", roots, (left, right.mT), strict=True):
-            kept = vectors[..., : layout.rank]
-            factor = torch.linalg.solve_triangular(root.mT, kept, upper=True)
+            factor = torch.linalg.solve_triangular(root.mT, vectors[..., : layout.rank], upper=True)
             # Moments are sums over any number of tokens: columns are of length one on average.
             length = factor.square().sum((1, 2), keepdim=True).div(layout.rank).sqrt()
             factors[f"factor_{name}"] = factor / length
@@ -259,8 +254,7 @@ def tam_scores(
     if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features
         count = min(q.shape[2], layout.head_dim)
         gate = (core * semantics)[..., :count] * q.sum(-1)[..., :count]
-        scores = gate[..., None] * k[..., :count].mT
-        return pad(scores, (0, 0, 0, q.shape[2] - count))
+        return pad(gate[..., None] * k[..., :count].mT, (0, 0, 0, q.shape[2] - count))
     # (batch, heads, semantic rank, 1)
     coordinates = (semantics[..., None, :] @ tensors["factor_s"]).mT
     middle = (core.flatten(1, 2) @ coordinates).unflatten(-2, (layout.rank, layout.rank))[..., 0]

@@ -64,7 +64,8 @@ class Workload:
             return cls(1, PAST, decodes=True)
         if not re.fullmatch(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", text):
             raise ValueError(f"`{text}` is no batch and length such as `32x128`, nor `{DECODE}`")
-        return cls(*map(int, text.split("x")))
+        batch, length = map(int, text.split("x"))
+        return cls(batch, length)
 
     def __str__(self) -> str:
         return DECODE if self.decodes else f"{self.batch}x{self.length}"

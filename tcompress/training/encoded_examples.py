@@ -175,7 +175,7 @@ class ExampleEncoder:
 
         def read(index: int, epoch: int) -> list[Row]:
             row = rows[index]
-            spared = row["token_type_ids"] > 0 if in_query else False
+            spared: Tensor | bool = row["token_type_ids"] > 0 if in_query else False
             hidden = hide(row["input_ids"], [self.seed, epoch, index], spared)
             targets = hidden.pop("labels")
             if "masked_positions" in names:

@@ -153,7 +153,7 @@ class PairedTiming:
         inputs = self._batch(cell.batch, cell.length)
         with torch.inference_mode():
             timed = self.model
-            if cell.mode in ("eager", "compiled"):
+            if cell.mode == "eager" or cell.mode == "compiled":
                 passes = [self._warmed(item, cell, inputs) for item in (timed, self.baseline)]
             else:
                 timed, same = (self._opened(item, cell.mode) for item in (timed, self.baseline))

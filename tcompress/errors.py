@@ -25,6 +25,11 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
 
 
+def counted(count: int, noun: str) -> str:
+    """Write a number with its noun, such as `1 example` or `2 examples`."""
+    return f"{count:,} {noun}" + "s" * (count != 1)
+
+
 def after_colon(problems: Sequence[str]) -> str:
     """Write problems as the end of a message: the only one, or each on a line of its own."""
     if len(problems) == 1:

@@ -41,6 +41,7 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
 
     name = "additive"
     summary = "softmax of a small network of query and key; a baseline, to be trained"
+    healing = "additive attention takes queries and keys in another way: the model has to be healed"
     reference = "Bahdanau, Cho and Bengio 2015, arXiv:1409.0473"
     spec = AdditiveSpec
     layout_type = AdditiveLayout
@@ -54,34 +55,14 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
     def tensors(self, layout: AdditiveLayout) -> Shapes:
         return {"score_weight": (layout.heads, layout.head_dim)}
 
-    def start(
-        self, layout: AdditiveLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: AdditiveLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         bound = (3 / layout.head_dim) ** 0.5  # as Keras does, which the papers used
-        shape = self.tensors(layout)["score_weight"]
-        weight = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-        return {"score_weight": weight}
-
-    def note(self, layout: AdditiveLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        text = (
-            "additive attention takes queries and keys in another way: the model has to be healed"
-        )
-        return text if pretrained else None
+        weight = torch.empty(layout.heads, layout.head_dim)
+        return {"score_weight": weight.uniform_(-bound, bound, generator=generator)}
 
     def apply(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: Tensors,
-        layout: AdditiveLayout,
-        visible: Visible,
-    ) -> Tensor:
-        return self.attend(q, k, v, tensors, layout, visible)[0]
-
-    def attend(
         self,
         q: Tensor,
         k: Tensor,
@@ -112,9 +93,7 @@ def additive_scores(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
     column = weight[:, None, :, None]  # (heads, 1, width, 1)
     rows = max(1, _MOST // max(1, k.numel()))
     pieces = q.split(rows, 2) if rows < q.shape[2] else (q,)
-    scores = [
-        ((rows_of_q[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for rows_of_q in pieces
-    ]
+    scores = [((piece[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for piece in pieces]
     return scores[0] if len(scores) == 1 else torch.cat(scores, 2)
 
 

@@ -69,6 +69,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
 
     name = "graph"
     summary = "graph filter of values; edges from keys alone, queries are dropped"
+    healing = "graph attention has no queries, so a converted model has to be healed"
     reference = (
         "Xu et al., Low-Complexity Attention Modelling via Graph Tensor Networks; "
         "A Tensorized Spectral Attention Mechanism for Efficient Natural Language Processing"
@@ -92,9 +93,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
             shapes["coefficients"] = (layout.filter_order, layout.heads)
         return shapes
 
-    def start(
-        self, layout: GraphLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: GraphLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         decay = layout.decay or (CONVERTED_DECAY if pretrained else SCRATCH_DECAY)
@@ -102,10 +101,6 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         if layout.weighted:
             values["coefficients"] = torch.ones(layout.filter_order, layout.heads)
         return values
-
-    def note(self, layout: GraphLayout, longest: int | None, *, pretrained: bool) -> str | None:
-        text = "graph attention has no queries, so a converted model has to be healed"
-        return text if pretrained else None
 
     def apply(
         self,
@@ -115,7 +110,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         tensors: Tensors,
         layout: GraphLayout,
         visible: Visible,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         from tcompress.attention import visibility
 
         k, v = (visibility.repeat_heads(x, layout.heads) for x in (k, v))
@@ -126,13 +121,13 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         of_queries = v if rows is None else visibility.take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, visible, rows)
-            return horner(psi, v, coefficients, of_queries)
+            return horner(psi, v, coefficients, of_queries), None
         # Powers of the graph need the edges of tokens that were there before.
         tokens = visible.tokens
         pairs = visibility.past(keys, keys, k.device)[None, None]
         all_edges = visibility.Visible(pairs if tokens is None else pairs & tokens[:, None, None])
         psi = edges(k, tensors["decay"], layout, all_edges, None)
-        return visibility.take_tokens(horner(psi, v, coefficients, v), rows)
+        return visibility.take_tokens(horner(psi, v, coefficients, v), rows), None
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, of_queries: Tensor) -> Tensor:

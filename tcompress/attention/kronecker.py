@@ -18,13 +18,13 @@ from tcompress.attention.replacement import (
     ReplacementSpec,
     register,
 )
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.fields import option, read_sizes
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
+    from torch import Generator, Tensor
 
     from tcompress.attention.visibility import Visible
 
@@ -133,13 +133,13 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             missing = "its tokens sit on no grid that the config tells of"
             raise Refusal(f"{missing}: give `grid`, or for text `fold`, the tokens in a row")
         special = 0 if spec.fold else base.special
-        if grid and base.tokens is not None and prod(grid) + special != base.tokens:
-            raise Refusal(
-                f"a grid of {_product(grid)} with {special} special tokens holds "
-                f"{prod(grid) + special} tokens, the model has {base.tokens}"
-            )
         if grid and base.tokens is None:
             raise Refusal("inputs differ in length, so that no grid holds them: give `fold`")
+        if grid and prod(grid) + special != base.tokens:
+            raise Refusal(
+                f"{_grid_words(grid, special)} holds {prod(grid) + special} tokens, the model has "
+                f"{base.tokens}"
+            )
         facts: dict[str, Any] = {"grid": grid, "fold": spec.fold, "special": special}
         facts |= {"pool": spec.pool, "scale": spec.scale, **_arranged_axes(spec, grid)}
         if spec.kernel == "softmax":
@@ -156,9 +156,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
     def ordered(self, layout: KroneckerLayout) -> bool:
         return layout.fold is not None
 
-    def start(
-        self, layout: KroneckerLayout, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: KroneckerLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
         values = {name: torch.zeros(shape) for name, shape in self.tensors(layout).items()}
@@ -189,7 +187,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         tensors: Tensors,
         layout: KroneckerLayout,
         visible: Visible,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
@@ -198,15 +196,16 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
-            grid = f"a grid of {_product(layout.grid)} with {special} special tokens"
-            hint = "give inputs of the size that the config of the model names"
-            raise DataError(f"{grid} met {q.shape[2]} tokens", hint)
+            raise DataError(
+                f"{_grid_words(layout.grid, special)} met {q.shape[2]} tokens",
+                "give inputs of the size that the config of the model names",
+            )
         valid = None if tokens is None else tokens[:, special:]
         with as_they_are(q.device):
             queries, keys, values = (x[:, :, special:] for x in (q, k, v))
             mixed = mix_grid(queries, keys, values, valid, tensors, layout)
         if not special:
-            return mixed
+            return mixed, None
         keep = None if tokens is None else tokens[:, None, None]
         first = scaled_dot_product_attention(q[:, :, :special], k, v, attn_mask=keep)
         if special == 1:  # softmax over one key
@@ -216,7 +215,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
             special_keys = k[:, :, :special], v[:, :, :special]
             direct = scaled_dot_product_attention(q[:, :, special:], *special_keys, attn_mask=mask)
         gate = tensors["gate"].sigmoid()[:, None, None]
-        return torch.cat([first, torch.lerp(direct, mixed, gate)], 2)
+        return torch.cat([first, torch.lerp(direct, mixed, gate)], 2), None
 
 
 def _arranged_axes(spec: KroneckerSpec, grid: tuple[int, ...]) -> dict[str, Any]:
@@ -249,6 +248,10 @@ def _numbers(numbers: Iterable[int]) -> str:
 
 def _product(grid: Sequence[int]) -> str:
     return " x ".join(map(str, grid))
+
+
+def _grid_words(grid: Sequence[int], special: int) -> str:
+    return f"a grid of {_product(grid)} with {counted(special, 'special token')}"
 
 
 def mix_grid(
@@ -328,9 +331,11 @@ def _factors(
         scores = rows * scale @ columns.mT
     else:
         directions = tensors["directions"].to(rows.dtype)
+        left, right = (_exponents(x, scale.sqrt(), directions) for x in (rows, columns))
         if mask == "none":
-            return _favor(rows, columns, scale.sqrt(), empty, directions)
-        scores = _log_kernel(rows, columns, scale.sqrt(), directions)
+            return _favor(left, right, empty)
+        # All pairs of places: masks need them one by one.
+        scores = (left[..., :, None, :] + right[..., None, :, :]).logsumexp(-1)
     hidden = _hidden(mask, rows.shape[-2], empty, rows.device)
     if hidden is not None:
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
@@ -357,25 +362,16 @@ def _exponents(x: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
     return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
 
 
-def _log_kernel(rows: Tensor, columns: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
-    """Compute logarithms of an axis' kernel, all pairs of places: masks need them one by one."""
-    left, right = (_exponents(x, scale, directions) for x in (rows, columns))
-    return (left[..., :, None, :] + right[..., None, :, :]).logsumexp(-1)
-
-
-def _favor(
-    rows: Tensor, columns: Tensor, scale: Tensor, empty: Tensor | None, directions: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Compute two thin factors of an axis' matrix: positive random features (Performer)."""
+def _favor(left: Tensor, right: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Two thin factors of an axis' matrix, of logarithms of positive features (Performer)."""
     import torch
 
     # Both are normalised as logarithms, features by columns first, then rows by features: no row is
     # lost whose features hardly any column has.
-    right = _exponents(columns, scale, directions)
     if empty is not None:
         right = right.masked_fill(empty, torch.finfo(right.dtype).min)
     total = right.logsumexp(-2, keepdim=True)
-    return (_exponents(rows, scale, directions) + total).softmax(-1), (right - total).exp().mT
+    return (left + total).softmax(-1), (right - total).exp().mT
 
 
 register(Kronecker())

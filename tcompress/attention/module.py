@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.attention.replacement import (
-    QueryKeyMoments,
-    ReplacementLayout,
-    replacement_named,
-)
+from tcompress.attention.replacement import QueryKeyMoments, ReplacementLayout, replacement_named
 from tcompress.attention.visibility import Visible, check_alike, take_tokens
 from tcompress.errors import DataError, refuse_replica
 from tcompress.structures.modules.linear import empty_guard
@@ -39,7 +35,7 @@ class ReplacementModule(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         values = self.kind.start(self.layout, generator, pretrained=pretrained)
         if moments is not None:
-            values |= self.kind.adapted(self.layout, moments, values)
+            values = {**values, **self.kind.adapted(self.layout, moments, values)}
         with torch.no_grad():
             for key, value in values.items():
                 getattr(self, key).copy_(value)
@@ -75,7 +71,7 @@ class ReplacementModule(nn.Module):
             if order is not None:
                 q, k, v = (take_tokens(x, order) for x in (q, k, v))
                 visible = visible.in_order(order)
-            mixed, weighed = self.kind.attend(q, k, v, tensors, self.layout, visible)
+            mixed, weighed = self.kind.apply(q, k, v, tensors, self.layout, visible)
         except DataError as error:
             raise DataError(f"attention `{self.name}`: {error.message}", error.hint) from error
         if order is not None:
@@ -106,21 +102,13 @@ class ReplacementModule(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 
-class _Guarded(nn.Module):
-    """Answers under the dense name with an empty tensor, at which plain Transformers stops."""
-
-    weight: Tensor
-
-    def __init__(self, **place: Any) -> None:
-        super().__init__()
-        self.register_buffer("weight", empty_guard(**place))
-
-
-class UnusedProjection(_Guarded):
+class UnusedProjection(nn.Module):
     """Gives zeros, without memory, where a model calls a projection that has no more use."""
 
     def __init__(self, out_features: int, **place: Any) -> None:
-        super().__init__(**place)
+        super().__init__()
+        # At an empty tensor under the dense name plain Transformers stops.
+        self.register_buffer("weight", empty_guard(**place))
         self.out_features = out_features
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +119,7 @@ class UnusedProjection(_Guarded):
         return f"out={self.out_features}"
 
 
-class GuardedLinear(_Guarded):
+class GuardedLinear(nn.Module):
     """A dense layer that stores its weight as `tc_weight`; `bias` is the bias' width."""
 
     bias: nn.Parameter | None
@@ -139,7 +127,8 @@ class GuardedLinear(_Guarded):
     def __init__(
         self, shape: tuple[int, ...], bias: int | None, *, transposed: bool = False, **place: Any
     ) -> None:
-        super().__init__(**place)
+        super().__init__()
+        self.register_buffer("weight", empty_guard(**place))  # as `UnusedProjection`
         self.transposed = transposed
         self.tc_weight = nn.Parameter(torch.empty(shape, **place))
         parameter = None if bias is None else nn.Parameter(torch.empty(bias, **place))

@@ -18,8 +18,7 @@ from tcompress.fields import option
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
+    from torch import Generator, Tensor
 
     from tcompress.attention.visibility import Visible
 
@@ -45,6 +44,10 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
 
     name = "multilinear"
     summary = "three-way tensor of queries, keys and values; fixed length, starts at random"
+    healing = (
+        "multilinear attention takes nothing from the model's own: its output projection starts at "
+        "random, so the model has to be trained"
+    )
     reference = "Ma et al. 2019, A Tensorized Transformer for Language Modeling"
     spec = MultilinearSpec
     layout_type = MultilinearLayout
@@ -69,18 +72,9 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
     def longest(self, layout: MultilinearLayout) -> int | None:
         return layout.length
 
-    def note(
-        self, layout: MultilinearLayout, longest: int | None, *, pretrained: bool
-    ) -> str | None:
-        text = (
-            "multilinear attention takes nothing from the model's own: its output projection "
-            "starts at random, so the model has to be trained"
-        )
-        return text if pretrained else None
-
     def start(
-        self, layout: MultilinearLayout, generator: torch.Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+        self, layout: MultilinearLayout, generator: Generator, *, pretrained: bool
+    ) -> Tensors:
         import torch
 
         shapes = self.tensors(layout)
@@ -98,7 +92,7 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         tensors: Tensors,
         layout: MultilinearLayout,
         visible: Visible,
-    ) -> Tensor:
+    ) -> tuple[Tensor, None]:
         from torch.nn.functional import pad
 
         from tcompress.attention.visibility import repeat_heads
@@ -116,7 +110,7 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         weighed = q * tensors["core"][:, None] / layout.heads
         pairs = k.mT[..., None] * v.mT[..., None, :]  # (batch, heads, head_dim, length, length)
         tensor = weighed.transpose(1, 2).flatten(2) @ pairs.flatten(3).flatten(1, 2)
-        return (tensor @ tensors["out"]).unflatten(-1, (layout.heads, -1)).transpose(1, 2)
+        return (tensor @ tensors["out"]).unflatten(-1, (layout.heads, -1)).transpose(1, 2), None
 
 
 register(Multilinear())

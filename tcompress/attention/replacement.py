@@ -85,6 +85,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
     windows: ClassVar[bool] = False  # whether it keeps to the window of an attention
     pairwise: ClassVar[bool] = False  # whether queries may see different keys
     segments: ClassVar[bool] = False  # whether it tells the two texts of a pair apart
+    healing: ClassVar[str | None] = None  # why a converted model has to be trained, where it has to
 
     def layout(self, spec: S, base: BaseAttention) -> L:
         """Decide sizes for an attention, or raise `Refusal`."""
@@ -113,14 +114,14 @@ class AttentionReplacement(ABC, Generic[S, L]):
         return _counted(layout, tokens)
 
     @abstractmethod
-    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> dict[str, Tensor]:
+    def start(self, layout: L, generator: Generator, *, pretrained: bool) -> Tensors:
         """Make first values: near a `pretrained` model's own attention, or as in the paper."""
 
     def centres_keys(self, layout: L) -> bool | None:
         """True where `adapted` wants moments of centred keys; None where it wants no moments."""
         return None
 
-    def adapted(self, layout: L, moments: QueryKeyMoments, first: Tensors) -> dict[str, Tensor]:
+    def adapted(self, layout: L, moments: QueryKeyMoments, first: Tensors) -> Tensors:
         """Make those first values that depend on a trained model's queries and keys.
 
         They take the place of those in `first`, which `start` made.
@@ -130,20 +131,14 @@ class AttentionReplacement(ABC, Generic[S, L]):
     @abstractmethod
     def apply(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, visible: Visible
-    ) -> Tensor:
-        """Mix tokens; `tensors` are its own and its constants. Padding comes last if `ordered`.
-
-        (batch, heads, queries, head_dim), twice (batch, key_heads, keys, head_dim) -> as the first
-        """
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: L, visible: Visible
     ) -> tuple[Tensor, Tensor | None]:
         """Mix tokens, and return what values were weighed with, where one matrix says it.
 
-        # as `apply`, and (batch, heads, queries, keys)
+        `tensors` are its own and its constants. Padding comes last if `ordered`.
+
+        (batch, heads, queries, head_dim), twice (batch, key_heads, keys, head_dim) -> as the first,
+        and (batch, heads, queries, keys) or None
         """
-        return self.apply(q, k, v, tensors, layout, visible), None
 
     def constants(self, layout: L) -> Tensors:
         """Fixed tensors: made once, neither stored nor trained; float32."""
@@ -159,7 +154,7 @@ class AttentionReplacement(ABC, Generic[S, L]):
 
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
         """Note for users who convert it, for inputs of at most so many tokens."""
-        return None
+        return self.healing if pretrained else None
 
 
 @lru_cache(maxsize=1024)

@@ -141,36 +141,27 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
             f"of a head: those after token {layout.head_dim} {later}"
         )
 
-    def start(
-        self, layout: TamLayout, generator: Generator, *, pretrained: bool
-    ) -> dict[str, Tensor]:
+    def start(self, layout: TamLayout, generator: Generator, *, pretrained: bool) -> Tensors:
         import torch
 
-        shapes = self.tensors(layout)
-        heads, width = layout.heads, layout.head_dim
-        # With these the scores are the model's own; training lets semantics in.
-        values = {
-            "semantic_weight": torch.zeros(shapes["semantic_weight"]),
-            "semantic_bias": torch.ones(heads, width),
-            "core": torch.zeros(shapes["core"]),
-        }
-        if not pretrained:
-            values["core"] = torch.rand(shapes["core"], generator=generator)
-            random = torch.randn(shapes["semantic_weight"], generator=generator)
-            values["semantic_weight"] = random / width**0.5
-            values["semantic_bias"] = torch.zeros(heads, width)
+        width = layout.head_dim
+        values = {name: torch.zeros(shape) for name, shape in self.tensors(layout).items()}
+        if pretrained:  # the scores are the model's own; training lets semantics in
+            values["semantic_bias"].fill_(1)
+        else:
+            values["core"].uniform_(generator=generator)
+            values["semantic_weight"].normal_(generator=generator).div_(width**0.5)
         if layout.core == "tucker":
             values |= self._start_tucker(layout, generator)
         else:
             values["core"] = values["core"].softmax(-1)
         if layout.memory == "gru":
             bound = (layout.key_heads * width) ** -0.5  # as PyTorch does
-            for name, shape in gru_tensors(layout.key_heads, width).items():
-                values[name] = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-            gate = torch.zeros if pretrained else torch.ones
-            values["context_gate"] = gate(2, layout.key_heads)
+            for name in _NAMES:
+                values[name].uniform_(-bound, bound, generator=generator)
+            values["context_gate"].fill_(0 if pretrained else 1)
         if layout.normalize == "softmax":
-            values["scale"] = torch.full((heads,), log(width) / 2)
+            values["scale"].fill_(log(width) / 2)
         return values
 
     def _start_tucker(self, layout: TamLayout, generator: Generator) -> dict[str, Tensor]:
@@ -182,22 +173,15 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         core[..., 0] = torch.eye(layout.rank) / width
         factor = torch.randn(shapes["factor_s"], generator=generator) / width
         factor[..., 0] = 1 / width
-        factor_q = torch.eye(width, layout.rank).expand(shapes["factor_q"]).clone()
-        return {
-            "core": core,
-            "factor_q": factor_q,
-            "factor_k": factor_q.clone(),
-            "factor_s": factor,
-        }
+        cut = torch.eye(width, layout.rank).expand(shapes["factor_q"])
+        return {"core": core, "factor_q": cut, "factor_k": cut, "factor_s": factor}
 
     def centres_keys(self, layout: TamLayout) -> bool | None:
         if layout.core != "tucker" or layout.rank == layout.head_dim:
             return None
         return layout.normalize == "softmax"
 
-    def adapted(
-        self, layout: TamLayout, moments: QueryKeyMoments, first: Tensors
-    ) -> dict[str, Tensor]:
+    def adapted(self, layout: TamLayout, moments: QueryKeyMoments, first: Tensors) -> Tensors:
         """Core and factors whose q^T P S R^T k loses least of q^T k.
 
         The SVD in both metrics: factors whose features have moments of one and are uncorrelated,
@@ -216,8 +200,7 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         core[..., 0] = (values[:, : layout.rank] / layout.head_dim).diag_embed()
         factors = {}
         for name, root, vectors in zip("qk", roots, (left, right.mT), strict=True):
-            kept = vectors[..., : layout.rank]
-            factor = torch.linalg.solve_triangular(root.mT, kept, upper=True)
+            factor = torch.linalg.solve_triangular(root.mT, vectors[..., : layout.rank], upper=True)
             # Moments are sums over any number of tokens: columns are of length one on average.
             length = factor.square().sum((1, 2), keepdim=True).div(layout.rank).sqrt()
             factors[f"factor_{name}"] = factor / length
@@ -225,11 +208,6 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         return {"core": core, **factors}
 
     def apply(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
-    ) -> Tensor:
-        return self.attend(q, k, v, tensors, layout, visible)[0]
-
-    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
     ) -> tuple[Tensor, Tensor]:
         import torch
@@ -276,8 +254,7 @@ def tam_scores(
     if layout.core == "aligned":  # g_q (sum_i Q_qi) K_kq S_q, where q is a place among the features
         count = min(q.shape[2], layout.head_dim)
         gate = (core * semantics)[..., :count] * q.sum(-1)[..., :count]
-        scores = gate[..., None] * k[..., :count].mT
-        return pad(scores, (0, 0, 0, q.shape[2] - count))
+        return pad(gate[..., None] * k[..., :count].mT, (0, 0, 0, q.shape[2] - count))
     # (batch, heads, semantic rank, 1)
     coordinates = (semantics[..., None, :] @ tensors["factor_s"]).mT
     middle = (core.flatten(1, 2) @ coordinates).unflatten(-2, (layout.rank, layout.rank))[..., 0]

@@ -66,8 +66,7 @@ class Visible:
             all_keys = not causal or queries == 1
             return cls(None if all_keys else past(queries, keys, q.device)[None, None])
         if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-            is_tensor = isinstance(mask, Tensor)
-            form = f"shape {list(mask.shape)}" if is_tensor else type(mask).__name__
+            form = f"shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
             hint = 'load the model with `attn_implementation="sdpa"`'
             raise DataError(f"an attention mask of {form} cannot be read", hint)
         if mask.dim() == 2:
@@ -99,8 +98,7 @@ def check_alike(mask: Tensor | None, visible: Visible) -> None:
 
 def past(queries: int, keys: int, device: torch.device) -> Tensor:
     """Let the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
-    pairs = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return pairs.tril(keys - queries)
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
 def as_they_are(device: torch.device) -> AbstractContextManager[object]:

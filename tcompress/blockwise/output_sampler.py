@@ -103,7 +103,7 @@ class OutputSampler:
         for exact, changed, _ in pairs:
             _require_numbers(exact, changed)
         if kind == "embeddings":
-            change = _change_of_likeness(*pairs[0][:2])
+            change = change_of_likeness(*pairs[0][:2])
         else:
             divergence = _binary_divergence if self.independent else _divergence
             measure = divergence if kind == "scores" else _distance
@@ -267,7 +267,7 @@ def _surprise(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.clamp_min_(0).add_(torch.where(p > 0, 0.0, q))
 
 
-def _change_of_likeness(dense: Tensor, new: Tensor) -> float:
+def change_of_likeness(dense: Tensor, new: Tensor) -> float:
     """Change of the cosines of texts with their variants and with each other, as much of both.
 
     It is what an affine map of the new model's cosines leaves of the dense model's, so that one

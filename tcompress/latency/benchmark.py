@@ -97,7 +97,6 @@ def _torch_alone(source: SourceModel, runtime: str) -> Any:
 def _pair(
     name: str, against: str | None, settings: BenchOptions, trust: bool
 ) -> tuple[Opened, Opened, RandomInputs]:
-    """Open a model and its baseline, and compare what they take."""
     model = open_checked(name, trust=trust)
     if against is None:
         baseline = baseline_of(model, trust)

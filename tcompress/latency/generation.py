@@ -22,12 +22,12 @@ from tcompress.options.steps import CacheName
 def check_generates(source: SourceModel) -> None:
     """Refuse a model that generates no text, or keeps what it read in no cache of Transformers."""
     kind = source.model_class
-    why = "" if kind.can_generate() else "does not generate text"
-    if not why and not (_cache_names(inputs_of(source)) and kind._supports_default_dynamic_cache()):
+    why = "does not generate text"
+    if kind.can_generate():
+        if _cache_names(inputs_of(source)) and kind._supports_default_dynamic_cache():
+            return
         why = "fills no cache of Transformers"
-    if why:
-        text = f"`{source.id}` is a `{kind.__name__}`, which {why}"
-        raise InputError(text, "leave `--generate` out")
+    raise InputError(f"`{source.id}` is a `{kind.__name__}`, which {why}", "leave `--generate` out")
 
 
 def _cache_names(kinds: Inputs) -> list[str]:
@@ -50,12 +50,8 @@ class Generation:
 
         A decoder that has a text to read begins with one token.
         """
-        self._model, self._kinds, self._tokens, self._static = (
-            model,
-            kinds,
-            tokens,
-            cache == "static",
-        )
+        self._model, self._kinds, self._tokens = model, kinds, tokens
+        self._static = cache == "static"
         self._step = model if step is None else step
         self._name = "decoder_input_ids" if kinds.decoder else "input_ids"
         (self._cache_name,) = _cache_names(kinds)
@@ -81,8 +77,7 @@ class Generation:
             lengths.append(arguments["encoder_outputs"][0].shape[1])
         arguments[self._cache_name] = self._cache(lengths)
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._kinds.names else {}
-        next_tokens = _likeliest(self._model(**arguments, **last))
-        return arguments | {self._name: next_tokens}
+        return arguments | {self._name: _likeliest(self._model(**arguments, **last))}
 
     def _decode(self, arguments: dict[str, Any]) -> None:
         for _ in range(self._tokens):
@@ -100,5 +95,4 @@ class Generation:
 
 def _likeliest(output: Any) -> Tensor:
     """Find the next tokens.  # -> (batch, 1)."""
-    scores: Tensor = output.logits
-    return scores[:, -1:].argmax(-1)
+    return output.logits[:, -1:].argmax(-1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import islice
@@ -34,10 +34,16 @@ def device_name(device: torch.device) -> str:
         return str(torch.cuda.get_device_name(device))
     if device.type != "cpu":
         return device.type
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text(encoding="utf-8").splitlines() if table.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return next(iter(named), "") or platform.processor() or platform.machine()
+    return _processor_fact("model name") or platform.processor() or platform.machine()
+
+
+def _processor_fact(*names: str) -> str:
+    """First fact of one of these names in Linux's table of processors, if there is one."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    facts = (line.partition(":")[2].strip() for line in lines if line.lower().startswith(names))
+    return next(facts, "")
 
 
 _INSTRUCTIONS = ("amx_int8", "avx512_vnni", "avx_vnni", "avx512bw", "avx2", "asimddp")
@@ -49,10 +55,7 @@ def instructions() -> str:
 
     Without those of VNNI or AMX an int8 model takes about twice as long as with them.
     """
-    table = Path("/proc/cpuinfo")
-    text = table.read_text(encoding="utf-8") if table.is_file() else ""
-    lines = (line for line in text.splitlines() if line.lower().startswith(("flags", "features")))
-    flags = next(lines, "").split()
+    flags = _processor_fact("flags", "features").split()
     return next((name for name in _INSTRUCTIONS if name in flags), platform.machine())
 
 
@@ -98,15 +101,6 @@ def _running(what: str) -> Iterator[None]:
         raise InputError(f"{what}: the memory is too small", hint) from error
     except Exception as error:
         raise InputError(f"{what} ({type(error).__name__}: {first_line(error)})", hint) from error
-
-
-def _alone(timed: Pass) -> Pass:
-    """Let a pass follow one like it that is not timed.
-
-    Threads of a runtime wait actively for a while after a pass: where two runtimes take turns, one
-    would be timed while the other's threads hold its cores, as nobody runs it.
-    """
-    return replace(timed, ready=timed)
 
 
 @dataclass(frozen=True)
@@ -164,10 +158,12 @@ class PairedTiming:
             else:
                 timed, same = (self._opened(item, cell.mode) for item in (timed, self.baseline))
                 pairs = ((timed, cell), (self.baseline, cell._replace(mode="eager")), (same, cell))
-                passes = [_alone(self._warmed(item, how, inputs)) for item, how in pairs]
+                warmed = [self._warmed(item, how, inputs) for item, how in pairs]
+                # Threads of a runtime wait actively for a while after a pass. So that none is timed
+                # while those of another hold its cores, each follows one like it that is not timed.
+                passes = [replace(timed_pass, ready=timed_pass) for timed_pass in warmed]
             repeats, wait = self.settings.repeats, waiting(self.device)
-            taken = turns(passes, self.clock, wait)
-            times = list(zip(*islice(taken, repeats), strict=True))
+            times = [*zip(*islice(turns(passes, self.clock, wait), repeats), strict=True)]
             peaks = [item.peak_bytes(self.device) for item in passes[:2]]
         seconds, reference, *others = map(median, times)
         tokens = 1 if cell.phase == "decode" else cell.length

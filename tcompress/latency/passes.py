@@ -73,12 +73,9 @@ class Pass:
         assert profiled.profiler is not None
         events = sorted(profiled.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         start = next(event.start_ns() for event in events if event.name() == _RUN)
-        before, after = 0, []
-        for event in events:
-            if event.name() == "[memory]" and event.start_ns() < start:
-                before += event.nbytes()
-            elif event.name() == "[memory]":
-                after.append(event.nbytes())
+        memory = [event for event in events if event.name() == "[memory]"]
+        before = sum(event.nbytes() for event in memory if event.start_ns() < start)
+        after = (event.nbytes() for event in memory if event.start_ns() >= start)
         return max(accumulate(after, initial=before))
 
 

@@ -145,7 +145,6 @@ class RandomInputs:
         return {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def words(self) -> str:
-        """Describe the inputs, for protocols."""
         return f"random {_words(self.inputs, self.shapes)}"
 
     def _ids(self, batch: int, length: int, generator: torch.Generator) -> Tensor:

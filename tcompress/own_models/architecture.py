@@ -42,23 +42,23 @@ def word_tokenizer(words: Words, segments: bool = False) -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.WordLevel(unk_token=SPECIAL["unk_token"]))
-    made.normalizer = normalizers.BertNormalizer(lowercase=True)
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core = Tokenizer(models.WordLevel(unk_token=SPECIAL["unk_token"]))
+    core.normalizer = normalizers.BertNormalizer(lowercase=True)
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     options: Any = {"vocab_size": words.size, "special_tokens": list(SPECIAL.values())}
     trainer = trainers.WordLevelTrainer(**options, show_progress=False)
-    made.train_from_iterator(_texts(words), trainer)
-    if made.get_vocab_size() <= len(SPECIAL):
+    core.train_from_iterator(_texts(words), trainer)
+    if core.get_vocab_size() <= len(SPECIAL):
         raise DataError(f"`{words.words}` holds no words", hint="give other data, or `builtin`")
     first, end = SPECIAL["cls_token"], SPECIAL["sep_token"]
-    made.post_processor = processors.TemplateProcessing(
+    core.post_processor = processors.TemplateProcessing(
         single=f"{first} $A {end}",
         pair=f"{first} $A {end} $B:1 {end}:1",
-        special_tokens=[(name, made.token_to_id(name)) for name in (first, end)],
+        special_tokens=[(name, core.token_to_id(name)) for name in (first, end)],
     )
     names = ["input_ids", *(["token_type_ids"] if segments else []), "attention_mask"]
     # Only what is given here is saved with the tokenizer.
-    return PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=names, **SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=names, **SPECIAL)
 
 
 def _texts(words: Words) -> Iterator[str]:
@@ -74,7 +74,7 @@ def _texts(words: Words) -> Iterator[str]:
                 yield from (str(cell) for cell in cells if cell)
 
 
-_OWN = ("num_labels", "tie_word_embeddings")  # of every configuration, beside its fields
+_OF_ALL = ("num_labels", "tie_word_embeddings")  # keys of every configuration beside its fields
 
 
 class _Folder:
@@ -92,9 +92,15 @@ def open_architecture(
 ) -> SourceModel:
     """Opens a model without weights from its configuration; tells all problems at once."""
     kind = _config_class(architecture.model_type)
-    sizes = _said(kind, architecture.sizes)
+    keys = {*_OF_ALL, *kind.attribute_map, *(field.name for field in fields(kind))}
+    keys -= {"architectures"}
+    sizes = {  # without keys of another family that a variant has set to null
+        name: value
+        for name, value in architecture.sizes.items()
+        if value is not None or name in {*keys, "architectures"}
+    }
     names = [architecture.kind] if architecture.kind else sizes.pop("architectures", None) or []
-    problems = list(_unknown_keys(kind, sizes))
+    problems = [_unknown_key(name, kind, keys) for name in sizes if name not in keys]
     try:
         check_counts(sizes)
     except ValueError as error:
@@ -130,23 +136,10 @@ def _config_class(model_type: str) -> type[PreTrainedConfig]:
     )
 
 
-def _said(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out keys of another family that a variant has set to null."""
-    known = _keys(kind)
-    return {name: value for name, value in sizes.items() if value is not None or name in known}
-
-
-def _keys(kind: type[PreTrainedConfig]) -> set[str]:
-    return {*_OWN, *kind.attribute_map, *(field.name for field in fields(kind)), "architectures"}
-
-
-def _unknown_keys(kind: type[PreTrainedConfig], sizes: dict[str, Any]) -> Iterator[str]:
-    known = _keys(kind) - {"architectures"}
-    for name in sizes:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            meant = f", did you mean `{near[0]}`" if near else ""
-            yield f"`architecture.{name}` is no key of `{kind.__name__}`{meant}"
+def _unknown_key(name: str, kind: type[PreTrainedConfig], keys: set[str]) -> str:
+    near = get_close_matches(name, keys, n=1)
+    meant = f", did you mean `{near[0]}`" if near else ""
+    return f"`architecture.{name}` is no key of `{kind.__name__}`{meant}"
 
 
 def _built(kind: Any, sizes: dict[str, Any], problems: list[str]) -> Any:
@@ -154,13 +147,11 @@ def _built(kind: Any, sizes: dict[str, Any], problems: list[str]) -> Any:
     try:
         return AutoConfig.for_model(kind.model_type, **sizes)
     except TCompressError as error:  # of an own model: it says what to do
-        hint = f"; {error.hint}" if error.hint else ""
-        problems.append(f"`{kind.__name__}` refuses the sizes: {error.message}{hint}")
-        return None
+        reason = f": {error.message}" + (f"; {error.hint}" if error.hint else "")
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        problems.append(f"`{kind.__name__}` refuses the sizes ({reason})")
-        return None
+        reason = f" ({' '.join(str(error).split())[:200]})"
+    problems.append(f"`{kind.__name__}` refuses the sizes{reason}")
+    return None
 
 
 def _model_class(
@@ -186,38 +177,38 @@ def _model_class(
     return None
 
 
-def _tokenizer(said: str | Words | None, token: str | None, segments: bool) -> Any:
-    if said is None:
+def _tokenizer(setting: str | Words | None, token: str | None, segments: bool) -> Any:
+    if setting is None:
         return None
-    if isinstance(said, Words):
-        return word_tokenizer(said, segments)
+    if isinstance(setting, Words):
+        return word_tokenizer(setting, segments)
     try:
-        return load_tokenizer(resolve(said, token=token, weights=False))
+        return load_tokenizer(resolve(setting, token=token, weights=False))
     except DataError as error:
         raise SourceError(
-            f"`architecture.tokenizer` is `{said}`, which has no usable tokenizer",
+            f"`architecture.tokenizer` is `{setting}`, which has no usable tokenizer",
             hint="give a folder or hub id with one, or `{words: builtin}`",
         ) from error
 
 
-def _from_tokenizer(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
+def _from_tokenizer(config: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Values of a configuration that follow from a tokenizer: number of words, and special ones."""
     if tokenizer is None or not hasattr(config, "vocab_size"):
         return {}
-    words = said.get("vocab_size", len(tokenizer))
-    found: dict[str, Any] = {"vocab_size": words}
+    words = settings.get("vocab_size", len(tokenizer))
+    values: dict[str, Any] = {"vocab_size": words}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"):
         usual, number = getattr(config, name, None), getattr(tokenizer, name, None)
         outside = isinstance(usual, int) and usual >= words
         # A default beyond the vocabulary means no word.
         if hasattr(config, name) and (number is not None or outside):
-            found[name] = number
+            values[name] = number
     if getattr(config, "is_encoder_decoder", False):
-        found |= _ends_of_texts(config, tokenizer, {**found, **said})
-    return found
+        values |= _ends_of_texts(config, tokenizer, {**values, **settings})
+    return values
 
 
-def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[str, Any]:
+def _ends_of_texts(config: Any, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Tokens that a decoder's texts begin and end with, as its tokenizer writes them.
 
     One of words writes `cls` before a text and `sep` behind. What the family has a decoder start
@@ -229,14 +220,11 @@ def _ends_of_texts(config: Any, tokenizer: Any, said: dict[str, Any]) -> dict[st
         number = getattr(tokenizer, name, None)
         number = getattr(tokenizer, other, None) if number is None else number
         ends |= {} if number is None else {name: number}
+    start = getattr(config, "decoder_start_token_id", None)
     names = ("pad_token_id", "eos_token_id", "bos_token_id")
-    tokens = {name: getattr(config, name, None) for name in reversed(names)}
-    usual: dict[Any, str] = {
-        token: name for name, token in tokens.items() if isinstance(token, int)
-    }
-    start = usual.get(getattr(config, "decoder_start_token_id", None), "pad_token_id")
-    numbers = {**ends, **said}
-    ends["decoder_start_token_id"] = numbers.get(start)
+    usual = (name for name in names if start is not None and getattr(config, name, None) == start)
+    numbers = {**ends, **settings}
+    ends["decoder_start_token_id"] = numbers.get(next(usual, "pad_token_id"))
     if getattr(config, "forced_eos_token_id", None) is not None:
         ends["forced_eos_token_id"] = numbers.get("eos_token_id")
     return ends

@@ -68,8 +68,7 @@ class GridEmbeddings(nn.Module):
         else:
             self.projection = nn.Linear(inputs, config.hidden_size)
         sizes = config.grid if config.positions == "learnt" else ()
-        tables = [nn.Embedding(size, config.hidden_size) for size in sizes]
-        self.positions = nn.ModuleList(tables)
+        self.positions = nn.ModuleList([nn.Embedding(size, config.hidden_size) for size in sizes])
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, grid_values: Tensor) -> Tensor:
@@ -156,7 +155,6 @@ class TCompressGridModel(TCompressGridPreTrainedModel):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Returns the embedding of patches."""
         return self.embeddings.projection
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
@@ -187,10 +185,10 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
         self, grid_values: Tensor, labels: Tensor | None = None, **kwargs: Any
     ) -> ImageClassifierOutput:
         """Classifies volumes of values from 0 to 1.  # (batch, channels, *input_size)."""
-        found = self.model(grid_values, **kwargs)
-        logits = self.classifier(found.last_hidden_state.mean(1))
+        read = self.model(grid_values, **kwargs)
+        logits = self.classifier(read.last_hidden_state.mean(1))
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
-        return ImageClassifierOutput(loss, logits, found.hidden_states, found.attentions)
+        return ImageClassifierOutput(loss, logits, read.hidden_states, read.attentions)
 
 
 @dataclass
@@ -233,14 +231,14 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
             mean = past.mean(1, keepdim=True)
             spread = (past.var(1, keepdim=True, correction=0) + 1e-5).sqrt()
             past = (past - mean) / spread
-        found = self.model(past.mT[:, None], **kwargs)
-        rows = found.last_hidden_state.unflatten(1, self.config.grid).flatten(2)
+        read = self.model(past.mT[:, None], **kwargs)
+        rows = read.last_hidden_state.unflatten(1, self.config.grid).flatten(2)
         # A row of patches may hold several variables.
         forecast = self.head(rows).unflatten(-1, (self.config.patch_size[0], -1)).flatten(1, 2).mT
         if mean is not None and spread is not None:
             forecast = forecast * spread + mean
         loss = None if labels is None else mse_loss(forecast.float(), labels.float())
-        return ForecastOutput(loss, forecast, found.hidden_states, found.attentions)
+        return ForecastOutput(loss, forecast, read.hidden_states, read.attentions)
 
 
 AutoModel.register(TCompressGridConfig, TCompressGridModel, exist_ok=True)

@@ -83,8 +83,7 @@ class TamAttention(nn.Module):
         width, size = config.hidden_size, config.attention_size
         self.q_proj, self.k_proj, self.s_proj = (nn.Linear(width, size) for _ in range(3))
         if config.without == "semantic-fusing":
-            places = config.memory_length * config.semantics_length
-            self.split_proj = nn.Linear(places, width)
+            self.split_proj = nn.Linear(config.memory_length * config.semantics_length, width)
         else:
             self.v_proj, self.o_proj = nn.Linear(width, size), nn.Linear(size, width)
         self.core = nn.Parameter(torch.empty(config.cores, 1, size))
@@ -112,8 +111,7 @@ class TamAttention(nn.Module):
 
     def _scores(self, q: Tensor, k: Tensor, summed: Tensor, texts: Texts) -> Tensor:
         """Attention of queries and keys, given summed semantics (batch, D)."""
-        core = {"core": self.core.to(q.dtype)}
-        scores = tam_scores(q, k, summed[:, None], core, self.layout)
+        scores = tam_scores(q, k, summed[:, None], {"core": self.core.to(q.dtype)}, self.layout)
         return scores.masked_fill(~texts.in_memory[:, None, None], 0)
 
     def _split(self, q: Tensor, k: Tensor, s: Tensor, texts: Texts) -> Tensor:
@@ -269,8 +267,8 @@ class TCompressTamForSequenceClassification(TCompressTamPreTrainedModel):
         """Classify; inputs are those of the model without a head.  # (batch, labels)."""
         read = self.model(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         logits = self.classifier(self.dropout(read.last_hidden_state[:, 0]))
-        heard = {"labels": labels, "pooled_logits": logits, "config": self.config}
-        loss = None if labels is None else self.loss_function(**heard)
+        facts = {"labels": labels, "pooled_logits": logits, "config": self.config}
+        loss = None if labels is None else self.loss_function(**facts)
         return SequenceClassifierOutput(loss, logits, read.hidden_states, read.attentions)
 
 
@@ -301,7 +299,6 @@ class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the layer that yields logits of words."""
         return self.decoder
 
     @can_return_tuple  # type: ignore[untyped-decorator]

@@ -34,9 +34,7 @@ class SelfAttention(nn.Module):
         self.is_causal = False
         width, inner = config.hidden_size, config.num_attention_heads * head_dim
         bias = config.attention_bias
-        self.q_proj = nn.Linear(width, inner, bias=bias)
-        self.k_proj = nn.Linear(width, inner, bias=bias)
-        self.v_proj = nn.Linear(width, inner, bias=bias)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner, bias) for _ in range(3))
         self.o_proj = nn.Linear(inner, width, bias=bias)
 
     def forward(
@@ -171,11 +169,11 @@ class TCompressTextForSequenceClassification(TCompressTextPreTrainedModel):
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
         """Classifies texts; `labels` are classes, or scores.  # (batch,)."""
-        found = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
-        logits = self.classifier(_mean(found.last_hidden_state, attention_mask))
-        said = {"labels": labels, "pooled_logits": logits, "config": self.config}
-        loss = None if labels is None else self.loss_function(**said)
-        return SequenceClassifierOutput(loss, logits, found.hidden_states, found.attentions)
+        read = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
+        logits = self.classifier(_mean(read.last_hidden_state, attention_mask))
+        facts = {"labels": labels, "pooled_logits": logits, "config": self.config}
+        loss = None if labels is None else self.loss_function(**facts)
+        return SequenceClassifierOutput(loss, logits, read.hidden_states, read.attentions)
 
 
 def _mean(states: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -29,11 +29,9 @@ class OnnxModel:
 
     @classmethod
     def open(cls, path: Path, threads: int | None = None) -> OnnxModel:
-        """Open a file for the CPU.
+        """Open an `.onnx` file for the CPU; data of tensors outside it lie beside it.
 
-        Args:
-            path: An `.onnx` file; data of tensors outside it lie beside it.
-            threads: Threads of one pass; default those of torch, so that both are comparable.
+        A pass has so many threads, by default torch's, so that both are comparable.
 
         Raises:
             InputError: ONNX Runtime is not installed, or cannot read the file.
@@ -61,7 +59,6 @@ class OnnxModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file, and of weights beside it."""
         return bytes_of(self.path)
 
     @cached_property
@@ -78,8 +75,9 @@ class OnnxModel:
         self, inputs: Mapping[str, Tensor | NDArray[Any]], outputs: Sequence[str] | None = None
     ) -> Arrays:
         """Compute outputs, by default all, from inputs; what the file does not take is left out."""
-        names, given = list(outputs or self.outputs), arrays_of(inputs, self.inputs)
-        return dict(zip(names, self.session.run(names, given), strict=True))
+        names = list(outputs or self.outputs)
+        arrays = self.session.run(names, arrays_of(inputs, self.inputs))
+        return dict(zip(names, arrays, strict=True))
 
 
 def arrays_of(inputs: Mapping[str, Tensor | NDArray[Any]], names: Sequence[str]) -> Arrays:

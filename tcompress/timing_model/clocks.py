@@ -59,14 +59,13 @@ class Workload:
     @classmethod
     def read(cls, text: str | None) -> Workload:
         """Read `32x128`, or `decode`; without either the usual pass; raises `ValueError`."""
-        if text is None:
-            text = USUAL_PASS
+        text = USUAL_PASS if text is None else text
         if text == DECODE:
             return cls(1, PAST, decodes=True)
-        match = re.fullmatch(r"([1-9][0-9]{0,5})x([1-9][0-9]{0,5})", text)
-        if match is None:
+        if not re.fullmatch(r"[1-9][0-9]{0,5}x[1-9][0-9]{0,5}", text):
             raise ValueError(f"`{text}` is no batch and length such as `32x128`, nor `{DECODE}`")
-        return cls(int(match[1]), int(match[2]))
+        batch, length = map(int, text.split("x"))
+        return cls(batch, length)
 
     def __str__(self) -> str:
         return DECODE if self.decodes else f"{self.batch}x{self.length}"
@@ -171,8 +170,8 @@ class ModelClock:
         with torch.inference_mode():
             try:
                 run = self._pass(model)
-                for _ in range(2):
-                    run()
+                run()
+                run()
             except Exception as error:
                 raise InputError(
                     f"the model cannot run at {self.work} ({first_line(error)})",
@@ -207,13 +206,6 @@ def _settled(ratios: Sequence[float]) -> bool:
     return (spread(ratios) or 0.0) / len(ratios) ** 0.5 < _SURE
 
 
-def fill_at_random(module: nn.Module) -> None:
-    """Fill a module with weights of no meaning: small numbers, as fast to multiply as any."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.uniform_(-0.02, 0.02)
-
-
 @dataclass
 class LayerTimes:
     """Seconds that layers of a form take by themselves; what was measured is not measured again.
@@ -240,38 +232,37 @@ class LayerTimes:
         return {"dtype": self.dtype, "device": self.device}
 
     def of(self, form: LayerForm, bias: bool = True) -> float:
-        """Time one layer of a form."""
-        key = repr(([(part.terms, part.channels) for part in form.parts], form.reads, bias))
-        if key not in self.measured:
+
+        def build() -> nn.Module:
             options = self._factory_options
+            structured = StructuredLinear(form.parts, bias=bias, reads=form.reads, **options)
+            with torch.no_grad():
+                for parameter in structured.parameters():
+                    parameter.uniform_(-0.02, 0.02)  # small numbers, as fast to multiply as any
+            return structured.eval()
 
-            def measure() -> float:
-                layer = StructuredLinear(form.parts, bias=bias, reads=form.reads, **options)
-                fill_at_random(layer)
-                return self._measure(layer.eval())
-
-            self.measured[key] = processes.first(measure)
-        return self.share * self.measured[key]
+        parts = [(part.terms, part.channels) for part in form.parts]
+        return self._seconds((parts, form.reads, bias), build)
 
     def matrix(self, inputs: int, outputs: int, like: LayerPlan) -> float:
         """Time a plain matrix that is no larger than a layer, between sizes that were timed."""
-        corners = [
-            _around(size, largest)
-            for size, largest in ((inputs, like.in_features), (outputs, like.out_features))
-        ]
+        corners = product(_around(inputs, like.in_features), _around(outputs, like.out_features))
         return sum(
             input_share * output_share * self._corner(input_size, output_size, like.bias)
-            for (input_size, input_share), (output_size, output_share) in product(*corners)
+            for (input_size, input_share), (output_size, output_share) in corners
         )
 
     def _corner(self, inputs: int, outputs: int, bias: bool) -> float:
         if not inputs or not outputs:  # which PyTorch's own layer warns of
             term = plain_layout(inputs, outputs)
             return self.of(LayerForm((PartLayout(name="", terms=(term,)),)), bias)
-        key = repr((inputs, outputs, bias))
+        options = (bias, self.device, self.dtype)
+        return self._seconds((inputs, outputs, bias), lambda: nn.Linear(inputs, outputs, *options))
+
+    def _seconds(self, named: object, build: Callable[[], nn.Module]) -> float:
+        key = repr(named)
         if key not in self.measured:
-            layer = nn.Linear(inputs, outputs, bias, self.device, self.dtype)
-            self.measured[key] = processes.first(lambda: self._measure(layer))
+            self.measured[key] = processes.first(lambda: self._measure(build()))
         return self.share * self.measured[key]
 
     def _measure(self, layer: nn.Module) -> float:

@@ -35,7 +35,6 @@ class RandomWeights:
         self._ring = self._empty(self.ring_bytes // self.dtype.itemsize)
 
     def model(self, source: SourceModel, config: Any) -> nn.Module:
-        """Build a model of the source's class."""
         with init_empty_weights(include_buffers=False):
             model = source.model_class._from_config(deepcopy(config))
         tell_padding(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from huggingface_hub import cached_assets_path
 from tcompress import processes
 from tcompress.artifact.disk_cache import fingerprint, read_record
 from tcompress.files import write_text
+from tcompress.latency.paired_timing import device_name
 
 LASTING = 24 * 3600
 """Seconds after which times are measured anew: machines change, by what else they do above all."""
@@ -31,9 +31,11 @@ class TimingCache:
     @classmethod
     def of(cls, device: torch.device, *facts: object) -> TimingCache:
         """Read what was measured with as many threads on this machine, and with these facts."""
-        machine = [torch.__version__, _processor(), str(device), torch.get_num_threads()]
+        processor = device_name(torch.device("cpu"))
+        processor = f"{processor}, {torch.backends.cpu.get_cpu_capability()}"
+        machine = [torch.__version__, processor, str(device), torch.get_num_threads()]
         if device.type == "cuda":
-            machine.append(torch.cuda.get_device_name(device))
+            machine.append(device_name(device))
         try:
             folder = cached_assets_path("tcompress", "times")
         except (OSError, ValueError):  # of users without a home there is nowhere to keep anything
@@ -59,13 +61,3 @@ def _parsed(text: str) -> tuple[float, dict[str, float]]:
     content = json.loads(text)
     values = {str(key): float(value) for key, value in content["values"].items()}
     return float(content["since"]), values
-
-
-def _processor() -> str:
-    """Name the processor, as far as the system tells."""
-    lines: list[str] = []
-    with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    name = next(names, platform.processor() or platform.machine())
-    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"

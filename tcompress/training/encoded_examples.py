@@ -30,6 +30,7 @@ from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
+from tcompress.training.objectives import Batch
 from tcompress.training.tasks import TrainingTask, masked
 from tcompress.training.text_agreement import without_words
 
@@ -74,7 +75,6 @@ class ExampleEncoder:
 
     @property
     def model(self) -> str:
-        """Name of the model's class."""
         return self.source.model_class.__name__
 
     @property
@@ -151,11 +151,9 @@ class ExampleEncoder:
         columns = [(column,) for column in prompted] if pairs else [prompted]
         encoded = list(zip(*(encoder.encode(*texts) for texts in columns), strict=True))
         plain = [*zip(*examples.texts, strict=True)]  # without prompts, which are the model's own
-        texts: list[tuple[Text, ...]] = (
-            [tuple((text,) for text in pair) for pair in plain]
-            if pairs
-            else [(pair,) for pair in plain]
-        )
+        texts: list[tuple[Text, ...]] = [
+            tuple((text,) for text in row) if pairs else (row,) for row in plain
+        ]
         labels = None
         if examples.targets is not None:
             labels = _targets_of(examples)
@@ -169,22 +167,20 @@ class ExampleEncoder:
 
     def _pretraining(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         """Pairs of texts with hidden words, others in every epoch; of three texts in the first."""
-        mask, special, words = _mask_of(encoder)
+        hide = _hider(encoder)
         rows, names = encoder.encode(*examples.texts), self.inputs.names
-        kept = [index for index, row in enumerate(rows) if row]
-        rows, labels = [rows[index] for index in kept], _targets_of(examples)[kept]
+        nonempty = [index for index, row in enumerate(rows) if row]
+        rows, labels = [rows[index] for index in nonempty], _targets_of(examples)[nonempty]
         in_query = len(examples.texts) == 3
 
         def read(index: int, epoch: int) -> list[Row]:
             row = rows[index]
-            ids, free = row["input_ids"], torch.isin(row["input_ids"], special)
-            if in_query:
-                free = free | (row["token_type_ids"] > 0)
-            hidden = masked(ids, free, mask, words, [self.seed, epoch, index])
+            spared: Tensor | bool = row["token_type_ids"] > 0 if in_query else False
+            hidden = hide(row["input_ids"], [self.seed, epoch, index], spared)
             targets = hidden.pop("labels")
-            asked = {"masked_positions": (targets != IGNORED).long()}
-            asked = asked if "masked_positions" in names else {}
-            return [{**row, **hidden, **asked, "words": targets}]
+            if "masked_positions" in names:
+                hidden["masked_positions"] = (targets != IGNORED).long()
+            return [{**row, **hidden, "words": targets}]
 
         return Encoded([len(row["input_ids"]) for row in rows], read, labels)
 
@@ -246,25 +242,24 @@ def _windows(encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> 
     return Encoded.of(rows)
 
 
-def _mask_of(encoder: TextEncoder) -> tuple[int, Tensor, int]:
-    """Token that hides a word, tokens that are never hidden, and number of words."""
+def _hider(encoder: TextEncoder) -> Callable[[Tensor, list[int], Tensor | bool], Batch]:
+    """Make the function that hides words by a seed, but no special tokens or `spared` ones."""
     tokenizer = encoder.tokenizer
     if tokenizer.mask_token_id is None:
         hint = "choose the task `causal-lm`, or another model"
         raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
-    return tokenizer.mask_token_id, special, encoder.vocabulary or len(tokenizer)
+    how = tokenizer.mask_token_id, encoder.vocabulary or len(tokenizer)
+    return lambda ids, seed, spared: masked(ids, torch.isin(ids, special) | spared, *how, seed)
 
 
 def _masked(encoder: TextEncoder, examples: Examples, seed: int) -> Encoded:
     """Texts with hidden words, others in every epoch."""
-    mask, special, words = _mask_of(encoder)
-    rows = [row for row in encoder.encode(examples.texts[0]) if row]
+    hide, rows = _hider(encoder), [row for row in encoder.encode(examples.texts[0]) if row]
 
     def read(index: int, epoch: int) -> list[Row]:
-        ids, seeds = rows[index]["input_ids"], [seed, epoch, index]
-        hidden = masked(ids, torch.isin(ids, special), mask, words, seeds)
-        return [{**rows[index], **hidden}]
+        row = rows[index]
+        return [{**row, **hide(row["input_ids"], [seed, epoch, index], False)}]
 
     return Encoded([len(row["input_ids"]) for row in rows], read)
 

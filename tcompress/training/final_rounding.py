@@ -6,8 +6,8 @@ make up for it: passes see them whole until all is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -61,34 +61,29 @@ def rounded_terms(model: nn.Module, roundings: Mapping[str, Rounding]) -> list[R
     return terms
 
 
-@dataclass
-class _Moments:
-    """Sums over what layers read, of tokens that are no padding."""
+def _moments(
+    layers: Iterable[StructuredLinear], batches: Iterable[Batch], run: Callable[[Batch], Any]
+) -> dict[nn.Module, Tensor]:
+    """Sums over what layers read, of tokens that are no padding, in float64.  # (in, in)."""
+    grams: dict[nn.Module, Tensor] = {}
+    mask: Tensor | None = None
 
-    layers: Sequence[StructuredLinear]
-
-    def __post_init__(self) -> None:
-        self.grams: dict[StructuredLinear, Tensor] = {}  # float64  # (in, in)
-        self._mask: Tensor | None = None
-
-    def add(self, batches: Iterable[Batch], run: Callable[[Batch], Any]) -> None:
-        hooks = [layer.register_forward_pre_hook(self._read) for layer in self.layers]
-        try:
-            for batch in batches:
-                mask = batch.get("attention_mask")
-                self._mask = mask.bool() if mask is not None and mask.ndim == 2 else None
-                run(batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _read(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def read(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
         assert isinstance(layer, StructuredLinear)
         x = inputs[0] if layer.reads is None else layer.reads.gather(inputs[0])
-        is_text = self._mask is not None and x.shape[:-1] == self._mask.shape
-        rows = in_float64(x[self._mask] if is_text else x.flatten(0, -2))
+        is_text = mask is not None and x.shape[:-1] == mask.shape
+        rows = in_float64(x[mask] if is_text else x.flatten(0, -2))
         gram = rows.mT @ rows
-        self.grams[layer] = self.grams[layer] + gram if layer in self.grams else gram
+        grams[layer] = grams[layer] + gram if layer in grams else gram
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(read))
+        for batch in batches:
+            mask = batch.get("attention_mask")
+            mask = mask.bool() if mask is not None and mask.ndim == 2 else None
+            run(batch)
+    return grams
 
 
 @torch.no_grad()
@@ -100,25 +95,18 @@ def round_model(
 ) -> None:
     """Give a model the weights that will be read of it, once it is stored in few bits.
 
-    Args:
-        model: Its parameters are changed.
-        roundings: By name in the model.
-        batches: Texts whose inputs of layers tell what matters.
-        run: Runs the model on one of them.
+    Roundings are by name in the model. It is `run` on the batches: what its layers read tells what
+    matters.
     """
     terms = rounded_terms(model, roundings)
-    moments = _Moments([*dict.fromkeys(term.layer for term in terms)])
-    moments.add(batches, run)
+    moments = _moments(dict.fromkeys(term.layer for term in terms), batches, run)
+    terms = [term for term in terms if term.layer in moments]  # no text went through the others
     later = {id(value) for term in terms for value in term.parameters.values()}
     for name, parameter in model.named_parameters():  # transforms first, which terms are between
         if name in roundings and id(parameter) not in later:
             parameter.copy_(rounded(parameter, roundings[name]))
     for term in terms:
-        if (gram := moments.grams.get(term.layer)) is None:  # no text went through it
-            for name, parameter in term.parameters.items():
-                parameter.copy_(rounded(parameter, term.roundings[name]))
-            continue
-        layout = term.layer.parts[term.part].terms[term.term]
+        layout, gram = term.layer.parts[term.part].terms[term.term], moments[term.layer]
         tensors, operators = term.layer.exact_term(term.part, term.term)
         product = dense_of(layout, tensors, operators) @ gram
         kind: Any = structure(layout.structure)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
@@ -15,12 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from tcompress.data.inputs import IGNORED
 from tcompress.training.batches import Encoded, host_batches, in_order, model_inputs, on_device
 from tcompress.training.masks import unread_masks
-from tcompress.training.objectives import Batch, Observed, Similarities, fed_with
+from tcompress.training.objectives import Batch, Observed, Similarities, Unit, fed_with
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import TrainingTask
 from tcompress.training.teacher_outputs import TeacherOutputs
-
-UNITS = ("examples", "tokens", "targets")
 
 
 def examples_in(batch: Batch) -> int:
@@ -35,11 +34,12 @@ def tokens_in(batch: Batch) -> int:
     return examples_in(batch) if mask is None else int(mask.sum())
 
 
-def _counts(batch: Batch) -> list[float]:
-    """Numbers of the `UNITS` in a batch that is still on the CPU."""
+def _counts(batch: Batch) -> dict[Unit, float]:
+    """Numbers of the units in a batch that is still on the CPU."""
     labels = batch.get("labels")
-    targets = 0 if labels is None else int((labels != IGNORED).sum())
-    return [float(examples_in(batch)), float(tokens_in(batch)), float(targets)]
+    targets = 0.0 if labels is None else float((labels != IGNORED).sum())
+    counts = float(examples_in(batch)), float(tokens_in(batch)), targets
+    return dict(zip(get_args(Unit), counts, strict=True))
 
 
 def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -97,7 +97,8 @@ class Losses:
     @torch.no_grad()
     def _peers(self, cuts: Sequence[Batch]) -> tuple[Tensor, Tensor] | None:
         """Embeddings of all texts of a step, where it is cut or shared; else pieces have them."""
-        similarities = self._similarities
+        terms = (objective for objective, _ in self.setup.objectives)
+        similarities = next((term for term in terms if isinstance(term, Similarities)), None)
         if similarities is None or (len(cuts) == 1 and self.accelerator.num_processes == 1):
             return None
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -112,19 +113,13 @@ class Losses:
             both = [self.accelerator.gather(vectors) for vectors in both]  # type: ignore[misc]
         return both[0], both[1]
 
-    @property
-    def _similarities(self) -> Similarities | None:
-        """The term that compares texts with each other, if there is one."""
-        terms = (objective for objective, _ in self.setup.objectives)
-        return next((term for term in terms if isinstance(term, Similarities)), None)
-
-    def _counts_of_all(self, batch: Batch) -> dict[str, Tensor]:
-        """Numbers of the `UNITS` in the batches of all processes, at least 1."""
-        device = self.accelerator.device
-        counts = torch.stack([torch.full((), count, device=device) for count in _counts(batch)])
+    def _counts_of_all(self, batch: Batch) -> dict[Unit, Tensor]:
+        """Numbers of the units in the batches of all processes, at least 1."""
+        device, numbers = self.accelerator.device, _counts(batch)
+        counts = torch.stack([torch.full((), count, device=device) for count in numbers.values()])
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts, "sum")  # type: ignore[assignment]
-        return dict(zip(UNITS, counts.clamp_min(1.0), strict=True))
+        return dict(zip(numbers, counts.clamp_min(1.0), strict=True))
 
     def _moved(self, batch: Batch) -> Batch:
         return on_device(batch, self.accelerator.device)
@@ -139,7 +134,7 @@ class Losses:
         self.model.eval()
         task, held = self.setup.task, self.setup.data.validation
         held.epoch = 0
-        batches = self._host_batches(held, in_order(held, size))
+        batches = self.on_host(held, in_order(held, size))
         if task is None or task.validated == "loss":
             value = self._mean_loss(batches)
         else:
@@ -159,16 +154,13 @@ class Losses:
             batches = self.loaded(data, order)
             objective.prepare((batch, self.teachers.before_training(batch)) for batch in batches)
 
-    def on_host(self, order: list[list[int]]) -> Iterator[Batch]:
-        """Yield batches of training examples, by their indices, on the CPU."""
-        yield from self._host_batches(self.setup.data.train, order)
-
     def loss_on(self, order: list[list[int]], *, keeps: bool = True) -> Callable[[], Tensor]:
         """Make the function that measures the loss of training examples.
 
         The teacher reads them once, whatever the calls, unless what it says is not kept.
         """
-        batches = [(batch, self._counts_of_all(batch)) for batch in self.on_host(order)]
+        on_host = self.on_host(self.setup.data.train, order)
+        batches = [(batch, self._counts_of_all(batch)) for batch in on_host]
         said = [self._taught(batch) for batch, _ in batches] if keeps else None
 
         @torch.no_grad()
@@ -190,7 +182,7 @@ class Losses:
                 return moved, self.teachers.of_batch(moved, self.setup.data.train)
             return moved, self.teachers.of_inputs(model_inputs(moved))
 
-    def _loss(self, batch: Batch, counts: Mapping[str, Tensor], teacher: Observed) -> Tensor:
+    def _loss(self, batch: Batch, counts: Mapping[Unit, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(model_inputs(batch), self.model)
         terms = [
             weight * objective.loss(batch, student, teacher) / counts[objective.unit]
@@ -211,16 +203,16 @@ class Losses:
         """Yield so many training examples at equal distances, in batches of a size."""
         data = self.setup.data.train
         data.epoch = 0
-        count = min(count, len(data))
-        order = torch.linspace(0, len(data) - 1, count).long().split(size)
+        order = torch.linspace(0, len(data) - 1, min(count, len(data))).long().split(size)
         yield from self.loaded(data, [part.tolist() for part in order])
 
     def loaded(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
         """Yield batches on the device, of these examples each."""
-        yield from map(self._moved, self._host_batches(data, order))
+        return map(self._moved, self.on_host(data, order))
 
-    def _host_batches(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
-        yield from host_batches(data, self.setup.data.pad, order, self.accelerator.device)
+    def on_host(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
+        """Yield batches on the CPU, of these examples each."""
+        return host_batches(data, self.setup.data.pad, order, self.accelerator.device)
 
     def _mean_loss(self, batches: Iterator[Batch]) -> float:
         """Sums of all terms over the data, divided at the end: batches leave no trace."""
@@ -231,7 +223,7 @@ class Losses:
         ] or self.setup.objectives
         sums: list[list[Tensor]] = [[] for _ in chosen]
         vectors: list[tuple[Tensor, Tensor]] = []
-        counts = [0.0] * len(UNITS)
+        counts = dict.fromkeys(get_args(Unit), 0.0)
         for batch in batches:
             moved = self._moved(batch)
             with self._unread_masks(batch), self.accelerator.autocast():
@@ -242,13 +234,13 @@ class Losses:
                     vectors.append(objective.vectors(moved, student, teacher))
                 else:
                     losses.append(objective.loss(moved, student, teacher))
-            counts = [sum(pair) for pair in zip(counts, _counts(batch), strict=True)]
+            counts = {unit: count + counts[unit] for unit, count in _counts(batch).items()}
         for losses, (objective, _) in zip(sums, chosen, strict=True):
             if isinstance(objective, Similarities):  # of all texts, however they come in batches
                 both = [torch.cat(side) for side in zip(*vectors, strict=True)]
                 losses.append(objective.between(*both, *both))
         return sum(
-            share * _sum(losses) / max(1.0, counts[UNITS.index(objective.unit)])
+            share * _sum(losses) / max(1.0, counts[objective.unit])
             for (objective, share), losses in zip(chosen, sums, strict=True)
         )
 
@@ -264,7 +256,7 @@ class Losses:
 
 
 def _sum(values: list[Tensor]) -> float:
-    """Sum of single numbers, read together."""
+    """Sum of single numbers, read together; `sum` of newer Pythons would round in another way."""
     total = 0.0
     for value in torch.stack(values).tolist():
         total += value

@@ -28,8 +28,7 @@ def unread_masks(batch: Batch) -> Iterator[None]:
     if not masks:
         yield
         return
-    padded = not all(bool(mask.all()) for mask in masks)
-    full = set[torch.Size]() if padded else {mask.shape for mask in masks}
+    full = {mask.shape for mask in masks} if all(map(Tensor.all, masks)) else set[torch.Size]()
     before = {name: MAKERS[name] for name in _MAKERS}
     for name, maker in before.items():
         MAKERS.register(name, partial(_mask, maker, full))

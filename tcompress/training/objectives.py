@@ -98,10 +98,9 @@ class Observer:
         self, sizes: Mapping[str, int], module: nn.Module, args: Any, output: Tensor
     ) -> None:
         if self._outputs is not None:
-            pieces = zip(sizes, output.split([*sizes.values()], -1), strict=True)
-            self._outputs.projections |= {
-                role: item for role, item in pieces if role in _PROJECTIONS
-            }
+            for role, piece in zip(sizes, output.split([*sizes.values()], -1), strict=True):
+                if role in _PROJECTIONS:
+                    self._outputs.projections[role] = piece
 
 
 class TokenTeachers:
@@ -171,8 +170,7 @@ def embedded(sentences: SentenceEncoder, batch: Batch, outputs: Observed) -> Ten
 def token_weights(batch: Mapping[str, Tensor], state: Tensor, *, decodes: bool = False) -> Tensor:
     """Weights of rows in a sum over tokens: without a mask, as for pictures, an example is one."""
     mask = token_mask(batch, state, decodes=decodes).to(state.dtype)
-    has_mask = "attention_mask" in batch or "decoder_attention_mask" in batch
-    return mask if has_mask else mask / mask.shape[1]
+    return mask if any(name in batch for name in _MASKS) else mask / mask.shape[1]
 
 
 Unit = Literal["examples", "tokens", "targets"]
@@ -233,25 +231,23 @@ class Logits(Objective):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.unit = "tokens" if setting.per_token else "examples"
-        if setting.per_target:
-            self.unit = "targets"
+        of_texts: Unit = "tokens" if setting.per_token else "examples"
+        self.unit = "targets" if setting.per_target else of_texts
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
         if student.logits is None or teacher.logits is None:
             text = "the objective `logits` needs a model with a head"
             raise InputError(text, "leave it out of `objectives`")
-        if student.logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
-            return (student.logits.float() - teacher.logits.float()).square().sum()
+        logits, taught = student.logits.float(), teacher.logits.float()
+        if logits.shape[-1] == 1:  # a score: a distribution over one class says nothing
+            return (logits - taught).square().sum()
         soft = self.setting.temperature
-        if self.setting.independent:
-            pair = student.logits.float() / soft, teacher.logits.float() / soft
-            return _binary_divergence(*pair).sum() * soft**2
-        student_logs = log_softmax(student.logits.float() / soft, -1)
-        teacher_logs = log_softmax(teacher.logits.float() / soft, -1)
+        logits, taught = logits / soft, taught / soft
         # The squared temperature lets the gradient keep its size.
-        lost = kl_div(student_logs, teacher_logs, reduction="none", log_target=True)
-        lost = lost.sum(-1) * soft**2
+        if self.setting.independent:
+            return _binary_divergence(logits, taught).sum() * soft**2
+        logs, taught = log_softmax(logits, -1), log_softmax(taught, -1)
+        lost = kl_div(logs, taught, reduction="none", log_target=True).sum(-1) * soft**2
         if lost.ndim > 1:
             lost = lost * token_weights(batch, lost, decodes=True)
         return lost.sum()
@@ -345,10 +341,10 @@ class Similarities(Objective):
 
     def vectors(self, batch: Batch, student: Observed, teacher: Observed) -> tuple[Tensor, Tensor]:
         """Embeddings of length 1 by both.  # (texts, d), (texts, D)."""
-        vectors = embedded(self.setting.sentences, batch, student)
-        if teacher.vectors is not None:
-            return vectors, teacher.vectors
-        return vectors, embedded(self.setting.sentences, batch, teacher)
+        taught = teacher.vectors
+        if taught is None:
+            taught = embedded(self.setting.sentences, batch, teacher)
+        return embedded(self.setting.sentences, batch, student), taught
 
     def between(
         self, vectors: Tensor, taught: Tensor, peers: Tensor, taught_peers: Tensor

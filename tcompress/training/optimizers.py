@@ -72,26 +72,19 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Take one step."""
-        moved = [
-            (group, [value for value in group["params"] if value.grad is not None])
-            for group in self.param_groups
-            if group["matrices"]
-        ]
-        gradients = [[value.grad for value in parameters] for _, parameters in moved]
-        for _, parameters in moved:
-            for parameter in parameters:
-                parameter.grad = None  # AdamW passes over it
-        loss = super().step(closure)
-        for (group, parameters), values in zip(moved, gradients, strict=True):
-            for parameter, gradient in zip(parameters, values, strict=True):
-                parameter.grad = gradient
-            if parameters:
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["matrices"]]
+        try:
+            loss = super().step(closure)
+        finally:
+            self.param_groups = groups
+        for group in groups:
+            parameters = [value for value in group["params"] if value.grad is not None]
+            if group["matrices"] and parameters:
                 self._move(parameters, group["lr"], group["weight_decay"])
         return loss
 
     def _move(self, parameters: list[Tensor], rate: float, decay: float) -> None:
-        """Move parameters by their orthogonalised momenta."""
         alike: dict[Any, list[int]] = defaultdict(list)
         updates = [as_matrices(whole(update)) for update in self._momenta(parameters)]
         for index, update in enumerate(updates):

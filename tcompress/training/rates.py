@@ -78,17 +78,13 @@ def tested_rate(
 ) -> float | None:
     """Find the rate of short runs where none is set and a teacher is imitated alone.
 
-    Args:
-        losses: Of the run.
-        optimizer: Its gradients are cleared.
-        gradients: Adds the gradients of a batch.
-        parts: Pieces that a batch is cut into.
+    `gradients` adds those of a batch, of which `parts` are read one by one; the optimizer's are
+    cleared.
     """
     setup, options = losses.setup, losses.setup.options
     count = min(EXAMPLES, len(setup.data.train) // 2)
     is_set = options.learning_rate is not None or setup.task is not None
-    alone = blocks_first(options) or not setup.imitates
-    if is_set or alone or setup.untrained or not count:
+    if is_set or blocks_first(options) or not setup.imitates or setup.untrained or not count:
         return None
     size, keeps = max(1, options.batch_size // parts), True
     while True:
@@ -119,7 +115,7 @@ def _rate_on(
         for start in (0, count)
     )
     losses.model.train()
-    for batch in losses.on_host(first):
+    for batch in losses.on_host(setup.data.train, first):
         gradients(batch)
     losses.model.eval()
     return find_rate(

@@ -42,7 +42,10 @@ CHUNK = 1024
 _AT_ONCE = 64  # texts in a forward pass
 FITTED = 4096  # texts that the map into the student's space is fitted to, at most
 _LEAST = 1e-9  # of the largest singular value: what is smaller is rounding
-_SIZES = {torch.float16: 2, torch.float32: 4}
+
+
+Outputs = Literal["vectors", "classes"]
+"""Embeddings of texts, or scores of classes."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +55,16 @@ class TextTeacher:
     source: SourceModel
     encoder: TextEncoder
     sentences: SentenceEncoder
-    kind: Literal["vectors", "classes"]
+    kind: Outputs
     order: tuple[int, ...] | None = None
 
     @classmethod
     def of(
-        cls,
-        source: SourceModel,
-        max_length: int,
-        kind: Literal["vectors", "classes"],
-        labels: Sequence[str] = (),
+        cls, source: SourceModel, max_length: int, kind: Outputs, labels: Sequence[str] = ()
     ) -> TextTeacher:
-        """Open its tokenizer.
+        """Open its tokenizer, for texts of so many tokens or of as many as the teacher takes.
 
-        Args:
-            source: The teacher.
-            max_length: Most tokens of a text, if the teacher takes as many.
-            kind: `vectors` for embeddings of texts, `classes` for scores of classes.
-            labels: The student's, for `classes`.
+        For `classes` the student's labels say in which order they are.
         """
         sentences = SentenceEncoder.of(source) if kind == "vectors" else PLAIN
         encoder = sentences.reader(source, inputs_of(source), max_length)
@@ -83,13 +78,9 @@ class TextTeacher:
 
     def identity(self, texts: Iterable[Text]) -> str:
         """A name that changes with the weights, the texts and how they are read."""
-        digest = hashlib.sha256()
-        for part in (
-            tcompress.__version__,
-            self.source.store.fingerprint(),
-            str((self.encoder.limit, self.sentences.words, self.sentences.default, self.order)),
-        ):
-            digest.update(part.encode() + b"\0")
+        reading = (self.encoder.limit, self.sentences.words, self.sentences.default, self.order)
+        facts = f"{tcompress.__version__}\0{self.source.store.fingerprint()}\0{reading}\0"
+        digest = hashlib.sha256(facts.encode())
         for text in texts:
             digest.update("\0".join(text).encode("utf-8", "surrogatepass") + b"\1")
         return digest.hexdigest()[:16]
@@ -120,14 +111,12 @@ class TextTeacher:
         parts: list[Tensor] = []
         for start in range(0, len(order), _AT_ONCE):
             chosen = [rows[row] for row in order[start : start + _AT_ONCE]]
-            batch = {
-                key: item.to(device) for key, item in collate(chosen, self.encoder.pad).items()
-            }
+            collated = collate(chosen, self.encoder.pad)
+            batch = {key: item.to(device) for key, item in collated.items()}
             output = model(**batch)
             if self.kind == "vectors":
-                parts.append(
-                    self.sentences(output.last_hidden_state.float(), batch["attention_mask"]).cpu()
-                )
+                states = output.last_hidden_state.float()
+                parts.append(self.sentences(states, batch["attention_mask"]).cpu())
             else:
                 parts.append(output.logits.float().cpu())
         computed = torch.cat(parts)
@@ -145,7 +134,7 @@ class TextTeacher:
 class Targets:
     """Outputs of teachers for the texts of a run, by example. Use `Targets.of`."""
 
-    kind: Literal["vectors", "classes"]
+    kind: Outputs
     table: Tensor  # (texts, width or classes)
     rows: Mapping[Encoded, Tensor]  # of the table: (examples, texts of one)
     mapped: Tensor | None = None  # embeddings in the student's space: (texts, width)
@@ -163,36 +152,28 @@ class Targets:
     ) -> Targets:
         """Read outputs that the folder has, and compute the others; processes share the work.
 
-        Args:
-            teachers: One or several, all for `vectors` or all for `classes`.
-            data: Examples with their texts.
-            folder: Of the run; every process can read it.
-            accelerator: Knows device and processes.
-            progress: Hears of texts.
-            independent: Whether each class is a yes or no of its own.
+        The teachers are all for `vectors` or all for `classes`, each of which is a yes or no of its
+        own if `independent`. Every process can read the folder.
 
         Raises:
             InputError: There are too many texts.
             TrainingError: A teacher gives NaN or infinity.
         """
-        numbers: dict[Text, int] = {}
-        for examples in data:
-            for example in examples.texts or ():
-                for text in example:
-                    numbers.setdefault(text, len(numbers))
-        texts = [*numbers]
+        every = (text for examples in data for row in examples.texts or () for text in row)
+        texts = [*dict.fromkeys(every)]
+        numbers = {text: number for number, text in enumerate(texts)}
         _check_room(teachers, len(texts), data[0])
         progress.stage("teachers read the texts", len(texts) * len(teachers), "texts")
         tables = [
             torch.cat([*_outputs_of(teacher, texts, folder, accelerator, progress)])
             for teacher in teachers
         ]
-        kind = teachers[0].kind
         rows: dict[Encoded, Tensor] = {}
         for examples in data:
             of_texts = [[numbers[text] for text in row] for row in examples.texts or ()]
             rows[examples] = torch.tensor(of_texts)
             examples.tells_places = True
+        kind = teachers[0].kind
         return cls(kind, _joined(tables, kind, independent=independent), rows)
 
     def observed(self, data: Encoded, indices: Tensor, device: torch.device) -> Observed:
@@ -212,17 +193,14 @@ class Targets:
         (Procrustes: Schönemann, 1966, doi:10.1007/BF02289451). So cosines stay what they were, and
         nothing is to be dropped afterwards. In float64.
 
-        Args:
-            data: Training examples.
-            embed: From numbers of examples to the student's embeddings: (texts, width).
-            path: File that keeps the map.
+        `embed` makes the student's embeddings (texts, width) of training examples, by their
+        numbers; the file keeps the map.
         """
         if not path.is_file():
             count = min(len(data), FITTED)
             student = embed([*range(count)]).cpu().double()
-            rows = self.rows[data][:count].flatten()
-            map_ = _turning(self.table, self.table[rows].double(), student)
-            _write(path, "map", map_.float())
+            taught = self.table[self.rows[data][:count].flatten()].double()
+            _write(path, "map", _turning(self.table, taught, student).float())
         map_ = load_file(path)["map"]
         parts = (normalize(part.float() @ map_, dim=-1) for part in self.table.split(2**14))
         return replace(self, mapped=torch.cat([*parts]))
@@ -243,11 +221,11 @@ def _turning(table: Tensor, taught: Tensor, student: Tensor) -> Tensor:
 
 def _check_room(teachers: Sequence[TextTeacher], count: int, train: Encoded) -> None:
     """Refuse more texts than are kept, with about as many samples to train on as would be."""
-    sizes = [_width(teacher) * _SIZES[teacher.dtype] for teacher in teachers]
-    needed = count * sum(sizes)
+    size = sum(_width(teacher) * teacher.dtype.itemsize for teacher in teachers)
+    needed = count * size
     if needed > MOST_BYTES:
         of_samples = {text for example in train.texts or () for text in example}
-        room = MOST_BYTES // sum(sizes) - (count - len(of_samples))
+        room = MOST_BYTES // size - (count - len(of_samples))
         limit = max(1, room * len(train) // max(1, len(of_samples)) * 99 // 100)
         raise InputError(
             f"what the teachers say of {count:,} texts takes {needed / 2**30:.1f} GiB, at most "
@@ -273,22 +251,21 @@ def _outputs_of(
     """A teacher's outputs, chunk by chunk; which texts are in one does not depend on anything."""
     subfolder = folder / f"targets-{teacher.identity(texts)}"
     firsts = range(0, len(texts), CHUNK)
-    files = [subfolder / f"{first:09d}.outputs" for first in firsts]
-    chunks = [*zip(firsts, files, strict=True)]
-    chunks = chunks[accelerator.process_index :: accelerator.num_processes]
-    if any(not file.is_file() for _, file in chunks):
+    files = {first: subfolder / f"{first:09d}.outputs" for first in firsts}
+    shared = firsts[accelerator.process_index :: accelerator.num_processes]
+    if all(files[first].is_file() for first in shared):
+        progress.advance(len(texts))
+    else:
         model = load_model(teacher.source, dtype=torch.float32, device=accelerator.device)
         tell_padding(model, teacher.encoder.pad)
-        for first, file in chunks:
+        for first in shared:
             chunk = texts[first : first + CHUNK]
-            if not file.is_file():
-                _write(file, "outputs", teacher.outputs(model, chunk))
+            if not files[first].is_file():
+                _write(files[first], "outputs", teacher.outputs(model, chunk))
             progress.advance(len(chunk) * accelerator.num_processes)
         del model
-    else:
-        progress.advance(len(texts))
     accelerator.wait_for_everyone()
-    for file in files:
+    for file in files.values():
         yield load_file(file)["outputs"]
 
 

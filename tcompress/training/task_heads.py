@@ -23,16 +23,9 @@ SEVERAL = "multi_label_classification"
 def with_head(
     task: TrainingTask | None, data: Data, source: SourceModel, teacher: SourceModel | None
 ) -> tuple[Data, Mapping[str, Any]]:
-    """Number the classes of the data like a head, and choose the head's options.
+    """Number the classes of the data like a head, and choose the model's options on loading.
 
-    Args:
-        task: The task, if there is one.
-        data: Of the run.
-        source: The model; a head that it has is checked.
-        teacher: A new head numbers its classes like this one's.
-
-    Returns:
-        The data, and options of the model when it is loaded.
+    A head that the model has is checked; a new one numbers its classes like the teacher's.
     """
     if task is None or task.head in (None, "pretraining"):  # the latter is of no classes
         return data, {}
@@ -73,9 +66,9 @@ def _of_kind(data: Data, source: SourceModel) -> tuple[Data, Mapping[str, Any]]:
             data = replace(data, notes=(*data.notes, note))
         return data, {"problem_type": SEVERAL}
     if is_independent(source.config):
-        labels, count = replace(data.labels, several=True), len(data.labels)
+        count = len(data.labels)
         data = _relabelled(data, lambda ids: torch.nn.functional.one_hot(ids, count).float())
-        data = replace(data, labels=labels)
+        data = replace(data, labels=replace(data.labels, several=True))
     return data, {}
 
 
@@ -109,9 +102,8 @@ def _numbered_like(data: Data, model: SourceModel) -> Data:
 
 
 def _relabelled(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
-    """Change the labels of all examples."""
-    parts = (data.train, data.validation)
     train, validation = (
-        part if part.labels is None else part.relabelled(change(part.labels)) for part in parts
+        part if part.labels is None else part.relabelled(change(part.labels))
+        for part in (data.train, data.validation)
     )
     return replace(data, train=train, validation=validation)

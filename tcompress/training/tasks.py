@@ -83,7 +83,8 @@ class Classification(TrainingTask):
         return float((predictions == labels).double().mean())
 
     def suited_to(self, labels: Classes) -> TrainingTask:
-        return SeveralClasses(self.sentences) if labels.several else self
+        several = {Classification: SeveralClasses, ImageClassification: SeveralClassesOfImages}
+        return several[type(self)](self.sentences) if labels.several else self
 
 
 class ImageClassification(Classification):
@@ -93,9 +94,6 @@ class ImageClassification(Classification):
     head = "image-classification"
     needs = Needs(image=True, target="class", several=True)
 
-    def suited_to(self, labels: Classes) -> TrainingTask:
-        return SeveralClassesOfImages(self.sentences) if labels.several else self
-
 
 class _Several(Classification):
     """Every label of an example is a yes or no of its own."""
@@ -103,8 +101,7 @@ class _Several(Classification):
     validated = "micro_f1"
 
     def loss(self, outputs: Observed, batch: Batch) -> Tensor:
-        logits = _logits(outputs)
-        return binary_cross_entropy_with_logits(logits, batch["labels"], reduction="sum")
+        return binary_cross_entropy_with_logits(_logits(outputs), batch["labels"], reduction="sum")
 
     def predictions(self, outputs: Observed, batch: Batch) -> Tensor:
         return _logits(outputs) > 0
@@ -209,9 +206,8 @@ class Pretraining(ResponseSelection):
         each = cross_entropy(logits, words[rows, places], reduction="none")
         counts = torch.bincount(rows, minlength=len(words)).clamp_min(1)
         segments = outputs.output.seq_relationship_logits.float()
-        follows = cross_entropy(
-            segments, 1 - batch["labels"], reduction="sum"
-        )  # 0 for what follows
+        # Class 0 is that of a text that follows.
+        follows = cross_entropy(segments, 1 - batch["labels"], reduction="sum")
         return (each / counts[rows]).sum() + follows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from tcompress.artifact.manifest import Manifest
 from tcompress.artifact.reader import open_checked
@@ -29,10 +28,8 @@ def find_teachers(
     problems, teachers = Problems(), list[SourceModel]()
     for name in names:
         with problems.collected():
-            if name == "source" and manifest is None and dense is not None:
-                teacher: SourceModel | None = dense
-            else:
-                teacher = find_teacher(name, manifest, token, trust=trust)
+            is_dense = name == "source" and manifest is None and dense is not None
+            teacher = dense if is_dense else find_teacher(name, manifest, token, trust=trust)
             if teacher is None and len(names) > 1:
                 raise InputError(
                     f"`{name}` is no teacher here: the model was not converted from another one",
@@ -85,13 +82,10 @@ def with_tokens_of(manifest: Manifest | None, teacher: SourceModel) -> SourceMod
     says of every text what it says of the same tokens with all of its rows.
     """
     vocabulary = None if manifest is None else manifest.plan.vocabulary
-    if vocabulary is None or getattr(_text(teacher), "vocab_size", None) != vocabulary.before:
+    if vocabulary is None:
         return teacher
-    return cut_vocabulary(teacher, vocabulary)
-
-
-def _text(source: SourceModel) -> Any:
-    return source.config.get_text_config()
+    size = getattr(teacher.config.get_text_config(), "vocab_size", None)
+    return cut_vocabulary(teacher, vocabulary) if size == vocabulary.before else teacher
 
 
 def blocks_to_imitate(
@@ -99,14 +93,12 @@ def blocks_to_imitate(
 ) -> list[int]:
     """The teacher's block for each of the student's: given, planned, or at equal distances."""
     count, available = len(student.blocks), len(teacher.blocks)
-    if not blocks and depth is not None and (depth.kept, depth.blocks) == (count, available):
-        return list(depth.target_blocks)
     if not blocks:
+        if depth is not None and (depth.kept, depth.blocks) == (count, available):
+            return list(depth.target_blocks)
         if count > available:
-            hint = "give a teacher with at least as many blocks"
-            raise InputError(
-                f"the model has {count} blocks, but its teacher only {available}", hint
-            )
+            text = f"the model has {count} blocks, but its teacher only {available}"
+            raise InputError(text, "give a teacher with at least as many blocks")
         return [(index + 1) * available // count - 1 for index in range(count)]
     wrong = [index for index in blocks if not 0 <= index < available]
     if len(blocks) != count or wrong or list(blocks) != sorted(blocks):

@@ -49,12 +49,9 @@ class TeacherCache:
     def observed(
         self, indices: Tensor, run: Callable[[], Observed], tokens: int | None = None
     ) -> Observed:
-        """Outputs for texts, from the file where all of them are in it.
+        """Outputs for texts of these indices (texts,), from the file where all of them are in it.
 
-        Args:
-            indices: Of the texts: (texts,).
-            run: Computes their outputs.
-            tokens: Tokens of each text with padding; default those of the longest.
+        Texts are padded to so many tokens, by default to those of the longest.
         """
         if self._file is not None and self._file.has(indices):
             return self._file.read(indices, tokens)
@@ -111,7 +108,7 @@ class _File:
 
     def has(self, indices: Tensor) -> bool:
         """True if all texts are in the file.  # indices: (texts,)."""
-        return bool(self.parts) and bool(self.written[indices].all())
+        return bool(self.written[indices].all())
 
     def write(self, indices: Tensor, tensors: dict[str, Tensor]) -> None:
         """Write outputs for those of some texts that are not in the file."""
@@ -143,10 +140,8 @@ class _File:
                 outputs.states.append(value)
             elif kind == "projection":
                 outputs.projections[role] = value
-            elif kind == "final":
-                returned.last_hidden_state = value
             else:
-                returned.logits = value if part.by_token else value[:, 0]
+                setattr(returned, part.name, value if part.by_token else value[:, 0])
         if self.ends_with_state:
             returned.last_hidden_state = outputs.states[-1]
         outputs.output = returned
@@ -165,7 +160,7 @@ def _tensors(outputs: Observed, *, logits: bool) -> dict[str, Tensor]:
     tensors = {f"state {index}": state for index, state in enumerate(outputs.states)}
     tensors |= {f"projection {role}": value for role, value in outputs.projections.items()}
     if outputs.final is not None and not _ends_with_state(outputs):
-        tensors["final"] = outputs.final
+        tensors["last_hidden_state"] = outputs.final
     if logits and outputs.logits is not None:
         tensors["logits"] = outputs.logits
     return tensors

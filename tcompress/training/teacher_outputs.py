@@ -110,10 +110,8 @@ class TeacherOutputs:
             inputs = dict(sampler.with_variants(batch))
             return inputs, self.of_inputs(inputs).output
         outputs = self.targets.observed(held, batch["place"], self.accelerator.device)
-        return (
-            model_inputs(batch),
-            outputs.output if outputs.vectors is None else outputs.vectors,
-        )
+        taught = outputs.output if outputs.vectors is None else outputs.vectors
+        return model_inputs(batch), taught
 
     @torch.no_grad()
     def _student_embeddings(self, indices: list[int]) -> Tensor:

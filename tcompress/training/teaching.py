@@ -7,6 +7,7 @@ have one vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,16 +27,9 @@ from tcompress.training.tasks import TASKS
 
 # What logits are about, by parts of the names of model classes, and of the heads that are added.
 _PREDICTED = {
-    "tokens": (
-        "CausalLM",
-        "MaskedLM",
-        "LMHead",
-        "ConditionalGeneration",
-        "MTModel",
-        "EncoderDecoderModel",
-    ),
-    "classes of tokens": ("TokenClassification",),
-    "classes": ("SequenceClassification", "ImageClassification"),
+    "tokens": "CausalLM|MaskedLM|LMHead|ConditionalGeneration|MTModel|EncoderDecoderModel",
+    "classes of tokens": "TokenClassification",
+    "classes": "SequenceClassification|ImageClassification",
 }
 _HEADS = dict.fromkeys(("masked-lm", "causal-lm", "seq2seq"), "tokens") | {"regression": "scores"}
 
@@ -71,8 +65,7 @@ class Teaching:
 
 def predicted(kind: type[PreTrainedModel]) -> str | None:
     """Subject of the logits of a class of models."""
-    name = kind.__name__
-    subjects = (what for what, parts in _PREDICTED.items() if any(part in name for part in parts))
+    subjects = (what for what, parts in _PREDICTED.items() if re.search(parts, kind.__name__))
     return next(subjects, None)
 
 
@@ -96,10 +89,10 @@ def arranged(
     """
     if not teachers:
         return Teaching()
-    if len(teachers) == 1 and not differences(student, teachers[0]):
-        fewer = _fewer_blocks(student, teachers[0])
-        if not fewer or depth is not None or options.teacher_blocks:
-            return Teaching((*teachers,))
+    has_blocks = depth is not None or options.teacher_blocks  # which say whose states are compared
+    differ = differences if has_blocks else _all_differences
+    if len(teachers) == 1 and not differ(student, teachers[0]):
+        return Teaching((*teachers,))
     problems = Problems()
     kind = _kind(student, options)
     if kind is None:

@@ -8,11 +8,9 @@ from math import isnan
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
-from tcompress.blockwise.output_sampler import VARIANTS, rank_correlation
+from tcompress.blockwise.output_sampler import VARIANTS, change_of_likeness, rank_correlation
 from tcompress.data.sentences import SentenceEncoder
 
 
@@ -36,41 +34,23 @@ class TextComparison:
         self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
 
     def add(self, source: str, taught: Tensor, output: Any, batch: Mapping[str, Tensor]) -> float:
-        """Add a batch of texts, each followed by its variants.
+        """Add a batch of texts, each followed by its variants; `taught` is (variants * texts, D).
 
-        Args:
-            source: Of the texts.
-            taught: The teachers' embeddings: (variants * texts, D).
-            output: What the student returned for them.
-            batch: What it read.
-
-        Returns:
-            What an affine map of the student's cosines, which changes no order, leaves of the
-            teachers', squared: the mean of pairs of variants and of pairs of texts.
+        Returns what an affine map of the student's cosines, which changes no order, leaves of the
+        teachers', squared: the mean of pairs of variants and of pairs of texts.
         """
         student = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
-        both = [item.cpu().double().unflatten(0, (-1, VARIANTS)) for item in (taught, student)]
-        self._vectors[source].append((both[0][:, 0], both[1][:, 0]))
-        before, after = (normalize(vectors, dim=-1) for vectors in both)
-        cosines, weights = _cosines(before)
-        fitted, _ = _cosines(after)
-        cosines, fitted = (item - weights @ item for item in (cosines, fitted))
-        slope = (weights @ (cosines * fitted)) / (weights @ fitted.square()).clamp_min(1e-200)
-        return float(weights @ (cosines - slope.clamp_min(0.0) * fitted).square())
+        dense, new = (
+            item.cpu().double().unflatten(0, (-1, VARIANTS)).transpose(0, 1)
+            for item in (taught, student)
+        )
+        self._vectors[source].append((dense[0], new[0]))
+        texts = dense.shape[1]
+        kinds = min(2, texts)  # of pairs: of variants, and of texts where there are several
+        return change_of_likeness(dense.flatten(0, 1), new.flatten(0, 1)) / (texts * kinds)
 
     @property
     def agreement(self) -> dict[str, float]:
         """Rank correlation of the cosines of all texts with the teachers', by source."""
         correlations = {name: rank_correlation(pairs) for name, pairs in self._vectors.items()}
         return {name: value for name, value in correlations.items() if not isnan(value)}
-
-
-def _cosines(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines of variants of one text and of different texts, and weights of both halves."""
-    first, second = torch.triu_indices(VARIANTS, VARIANTS, 1)
-    of_variants = (vectors[:, first] * vectors[:, second]).sum(-1).flatten()
-    rows = torch.triu_indices(len(vectors), len(vectors), 1).unbind()
-    of_texts = (vectors[:, 0] @ vectors[:, 0].mT)[rows]
-    parts = [part for part in (of_variants, of_texts) if len(part)]
-    weights = [torch.full_like(part, 1 / (len(part) * len(parts))) for part in parts]
-    return torch.cat(parts), torch.cat(weights)

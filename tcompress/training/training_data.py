@@ -17,7 +17,7 @@ from tcompress.data.examples import Examples, Needs, check_columns, load_example
 from tcompress.data.generated_text import written_texts
 from tcompress.data.inputs import SERIES, window_of
 from tcompress.data.labels import Classes
-from tcompress.errors import DataError, listed
+from tcompress.errors import DataError, counted, listed
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel
 from tcompress.options import TrainingData
@@ -72,12 +72,11 @@ def load_data(
     if validation is not None:
         held_out = [_with_classes(validation, training)]
     else:
-        limit = max(1, options.validation_samples // len(parts))
-        split = []
-        for part in parts:
+        limit, held_out = max(1, options.validation_samples // len(parts)), []
+        for index, part in enumerate(parts):
             fewest = min(FEWEST_HELD, len(part) // 10) if task is None else task.fewest_held
-            split.append(_split_off(part, options.holdout, limit, seed, fewest))
-        parts, held_out = [part for part, _ in split], [part for _, part in split]
+            parts[index], held = _split_off(part, options.holdout, limit, seed, fewest)
+            held_out.append(held)
         training = _joined(parts)
     if options.weights:
         pairs = zip(parts, options.weights, strict=True)
@@ -86,6 +85,10 @@ def load_data(
     train = encoder.encode(training, "train on")
     validated = encoder.encode(validation, "validate on")
     compared = [] if task is not None else [*held_out, *reader.beside(beside)]
+    few = (
+        f"warning: {training.name} has {counted(len(train), 'example')} to train on: with fewer "
+        f"than {FEW} little is learnt"
+    )
     digest = hashlib.sha256((training.fingerprint + validation.fingerprint).encode()).hexdigest()
     return Data(
         train,
@@ -95,13 +98,8 @@ def load_data(
         training.labels,
         encoder.texts.pad if encoder.texts else 0,
         encoder.by_source(compared, variants=variants),
-        (_few(training.name, len(train)),) if len(train) < FEW else (),
+        (few,) if len(train) < FEW else (),
     )
-
-
-def _few(name: str, count: int) -> str:
-    examples = f"{count} example" + "s" * (count != 1)
-    return f"warning: {name} has {examples} to train on: with fewer than {FEW} little is learnt"
 
 
 def check_training_data(
@@ -135,9 +133,8 @@ class ExampleReader:
         """Read the examples to validate on, if they are named or the file has a part for them."""
         options = self.options
         name = options.validation or (None if training.whole else options.source[0])
-        if name is None:
-            return None
-        return self._read(name, options.validation_split, options.validation_samples)
+        split, samples = options.validation_split, options.validation_samples
+        return None if name is None else self._read(name, split, samples)
 
     def beside(self, count: int) -> list[Examples]:
         """Read so many texts that ship, for models of texts that are not trained on them."""
@@ -151,13 +148,11 @@ class ExampleReader:
         if needs is None:
             return self._read_inputs(name, split, samples)
         if name in (BUILTIN, TEACHER):
-            what = "labels" if task is not None else "volumes or series"
-            what = "targets" if task is not None and task.needs.generates else what
-            raise DataError(
-                f"the data `{name}` has no {what}, which "
-                f"`{self.encoder.model if task is None else task.name}` needs",
-                hint="give data with `--data`, or leave the task out to heal",
-            )
+            what, needing = "volumes or series", self.encoder.model
+            if task is not None:
+                what, needing = "targets" if task.needs.generates else "labels", task.name
+            hint = "give data with `--data`, or leave the task out to heal"
+            raise DataError(f"the data `{name}` has no {what}, which `{needing}` needs", hint)
         columns, seed = self.options.columns, self.encoder.seed
         examples = load_examples(name, split, needs, columns=columns, limit=samples, seed=seed)
         self.encoder.check_shape(examples)
@@ -173,7 +168,6 @@ class ExampleReader:
         return task.needs if task.needs.target is not None or task.needs.texts[0] == 2 else None
 
     def _read_inputs(self, name: str, split: str, samples: int) -> Examples:
-        """Read texts, or pictures."""
         encoder = self.encoder
         if name == TEACHER:
             return self._written(samples)
@@ -249,6 +243,7 @@ def _joined(parts: Sequence[Examples]) -> Examples:
     targets: Any = [target for part in parts for target in part.targets or ()]
     volumes = [part.volumes for part in parts if part.volumes is not None]
     columns = zip(*(part.texts for part in parts), strict=True)
+    absent = frozenset.intersection(*(part.labels.absent for part in parts))
     return replace(
         first,
         name=" + ".join(part.name for part in parts),
@@ -256,9 +251,7 @@ def _joined(parts: Sequence[Examples]) -> Examples:
         texts=tuple([text for texts in column for text in texts] for column in columns),
         images=tuple(image for part in parts for image in part.images),
         targets=None if first.targets is None else targets,
-        labels=replace(
-            first.labels, absent=frozenset.intersection(*(p.labels.absent for p in parts))
-        ),
+        labels=replace(first.labels, absent=absent),
         volumes=np.concatenate(volumes) if volumes else None,
     )
 
@@ -280,16 +273,15 @@ def _with_classes(held: Examples, train: Examples) -> Examples:
         raise DataError(text, "give data sets of the same kind")
     if held.classes == train.classes or held.targets is None:
         return held
-    unknown = [held.classes[index] for index in held.labels.used]
-    unknown = [name for name in unknown if name not in train.classes]
-    if unknown:
-        text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
-        raise DataError(text, "give data sets with the same classes")
     numbers = {
         index: train.classes.index(name)
         for index, name in enumerate(held.classes)
         if name in train.classes
     }
+    unknown = [held.classes[index] for index in held.labels.used if index not in numbers]
+    if unknown:
+        text = f"`{held.name}` has the classes {listed(unknown)}, which `{train.name}` has not"
+        raise DataError(text, "give data sets with the same classes")
     targets: Any = [
         tuple(numbers[label] for label in target)
         if isinstance(target, tuple)

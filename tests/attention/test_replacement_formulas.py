@@ -117,7 +117,7 @@ def test_kronecker_attention_is_that_of_the_paper(
     constants = {key: value.double() for key, value in kind.constants(layout).items()}
     scale = 0.5 * randn(len(layout.mixed), HEADS, seed=3)
     q, k, v = (0.4 * randn(1, HEADS, prod(grid), WIDTH, seed=s) for s in range(3))
-    mixed = kind.apply(q, k, v, {**constants, "scale": scale}, layout, Visible())
+    mixed = kind.apply(q, k, v, {**constants, "scale": scale}, layout, Visible())[0]
     how: dict[str, Any] = {"pooling": pool}
     if kernel == "smreg":
         how["features"] = lambda x: hot.smreg_features(x, array(constants["directions"]))
@@ -188,7 +188,7 @@ def test_axes_that_are_not_mixed_pass_values_through() -> None:
     kind, v = replacement_named("kronecker"), randn(1, HEADS, 6, WIDTH)
     none = kind.layout(KroneckerSpec(axes=()), host)
     assert kind.tensors(none) == {}
-    assert torch.equal(kind.apply(v, v, v, {}, none, Visible()), v)
+    assert torch.equal(kind.apply(v, v, v, {}, none, Visible())[0], v)
     whole = kind.layout(KroneckerSpec(axes=(0, 1), masks=("none", "none")), host)
     assert whole == kind.layout(KroneckerSpec(), host)
 
@@ -240,7 +240,7 @@ def test_a_pass_without_softmax_is_the_papers(core: Any) -> None:
     tensors = {"core": g, "semantic_weight": weight, "semantic_bias": bias}
     sizes: dict[str, Any] = {"heads": 1, "key_heads": 1, "head_dim": 3, "cores": 2}
     layout = TamLayout(**sizes, core=core, normalize="none")
-    found = replacement_named("tam").apply(q, k, v, tensors, layout, Visible(valid, first))
+    found = replacement_named("tam").apply(q, k, v, tensors, layout, Visible(valid, first))[0]
     queries, keys = array(q[0, 0]), array(k[0, 0, :4])
     semantics = array(q[0, 0, :2] @ weight[0].T + bias[0])
     aligned = core == "aligned"
@@ -261,7 +261,7 @@ def test_converted_tam_starts_as_the_hosts_own_attention(core: Any) -> None:
     values = kind.start(layout, torch.Generator().manual_seed(0), pretrained=True)
     q, k, v = (randn(2, HEADS, 6, WIDTH, seed=s) for s in range(3))
     own = {key: value.double() for key, value in values.items()}
-    mixed = kind.apply(q, k, v, own, layout, Visible())
+    mixed = kind.apply(q, k, v, own, layout, Visible())[0]
     torch.testing.assert_close(mixed, sdpa(q, k, v), atol=0.02, rtol=0)
 
 

@@ -35,7 +35,7 @@ def test_filters(alpha: Any) -> None:
     q, k, v = (drawn(1, HEADS, TOKENS, WIDTH, seed=seed) for seed in range(3))
     seen = torch.tensor([[True] * 5 + [False]])
     visible = Visible(seen[:, None, None])
-    ours = replacement_named("graph").apply(q, k, v, tensors, layout, visible)
+    ours = replacement_named("graph").apply(q, k, v, tensors, layout, visible)[0]
     for head in range(HEADS):
         omega = tsa.bidirectional_graph(TOKENS, damping[head])
         psi = tsa.attention_graph(array(k[0, head]), omega, mask=seen[0].numpy())

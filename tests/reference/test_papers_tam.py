@@ -48,7 +48,7 @@ def test_diagonal_cores(core: Any, normalize: Any) -> None:
     tensors, inputs = _tensors(layout), _inputs()
     if normalize == "softmax":  # ours means semantics and scales, the paper sums
         tensors["scale"] = torch.full((HEADS,), float(np.log(TOKENS)), dtype=torch.float64)
-    ours = replacement_named("tam").apply(*inputs, tensors, layout, Visible())
+    ours = replacement_named("tam").apply(*inputs, tensors, layout, Visible())[0]
     aligned = core == "aligned"
     for head in range(HEADS):
         first = TOKENS if aligned else WIDTH
@@ -64,7 +64,7 @@ def test_full_core() -> None:
     sizes: dict[str, Any] = {"rank": 3, "semantic_rank": 2, "cores": CORES, "normalize": "none"}
     layout = TamLayout(heads=HEADS, key_heads=HEADS, head_dim=WIDTH, core="tucker", **sizes)
     tensors, inputs = _tensors(layout), _inputs()
-    ours = replacement_named("tam").apply(*inputs, tensors, layout, Visible())
+    ours = replacement_named("tam").apply(*inputs, tensors, layout, Visible())[0]
     for head in range(HEADS):
         factors = [array(tensors[name][head]) for name in ("factor_q", "factor_k", "factor_s")]
         cores = [
@@ -89,7 +89,7 @@ def test_multilinear() -> None:
     shapes = replacement_named("multilinear").tensors(layout)
     tensors = {name: drawn(*shape, seed=9 + n) for n, (name, shape) in enumerate(shapes.items())}
     inputs = _inputs()
-    ours = replacement_named("multilinear").apply(*inputs, tensors, layout, Visible())
+    ours = replacement_named("multilinear").apply(*inputs, tensors, layout, Visible())[0]
     total = sum(
         tam.attention_td(array(tensors["core"][h]), *(array(x[0, h]) for x in inputs))
         for h in range(HEADS)

@@ -95,4 +95,4 @@ def run(
     q, k, v = inputs
     layout = layout_of(name)
     seen = Visible.of(mask, q, k, causal=layout.causal)
-    return replacement_of(CASES[name][0]).apply(q, k, v, tensors, layout, seen)
+    return replacement_of(CASES[name][0]).apply(q, k, v, tensors, layout, seen)[0]

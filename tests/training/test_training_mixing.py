@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tcompress.blockwise.output_sampler import VARIANTS, _change_of_likeness
+from tcompress.blockwise.output_sampler import VARIANTS, change_of_likeness
 from tcompress.training import mixing
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.mixing import SHARES, chosen, is_worse
@@ -143,6 +143,6 @@ def test_texts_that_are_all_alike_are_not_near(spread: float) -> None:
         shared = vectors.new_full((len(vectors), 1), (1 - spread**2) ** 0.5)
         return torch.cat([spread * torch.nn.functional.normalize(vectors, dim=-1), shared], 1)
 
-    change = _change_of_likeness(dense, collapsed(dense + noise, spread))
-    assert change == pytest.approx(_change_of_likeness(dense, dense + noise), rel=1e-6)
-    assert _change_of_likeness(dense, collapsed(dense, spread)) == pytest.approx(0, abs=1e-12)
+    change = change_of_likeness(dense, collapsed(dense + noise, spread))
+    assert change == pytest.approx(change_of_likeness(dense, dense + noise), rel=1e-6)
+    assert change_of_likeness(dense, collapsed(dense, spread)) == pytest.approx(0, abs=1e-12)

@@ -108,7 +108,8 @@ class ChatWriter:
         self._reason = ""
         # The token that a tokenizer begins texts with, which a template may write as well.
         start = getattr(tokenizer, "bos_token", None)
-        self._start = start if start and _begins_with(tokenizer, tokenizer.bos_token_id) else ""
+        begins = start and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._start = start if begins else ""
 
     def __call__(self, cell: Any) -> Any:
         """Write a cell if it is a chat."""
@@ -138,8 +139,3 @@ class ChatWriter:
         if not self._written:
             raise DataError(f"`{self._name}`: {why}", hint="give the chats as text")
         tell(f"{self._name}: {why}: left out")
-
-
-def _begins_with(tokenizer: Any, token: int) -> bool:
-    ids: list[int] = tokenizer("a")["input_ids"]
-    return ids[:1] == [token]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from tcompress.errors import DataError
@@ -51,19 +52,17 @@ def kind_of_text(path: Path, kind: str, name: str) -> str:
         raise DataError(text, "give it the ending of what it holds, such as `.csv` or `.txt`")
     if kind == "text" and text.startswith(_TAG):
         return "tagged"
-    has_tabs = kind == "text" and _has_tabs(text, cut=len(start) == _START)
-    return "tabs" if has_tabs else kind
+    if kind == "text" and _has_tabs(text, cut=len(start) == _START):
+        return "tabs"
+    return kind
 
 
 def _is_object(text: str) -> bool:
     """Tell whether the first line is an object of JSON."""
     first = text.lstrip().partition("\n")[0]
-    if not first.startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(first), dict)
-    except ValueError:
-        return False
+    with suppress(ValueError):
+        return first.startswith("{") and isinstance(json.loads(first), dict)
+    return False
 
 
 def _has_tabs(text: str, *, cut: bool) -> bool:

@@ -5,6 +5,7 @@ A model can only do it by looking at its source: no word says which one is next.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,6 @@ def copy_rows(split: str) -> Any:
     lengths = rng.integers(fewest, most + 1, 2 * count)
     drawn = rng.integers(0, len(WORDS), (2 * count, most))
     pairs = zip(drawn.tolist(), lengths.tolist(), strict=True)
-    texts = [*dict.fromkeys(" ".join(WORDS[i] for i in row[:length]) for row, length in pairs)]
-    first = 0
-    for name, rows in _ROWS.items():
-        if name == split:
-            break
-        first += rows
-    chosen = texts[first : first + _ROWS[split]]
+    texts = iter(dict.fromkeys(" ".join(WORDS[i] for i in row[:length]) for row, length in pairs))
+    chosen = {name: [*islice(texts, rows)] for name, rows in _ROWS.items()}[split]
     return datasets.Dataset.from_dict({"source": chosen, "target": chosen})

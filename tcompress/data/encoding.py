@@ -49,9 +49,7 @@ class TextEncoder:
         lower: bool = False,
     ) -> TextEncoder:
         """Opens the tokenizer; a `length` is in the place of the one that its files say."""
-        tokenizer = load_tokenizer(
-            source.folder, trust_remote_code=source.trust_remote_code, lower=lower
-        )
+        tokenizer = load_tokenizer(source.folder, trust=source.trust_remote_code, lower=lower)
         length = length or tokenizer.model_max_length
         limits = (max_length, longest_text(source, inputs), length)
         vocabulary = vocabulary_size(source, inputs)
@@ -97,12 +95,13 @@ class TextEncoder:
                 thirds = self._thirds(list(semantics[part]))
             parts = zip(chunk, columns["input_ids"], types, thirds, strict=True)
             for text, tokens, kinds, third in parts:
-                self._check([*tokens, *third], text)
+                ids = [*tokens, *third]
+                self._check(ids, text)
                 if third and kinds is None:
                     what = f"the tokenizer in `{self.place}` does not tell texts apart"
                     raise DataError(what, "give one that makes `token_type_ids`")
                 kinds = kinds and [*kinds, *(2 for _ in third)]
-                rows.append(self._row([*tokens, *third], kinds) if tokens else {})
+                rows.append(self._row(ids, kinds) if tokens else {})
         return rows
 
     @property
@@ -208,7 +207,7 @@ def pieces_of(
     return pieces
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool = False) -> Any:
+def load_tokenizer(folder: Path, *, trust: bool = False, lower: bool = False) -> Any:
     """Load the tokenizer in a folder; a `DataError` says that there is none.
 
     With `lower` it lowercases texts, even if its files do not say so.
@@ -218,7 +217,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool
     reason = missing = "no vocabulary file"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
+            folder, trust_remote_code=trust, local_files_only=True
         )
     except Exception as error:
         # Without its files a tokenizer fails in whatever line first misses them. A line that ends

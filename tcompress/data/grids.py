@@ -88,6 +88,7 @@ _DATES = {"date", "datetime", "timestamp", "time", "ds", "datehour", "utctimesta
 _DAYS = ("%Y/%m/%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%d.%m.%y",
          "%m/%d/%y", "%d %b %Y", "%b %d, %Y")  # fmt: skip
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _PARTS, _SHARES = ("train", "validation", "test"), (0.7, 0.1, 0.2)
 # The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
 _ETT = frozenset({"HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"})
@@ -181,25 +182,19 @@ def _dates(
     columns: Mapping[str, Sequence[Any]], kinds: Mapping[str, str], label: str
 ) -> tuple[set[str], NDArray[np.datetime64]]:
     """Find the columns that say when a row was, and these times in seconds."""
-    named = [name for name in columns if name == DATE]
-    named += [name for name in columns if plain_name(name) in _DATES and name not in named]
+    named = [name for name in columns if plain_name(name) in _DATES]
+    named.sort(key=lambda name: name != DATE)
     if not named:  # as the index of a table is written
         named = [name for name in columns if name.startswith("Unnamed") and kinds[name] == "text"]
     if not named:
         hint = "give a table with a column `date` and one column for each series"
         raise DataError(f"`{label}` has no column `{DATE}`; it has {listed(columns)}", hint)
     cells, date = columns[named[0]], {named[0]}
-    clock = next((name for name in named[1:] if _is_clock(columns[name])), None)
-    if clock is not None:
-        cells, date = (
-            [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)],
-            {*date, clock},
-        )
+    clocks = (name for name in named[1:] if all(map(_CLOCK.fullmatch, map(str, columns[name]))))
+    if (clock := next(clocks, None)) is not None:
+        cells = [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)]
+        date.add(clock)
     return date, _times(cells, named[0], label)
-
-
-def _is_clock(cells: Sequence[Any]) -> bool:
-    return all(re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", str(cell)) for cell in cells)
 
 
 def _times(cells: Sequence[Any], name: str, label: str) -> NDArray[np.datetime64]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.column_names import is_usual
+from tcompress.data.column_names import is_usual, numbered_names
 from tcompress.errors import DataError, listed
 
 _START = 2**16
@@ -53,7 +53,7 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
         any(is_usual(cell) for cell in first)
         or any(type(cell) is not str for row in document[1:] for cell in row)
     )
-    names = first if named else [f"column{number + 1}" for number in range(width)]
+    names = first if named else numbered_names(width)
     for number, row in enumerate(document, 1):
         if len(row) != width:
             text = f"row {number} has {len(row)} cells, row 1 has {width}"
@@ -76,10 +76,9 @@ def _is_lines(start: str) -> bool:
     lines = start.lstrip().split("\n")
     if len(start) >= _START and len(lines) < 2:
         return False
-    try:
+    first = None
+    with suppress(ValueError):
         first = json.loads(lines[0])
-    except (ValueError, IndexError):
-        return False
     if not isinstance(first, dict):
         return False
     rest = any(line.strip() for line in lines[1:])

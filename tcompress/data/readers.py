@@ -86,11 +86,10 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
         hint = f"give a folder of images, or of files that end in {listed(BUILDERS)}"
         raise DataError(f"`{path}` has no data files; it holds {folder_content(path)}", hint)
     if packed or _is_configured(path):
-        kind = "imagefolder" if packed and images >= tables else None
-        where = {"data_dir": str(linked(path, cache))} if kind else {}
-        name = kind or str(linked(path, cache))
-        rows = datasets.load_dataset(name, split=split, cache_dir=str(cache), **where)
-        return rows, kind is not None
+        of_images, link = packed and images >= tables, str(linked(path, cache))
+        name, where = ("imagefolder", link) if of_images else (link, None)
+        rows = datasets.load_dataset(name, data_dir=where, split=split, cache_dir=str(cache))
+        return rows, of_images
     chosen = files_of(path, split, of_classes=images >= tables)
     if images >= tables:
         lists = [file for file in chosen if file.name in METADATA]
@@ -131,9 +130,8 @@ def linked(path: Path, cache: Path) -> Path:
 def _is_configured(folder: Path) -> bool:
     """Tell whether a card says which files belong to which split."""
     readme = folder / "README.md"
-    if not readme.is_file():
-        return False
-    return bool(_CONFIGURED.match(readme.read_text(encoding="utf-8", errors="replace")))
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    return bool(_CONFIGURED.match(text))
 
 
 def read_file(path: Path, split: str, cache: Path) -> Any:

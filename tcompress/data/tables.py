@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,8 +64,8 @@ def opened(name: str, split: str) -> Iterator[Table]:
             raise
         except Exception as error:
             # Builders, readers of file formats and the hub client each raise their own classes.
-            full = _full(str(path) if local else name, cache, error)
-            raise full or _explanation(str(path) if local else name, error) from error
+            shown = str(path) if local else name
+            raise _full(shown, cache, error) or _explanation(shown, error) from error
         if not len(rows):
             raise without_rows(name)
         for column, feature in rows.features.items():
@@ -77,7 +78,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
 def _flat(rows: Any) -> Any:
     """Make columns of the parts of objects, such as `translation.en`; not of chats and pictures."""
     objects = [name for name, feature in rows.features.items() if isinstance(feature, dict)]
-    separate = [name for name in objects if {*rows.features[name]} & {"bytes"}]
+    separate = [name for name in objects if "bytes" in rows.features[name]]
     separate += [name for name in objects if any(map(is_chat, rows[:1][name]))]
     pictures = any(not isinstance(f, dict) and hasattr(f, "decode") for f in rows.features.values())
     return rows if not objects or separate or pictures else rows.flatten()
@@ -115,12 +116,11 @@ def _full(name: str, cache: str, error: BaseException) -> DataError | None:
     """Says that the folder that data is copied to is full, if that is why it cannot be read."""
     cause: BaseException | None = error
     while cause is not None:
-        is_full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        text = str(cause)
         if not cache and isinstance(cause, OSError):
             reason = first_line(cause)
             hint = "set `TMPDIR` to a folder that can be written to"
             return DataError(f"`{name}` cannot be copied to a temporary folder ({reason})", hint)
+        is_full, text = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT), str(cause)
         if is_full or "No space left on device" in text or "Not enough disk space" in text:
             folder = Path(cache).parent
             what = f"`{name}` is copied to `{folder}` while it is read, and that folder is full"
@@ -199,7 +199,7 @@ def columns_of(
                 f"but `{model}` takes {_words(useful_kinds)}",
                 hint=f"name other columns; there are {listed(kinds)}",
             )
-    usable = list(named)
+    usable = [*named]
     if not named:
         sampler = _sampler(table)
         useful = {kind: [name for name in uses if uses[name] == kind] for kind in useful_kinds}
@@ -209,7 +209,7 @@ def columns_of(
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(useful_kinds)
     }
-    if not any(chosen.get(kind) for kind in needed):
+    if not any(map(chosen.get, needed)):
         columns = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
         raise DataError(
             f"`{model}` takes {_words(needed)}, but no column of `{table.label}` looks like that; "
@@ -283,7 +283,7 @@ def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
     hashes: set[bytes] = set()
-    for item in (item for item in items if item):
+    for item in filter(None, items):
         same = item.strip().encode() if isinstance(item, str) else item
         key = hashlib.sha256(same).digest()
         if key not in hashes:
@@ -413,9 +413,7 @@ def with_listed_texts(table: Table) -> Table:
     for name in names:
         cells = [cell for cell in rows[name] if cell]
         words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
-        texts += (
-            [" ".join(cell) for cell in cells] if words else [text for c in cells for text in c]
-        )
+        texts += map(" ".join, cells) if words else chain.from_iterable(cells)
     name = "+".join(names)
     tell(f"{table.label}: {len(texts):,} texts in the lists of {listed(names)}")
     return replace(table, rows=type(rows).from_dict({name: texts}))

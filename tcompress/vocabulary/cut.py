@@ -52,7 +52,7 @@ class ModelTokens:
         rows = embedding_rows(source)
         try:
             trust, sentences = source.trust_remote_code, SentenceEncoder.imitated(source)
-            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust)
+            tokenizer = load_tokenizer(source.folder, trust=trust)
         except DataError as error:
             raise PlanError(error.message, f"add its files to the folder, or {WITHOUT}") from error
         if not getattr(tokenizer, "is_fast", False):
@@ -82,7 +82,7 @@ class ModelTokens:
         added = {token["id"] for token in settings.get("added_tokens") or ()}
         added |= tokenizer.added_tokens_decoder.keys()
         if sentences.lower:
-            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust, lower=True)
+            tokenizer = load_tokenizer(source.folder, trust=trust, lower=True)
         return cls(tokenizer, settings, pieces, frozenset(added), rows)
 
     @property

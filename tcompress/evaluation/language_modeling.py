@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder
-from tcompress.data.examples import Examples, Needs
+from tcompress.data.examples import Needs
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
 from tcompress.evaluation.task_base import (
@@ -163,11 +163,16 @@ def _starting_tokens(tokenizer: Any) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenWindows(Prepared):
+class PredictedTokens(Prepared):
+    """Texts of which tokens are predicted."""
+
+    counts: Array = field(default_factory=lambda: np.empty(0))  # of these tokens: (units,)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindows(PredictedTokens):
     """Texts in windows."""
 
-    rows: Sequence[Row] = ()
-    counts: Array = field(default_factory=lambda: np.empty(0))  # of predicted tokens: (windows,)
     context: int = 1  # tokens at the start of each window that are not predicted
     bytes: int = 0  # of all texts
 
@@ -190,7 +195,11 @@ class Perplexity(EvaluationTask):
         if reader.limit <= packing.context:
             hint = f"give `--max-length` more than {packing.context}"
             raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
-        texts = _chats(reader, examples) if examples.chats else examples.texts[0]
+        texts = examples.texts[0]
+        if examples.chats:  # as the model's own template writes them
+            writer = ChatWriter(reader.tokenizer, examples.name)
+            texts = [writer(cell) or "" for cell in examples.chats]
+            writer.close()
         texts = [text for text in texts if text or pack == "newline"]
         rows = list(packing.windows(texts))
         if not rows:
@@ -209,16 +218,8 @@ class Perplexity(EvaluationTask):
         if unknown := _unknown_tokens(reader, packing, rows):
             facts["unknown_tokens"] = unknown
             notes = (f"{unknown:,} tokens stand for text that the tokenizer does not know",)
-        return TokenWindows(
-            len(rows),
-            reader.signature(rows),
-            facts,
-            notes,
-            rows=rows,
-            counts=counts,
-            context=packing.context,
-            bytes=size,
-        )
+        signature, context = reader.signature(rows), packing.context
+        return TokenWindows(len(rows), signature, facts, notes, rows, counts, context, size)
 
     def run(self, runner: Runner, reference: Any) -> Measured:
         prepared = self.prepared
@@ -229,9 +230,13 @@ class Perplexity(EvaluationTask):
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             logits = runner.model(**batch, **options).logits
             for index, scores, ids in zip(chosen, logits, batch["input_ids"], strict=True):
-                rows = slice(first - 1, first - 1 + counts[index])
-                losses[index] = _window_loss(scores[rows], ids[first:][: counts[index]])
-                compared.add(index, scores[rows])
+                guessed = scores[first - 1 :][: counts[index]]
+                truth = ids[first:][: counts[index]]
+                # One window at a time: the logits of a large vocabulary take much memory.
+                parts = checked(cross_entropy(guessed.float(), truth, reduction="none"))
+                # On the CPU, since not all devices have float64.
+                losses[index] = float(parts.cpu().sum(dtype=torch.float64))
+                compared.add(index, guessed)
         # Windows have about as many bytes as their share of the tokens says.
         sizes = counts * (prepared.bytes / counts.sum())
         tokens: Any = {"higher_is_better": False, "per_token": True}
@@ -244,14 +249,6 @@ class Perplexity(EvaluationTask):
         return Measured(statistics, compared.likeliest)
 
 
-def _chats(reader: TextReader, examples: Examples) -> list[str]:
-    """Chats as the model's own template writes them."""
-    writer = ChatWriter(reader.tokenizer, examples.name)
-    texts = [writer(cell) or "" for cell in examples.chats]
-    writer.close()
-    return texts
-
-
 def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -> int:
     """Count the tokens that stand for text without any of its own."""
     token = reader.tokenizer.unk_token_id
@@ -260,27 +257,15 @@ def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -
     return sum(int((row["input_ids"] == token).sum()) for row in rows)
 
 
-def _window_loss(scores: Tensor, truth: Tensor) -> float:
-    """Loss of one window at a time: the logits of a large vocabulary take much memory."""
-    losses = cross_entropy(scores.float(), truth, reduction="none")
-    return float(checked(losses).cpu().sum(dtype=torch.float64))  # not all devices have it
-
-
 _SHARE = 0.15
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedRows(Prepared):
+class MaskedRows(PredictedTokens):
     """Texts with hidden tokens."""
 
-    rows: Sequence[Row] = ()
     positions: Sequence[Tensor] = ()  # hidden ones, of each text
     truth: Sequence[Tensor] = ()  # tokens at these
-
-    @property
-    def counts(self) -> Array:
-        """Number of hidden tokens of each text.  # (texts,)."""
-        return np.array([len(at) for at in self.positions])
 
 
 class MaskedLM(EvaluationTask):
@@ -302,12 +287,12 @@ class MaskedLM(EvaluationTask):
         texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
         positions = _positions(rows, list(tokenizer.all_special_ids), self.options.seed)
-        masked = sum(map(len, positions))
-        if not masked:
+        counts = np.array([*map(len, positions)])
+        if not counts.any():
             what = f"the texts of `{self.examples.name}` have no words to hide"
             raise DataError(what, "give longer texts")
         facts: Mapping[str, Any] = {
-            "masked": masked,
+            "masked": int(counts.sum()),
             "masking": f"{_SHARE:.0%} of the tokens of a text, at least one; all become the mask",
             "truncated": self.reader.truncated(rows, texts),
         }
@@ -319,6 +304,7 @@ class MaskedLM(EvaluationTask):
                 {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
                 for row, at in zip(rows, positions, strict=True)
             ],
+            counts=counts,
             positions=positions,
             truth=[row["input_ids"][at] for row, at in zip(rows, positions, strict=True)],
         )

@@ -132,14 +132,12 @@ class _Measurement:
                 f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
             ) from error
         seconds = time.perf_counter() - start
-        draws = (task.prepared.signature, options.bootstrap, options.seed)
-        predicted = (measured.predictions, task.labels)
-        numbers = Baseline.of(name, measured.statistics, task.examples.name, *draws, *predicted)
+        numbers = Baseline.of(name, measured, task)
         protocol = self._protocol(data, task, model)
         if runtime != "torch":
             protocol["runtime"] = runtime
         metrics = metrics_of(measured.statistics, numbers, baseline, protocol)
-        notes = task.notes
+        notes = [*task.prepared.notes]
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         if options.attention_map and runtime == "torch":
@@ -181,7 +179,7 @@ class _Measurement:
             "device": str(self.device),
             "seed": options.seed,
             "bootstrap": options.bootstrap,
-            **task.facts,
+            **task.prepared.facts,
             "versions": {"tcompress": tcompress.__version__, **environment()},
         }
 
@@ -310,10 +308,9 @@ def _common_length(
         with _about(source):
             for examples in sets:
                 task.check(source, examples)
-            sentences = task.sentences_of(source)
             if task.max_length is not None:
-                reader = task.reader_of(source, None, options, sentences)
-                lengths += [] if sentences.stated else [reader.limit]
+                reader = task.reader_of(source, options)
+                lengths += [] if reader.sentences.stated else [reader.limit]
     return min(lengths, default=None)
 
 

@@ -13,6 +13,7 @@ from tcompress.artifact.averages import Mean, means_of, set_of
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
+from tcompress.evaluation.task_base import EvaluationTask, Measured
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,23 @@ class Baseline:
     labels: Sequence[str] = ()  # of the columns of predictions, where they have names
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        statistics: Sequence[Statistic],
-        data: str,
-        signature: str,
-        times: int,
-        seed: int,
-        predictions: Any = None,
-        labels: Sequence[str] = (),
-    ) -> Baseline:
+    def of(cls, name: str, measured: Measured, task: EvaluationTask) -> Baseline:
         """Compute numbers and resamples; fail where a number is not defined for this model."""
+        statistics, options = measured.statistics, task.options
         values = [statistic.value() for statistic in statistics]
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
                 raise InputError(
-                    f"`{statistic.name}` of `{name}` is not defined on `{data}` ({value})",
+                    f"`{statistic.name}` of `{name}` is not defined on `{task.examples.name}` "
+                    f"({value})",
                     "give more examples; a model that answers everything alike has no correlation",
                 )
         units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from, nor has a model without numbers.
-        draws = resampled(statistics, times if units[0] > 1 else 0, seed) if units else []
-        return cls(name, values, draws, units, signature, predictions, labels)
+        times = options.bootstrap if units and units[0] > 1 else 0
+        draws = resampled(statistics, times, options.seed) if units else []
+        predicted = measured.predictions, task.labels
+        return cls(name, values, draws, units, task.prepared.signature, *predicted)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""

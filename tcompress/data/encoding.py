@@ -23,6 +23,7 @@ from tcompress.models import SourceModel
 from tcompress.progress import tell
 
 _CHUNK = 256  # texts handed to the tokenizer at a time
+_WITHOUT = "convert without data: `--calib none`"
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,7 @@ class TextEncoder:
             raise DataError(
                 f"the tokenizer in `{self.place}` gives token {largest} for `{text[:40]}`, "
                 f"but the model knows only the tokens 0 to {self.vocabulary - 1}",
-                hint="put the model's own tokenizer into its folder, "
-                "or convert without data: `--calib none`",
+                f"put the model's own tokenizer into its folder, or {_WITHOUT}",
             )
 
 
@@ -232,8 +232,7 @@ def load_tokenizer(folder: Path, *, trust: bool = False, lower: bool = False) ->
             return _lowercasing(tokenizer) if lower else tokenizer
     raise DataError(
         f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",
-        hint="add the tokenizer's files to the folder (`tokenizer.save_pretrained`), "
-        "or convert without data: `--calib none`",
+        f"add the tokenizer's files to the folder (`tokenizer.save_pretrained`), or {_WITHOUT}",
     )
 
 
@@ -277,17 +276,15 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
         return plain_reader(source)
 
     def read(pixels: Pixels) -> Tensor:
+        how = {"input_data_format": "channels_last", "return_tensors": "pt"}
         try:
-            outputs = processor(
-                images=[pixels], input_data_format="channels_last", return_tensors="pt"
-            )
-            values: Tensor = outputs["pixel_values"][0]
+            values: Tensor = processor(images=[pixels], **how)["pixel_values"][0]
         except Exception as error:
             # Processors check nothing, so a wrong option fails in any line.
             raise DataError(
                 f"the image processor in `{source.folder}` cannot take a picture of shape "
                 f"{pixels.shape} ({type(error).__name__}: {first_line(error)})",
-                hint="check `preprocessor_config.json`, or convert without data: `--calib none`",
+                f"check `preprocessor_config.json`, or {_WITHOUT}",
             ) from error
         return values.float()
 

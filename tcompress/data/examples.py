@@ -18,13 +18,7 @@ from tcompress.data.folders import names_picture, with_cells
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
 from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
-from tcompress.data.numbers import (
-    decimals,
-    has_doubtful_commas,
-    is_missing,
-    number,
-    whole_numbers,
-)
+from tcompress.data.numbers import decimals, has_doubtful_commas, is_missing, number, whole_numbers
 from tcompress.data.tables import (
     Table,
     check_column,

@@ -34,11 +34,6 @@ _WRITTEN = re.compile(
 )
 
 
-def split_name(name: str) -> str:
-    """Give the usual name of a split: `dev` is `validation`."""
-    return next((split for split, words in _WORDS.items() if name in words), name)
-
-
 def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[Path]]:
     """Find the data files of all splits by their names, or by those of their folders.
 
@@ -85,7 +80,8 @@ def _walked(folder: Path) -> Iterator[Path]:
 def files_of(folder: Path, split: str, *, of_classes: bool = False) -> list[Path]:
     """Find the data files of one split."""
     splits = files_by_split(folder, of_classes=of_classes)
-    name = split if split in splits else split_name(split)
+    usual = next((name for name, words in _WORDS.items() if split in words), split)
+    name = split if split in splits else usual
     if name not in splits:
         text = f"`{folder}` has no split `{split}`; it has {listed(splits)}"
         raise DataError(text, "choose one of its splits, or give one of its files")

@@ -63,11 +63,8 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
     volumes, labels = contents
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"`{path}` has {volumes.dtype} volumes and labels {labels.dtype} of shape "
-            f"{labels.shape}",
-            hint="give volumes of uint8, and one class id for each",
-        )
+        what = f"{volumes.dtype} volumes and labels {labels.dtype} of shape {labels.shape}"
+        raise DataError(f"`{path}` has {what}", "give volumes of uint8, and one class id for each")
     return volumes, labels[:, 0].astype(np.int64)
 
 
@@ -152,12 +149,10 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     columns |= {name: _as_numbers(columns[name], name, kinds[name], label) for name in names}
     others = [f"`{name}` ({kinds[name]})" for name in names if columns[name] is None]
     if others or not names:
-        raise DataError(
-            f"`{label}` has columns that are no series: {', '.join(others)}"
-            if others
-            else f"`{label}` has no column beside `{DATE}`",
-            hint="every column beside `date` must hold numbers: remove the others",
-        )
+        what = "columns that are no series: " + ", ".join(others)
+        what = what if others else f"no column beside `{DATE}`"
+        hint = "every column beside `date` must hold numbers: remove the others"
+        raise DataError(f"`{label}` has {what}", hint)
     values = np.stack([_numbers(columns[name], name, label) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
     if part not in _PARTS:
@@ -170,11 +165,9 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     starts = np.arange(first - (context if index else 0), ends[index] - context - horizon + 1)
     starts = starts[starts >= 0]
     if not len(starts):
-        raise DataError(
-            f"the part `{part}` of `{label}` has {ends[index] - first:,} rows, too few for "
-            f"windows of {context} + {horizon}",
-            hint="give a longer series, or a model with a shorter horizon",
-        )
+        what = f"{ends[index] - first:,} rows, too few for windows of {context} + {horizon}"
+        hint = "give a longer series, or a model with a shorter horizon"
+        raise DataError(f"the part `{part}` of `{label}` has {what}", hint)
     return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
 
 

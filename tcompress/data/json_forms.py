@@ -17,6 +17,13 @@ _OBJECTS = re.compile(r"\s*\[\s*\{")
 _MESSAGE = (("role", "content"), ("from", "value"))  # keys of a message of a chat
 
 
+def first_value(text: str) -> Any:
+    """Parse the first line of a text by itself; None if that is no JSON."""
+    with suppress(ValueError):
+        return json.loads(text.lstrip().partition("\n")[0])
+    return None
+
+
 def as_lines(path: Path, copy: Path, name: str, split: str) -> tuple[Path, str]:
     """Give a file of lines, or of one list, as it is, and else a copy that is one of lines.
 
@@ -63,12 +70,8 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
 
 def _begins_with_list(start: str) -> bool:
     """Tell whether each line is a list, such as a chat."""
-    first, _, rest = start.lstrip().partition("\n")
-    if not rest.lstrip().startswith("["):
-        return False
-    with suppress(ValueError):
-        return isinstance(json.loads(first), list)
-    return False
+    rest = start.lstrip().partition("\n")[2].lstrip()
+    return rest.startswith("[") and isinstance(first_value(start), list)
 
 
 def _is_lines(start: str) -> bool:
@@ -76,9 +79,7 @@ def _is_lines(start: str) -> bool:
     lines = start.lstrip().split("\n")
     if len(start) >= _START and len(lines) < 2:
         return False
-    first = None
-    with suppress(ValueError):
-        first = json.loads(lines[0])
+    first = first_value(start)
     if not isinstance(first, dict):
         return False
     rest = any(line.strip() for line in lines[1:])

@@ -195,18 +195,15 @@ def _of_marks(marks: Sequence[Sequence[Any] | None], names: Sequence[str] | None
 
 def _of_columns(table: Table, columns: Sequence[str]) -> Labels:
     """Read columns of 0 and 1, one for each class."""
-    marks: dict[str, Sequence[Any]] = {}
-    for name in columns:
-        cells = table.rows[name][:]
+    marks = {name: table.rows[name][:] for name in columns}
+    for name, cells in marks.items():
         if not holds_marks(cells):
             raise DataError(
                 f"column `{name}` of `{table.label}` does not say with 0 or 1 whether a row has "
                 "this label",
                 "name columns of 0 and 1, or one column of labels",
             )
-        marks[name] = cells
-    rows = [[float(cell) for cell in row] for row in zip(*marks.values(), strict=True)]
-    read = _of_marks(rows, [*marks])
+    read = _of_marks([*zip(*marks.values(), strict=True)], [*marks])
     return _of_one(Labels(replace(read.classes, numbers=()), read.ids))
 
 

@@ -238,14 +238,10 @@ def kinds_of(table: Table) -> dict[str, str]:
     maybe = [name for name, kind in kinds.items() if kind in ("text", "list", "dict", "json")]
     if maybe:
         first = table.rows.select_columns(maybe)[:_PROBED_CHATS]
-        kinds |= {name: "chat" for name in maybe if _holds_chats(first[name])}
+        filled = {name: [*filter(None, first[name])] for name in maybe}
+        chats = [name for name, cells in filled.items() if cells and all(map(is_chat, cells))]
+        kinds |= dict.fromkeys(chats, "chat")
     return kinds
-
-
-def _holds_chats(cells: Sequence[Any]) -> bool:
-    """Tell whether cells that are not empty are chats."""
-    filled = [cell for cell in cells if cell]
-    return bool(filled) and all(map(is_chat, filled))
 
 
 def text_columns(table: Table, names: Sequence[str]) -> list[str]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tcompress.data.calibration import builtin_texts
+from tcompress.data.calibration import builtin_texts, label_among
 from tcompress.data.chats import ChatWriter
 from tcompress.data.inputs import inputs_of
 from tcompress.data.tables import Kind, Table, columns_of, content, opened
@@ -18,12 +16,11 @@ from tcompress.options.convert_options import Calibration
 _ROWS = 1000  # read at a time
 
 
-@dataclass(frozen=True)
-class WholeTexts:
+class WholeTexts(NamedTuple):
     """All texts of one source of data; to be read before the next source is asked for."""
 
     name: str  # such as `train.csv:text`
-    count: int  # of its rows
+    rows: int
     chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
 
     @classmethod
@@ -40,21 +37,14 @@ class WholeTexts:
                 yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
                 continue
             with opened(name, options.split) as table:
-                has, single = {*table.rows.column_names}, len(options.source) == 1
+                has, single = table.rows.column_names, len(options.source) == 1
                 named = [column for column in options.columns if column in has or single]
                 columns = columns_of(table, named, kinds, {"text"}, model)["text"]
-                label = _label(name, table, options)
+                label = label_among(options.source, name, table.label)
                 if table.rows.info.builder_name != "text":
                     label += f":{','.join(columns)}"
                 chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
                 yield cls(label, len(table.rows), chunks)
-
-
-def _label(name: str, table: Table, options: Calibration) -> str:
-    """Name a source; files of equal name by their folders too."""
-    alike = [Path(source).name for source in options.source].count(Path(name).name) > 1
-    folder = Path(name).expanduser().resolve().parent.name
-    return f"{folder}/{table.label}" if alike else table.label
 
 
 def _chunks(

@@ -25,6 +25,11 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """Write a number of things as text for a message: `1 row`, and `2 rows` of the same word."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
+
+
 def after_colon(problems: Sequence[str]) -> str:
     """Write problems as the end of a message: the only one, or each on a line of its own."""
     if len(problems) == 1:

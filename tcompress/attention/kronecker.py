@@ -18,7 +18,7 @@ from tcompress.attention.replacement import (
     ReplacementSpec,
     register,
 )
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.fields import option, read_sizes
 from tcompress.structures.base import Refusal, Shapes, Tensors
 
@@ -135,7 +135,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         special = 0 if spec.fold else base.special
         if grid and base.tokens is not None and prod(grid) + special != base.tokens:
             raise Refusal(
-                f"a grid of {_product(grid)} with {special} special tokens holds "
+                f"a grid of {_product(grid)} with {counted(special, 'special token')} holds "
                 f"{prod(grid) + special} tokens, the model has {base.tokens}"
             )
         if grid and base.tokens is None:
@@ -198,7 +198,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens
         if layout.grid and q.shape[2] != prod(layout.grid) + special:
-            grid = f"a grid of {_product(layout.grid)} with {special} special tokens"
+            grid = f"a grid of {_product(layout.grid)} with {counted(special, 'special token')}"
             hint = "give inputs of the size that the config of the model names"
             raise DataError(f"{grid} met {q.shape[2]} tokens", hint)
         valid = None if tokens is None else tokens[:, special:]

@@ -44,6 +44,7 @@ from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
+    all_empty,
     columns_of,
     draw_cells,
     draw_texts,
@@ -246,11 +247,7 @@ class _Sources:
                     pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
                     frames.append(read(self._hashed(pixels)))
             if not texts and not frames:
-                raise DataError(
-                    f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
-                    + ", ".join(f"`{name}`" for name in used_columns),
-                    hint="name other columns in `calibration.columns`, or give other data",
-                )
+                raise all_empty(table, ", ".join(f"`{name}`" for name in used_columns))
             label = label_among(self._named, source, table.label)
             label += "" if table.is_plain else f":{','.join(used_columns)}"
             return _SourceData(label, texts, frames)

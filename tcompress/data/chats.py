@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tcompress.errors import DataError, first_line
+from tcompress.errors import DataError, counted, first_line
 from tcompress.progress import tell
 
 # Keys of who speaks, and of what is said.
@@ -135,7 +135,8 @@ class ChatWriter:
         """Tell how many chats the template refused, if there were any."""
         if not self._refused:
             return
-        why = f"{self._refused:,} chats do not suit the chat template ({self._reason})"
+        chats = counted(self._refused, "chat does", "chats do")
+        why = f"{chats} not suit the chat template ({self._reason})"
         if not self._written:
             raise DataError(f"`{self._name}`: {why}", hint="give the chats as text")
         tell(f"{self._name}: {why}: left out")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress.data.column_names import is_usual, numbered_names
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 
 SAMPLE = 2**16  # bytes that the dialect is decided from
 CHUNK = 10_000  # rows that pandas takes at a time, and finds types of
@@ -329,7 +329,7 @@ def _misfit(scan: Scan, name: str) -> DataError:
     if kind == "tab" and first > 1 and min(scan.widths) >= first:
         hint = f"leave out what follows the first {first}: `cut -f1-{first} {name} > NEW.tsv`"
     return DataError(
-        f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
+        f"`{name}`, line {misfit}: {counted(width, f'{kind}-separated cell')}, "
         f"line {scan.dialect.skipped + 1} has {first}",
         hint,
     )

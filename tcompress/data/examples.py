@@ -399,8 +399,9 @@ def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) 
     rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
     count, total = len(rows), len(columns[0])
     if not count:
-        what = f"all {total:,} pairs of `{table.label}` have an empty text"
-        raise DataError(what, "name other columns, or give other data")
+        each = f"all {total:,} pairs of `{table.label}` have"
+        each = each if total > 1 else f"the only pair of `{table.label}` has"
+        raise DataError(f"{each} an empty text", "name other columns, or give other data")
     if count == total:
         return data
     tell(f"{table.label}: {total - count:,} of {total:,} pairs have an empty text: left out")

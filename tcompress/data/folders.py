@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.errors import DataError, listed
+from tcompress.errors import DataError, counted, listed
 from tcompress.progress import tell
 
 IMAGES = {
@@ -98,7 +98,8 @@ def read_pictures(folder: Path, split: str) -> Any:
     files = files_of(folder, split, of_classes=True)
     pictures = [path for path in files if path.suffix.lower() in IMAGES]
     if others := [path.name for path in files if path.suffix.lower() not in IMAGES]:
-        tell(f"{folder.name}: {len(others):,} other files are not read: {listed({*others})}")
+        files_are = counted(len(others), "other file is", "other files are")
+        tell(f"{folder.name}: {files_are} not read: {listed({*others})}")
     cells, image = [*map(_cell, pictures)], datasets.Image(decode=False)
     return _of_files("image", image, cells, pictures, _classes(folder, IMAGES))
 
@@ -151,9 +152,8 @@ def with_listed_pictures(rows: Any, table: Path, pictures: Sequence[Path]) -> An
         rows, files = _as_pictures(rows, name, table)
         listed_files |= files
         rows = rows.rename_column(name, name.removesuffix("file_name").removesuffix("_") or "image")
-    count = sum(os.path.normpath(path) not in listed_files for path in pictures)
-    if count:
-        tell(f"{table.name}: {count:,} pictures are not in it: left out")
+    if count := sum(os.path.normpath(path) not in listed_files for path in pictures):
+        tell(f"{table.name}: {counted(count, 'picture is', 'pictures are')} not in it: left out")
     return rows
 
 

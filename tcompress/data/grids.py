@@ -21,7 +21,7 @@ from torch import Tensor
 from tcompress.data.column_names import plain_name
 from tcompress.data.numbers import decimals, is_missing, number
 from tcompress.data.tables import Table, kinds_of
-from tcompress.errors import DataError, first_line, listed
+from tcompress.errors import DataError, counted, first_line, listed
 from tcompress.progress import tell
 
 ARCHIVE = ".npz"
@@ -34,7 +34,7 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], label: str) -> Volum
     first = None if not shapes or shapes[0] is None else tuple(shapes[0])
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
-            size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
+            size = counted(len(cell), "byte") if isinstance(cell, bytes) else "no bytes"
             hint = "give volumes of one byte (uint8) for each element, with their shape"
             raise DataError(f"row {row} of {label} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
@@ -165,7 +165,8 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     starts = np.arange(first - (context if index else 0), ends[index] - context - horizon + 1)
     starts = starts[starts >= 0]
     if not len(starts):
-        what = f"{ends[index] - first:,} rows, too few for windows of {context} + {horizon}"
+        rows = counted(ends[index] - first, "row")
+        what = f"{rows}, too few for windows of {context} + {horizon}"
         hint = "give a longer series, or a model with a shorter horizon"
         raise DataError(f"the part `{part}` of `{label}` has {what}", hint)
     return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
@@ -248,7 +249,7 @@ def _numbers(cells: Sequence[Any], name: str, label: str) -> NDArray[np.float64]
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
     if not np.isfinite(values).all():
         count = int((~np.isfinite(values)).sum())
-        text = f"column `{name}` of `{label}` has {count:,} rows without a finite number"
+        text = f"column `{name}` of `{label}` has {counted(count, 'row')} without a finite number"
         raise DataError(text, "fill them in, or remove the column")
     return values
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tcompress.data.column_names import is_usual, numbered_names
-from tcompress.errors import DataError, listed
+from tcompress.errors import DataError, counted, listed
 
 _START = 2**16
 _OBJECTS = re.compile(r"\s*\[\s*\{")
@@ -63,7 +63,7 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
     names = first if named else numbered_names(width)
     for number, row in enumerate(document, 1):
         if len(row) != width:
-            text = f"row {number} has {len(row)} cells, row 1 has {width}"
+            text = f"row {number} has {counted(len(row), 'cell')}, row 1 has {width}"
             raise DataError(f"the list of lists does not fit: {text}", "give all as many")
     return (dict(zip(names, row, strict=True)) for row in document[named:]), "lists of cells"
 

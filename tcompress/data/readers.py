@@ -30,7 +30,7 @@ from tcompress.data.folders import (
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
 from tcompress.data.plain_files import ending, in_utf8, unpacked
-from tcompress.errors import DataError, folder_content, listed
+from tcompress.errors import DataError, counted, folder_content, listed
 from tcompress.progress import tell
 
 BUILDERS = {
@@ -202,7 +202,7 @@ def _tell(path: Path, rows: Any, how: str) -> None:
     names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
     rest = len(rows.column_names) - _MOST_NAMES
     columns = f"columns {names}" + (f" and {rest} more" if rest > 0 else "")
-    tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
+    tell(f"{path.name}: {counted(len(rows), 'row')}, {how}, {columns}")
 
 
 def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:

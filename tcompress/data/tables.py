@@ -20,7 +20,7 @@ from tcompress.data.copy_task import COPY, copy_rows
 from tcompress.data.folders import IMAGES
 from tcompress.data.plain_files import ending
 from tcompress.data.readers import BUILDERS, read_local, without_rows
-from tcompress.errors import DataError, after_colon, first_line, listed
+from tcompress.errors import DataError, after_colon, counted, first_line, listed
 from tcompress.models.names import cached_where_unreachable, expanded, is_path, missing_path
 from tcompress.progress import tell
 
@@ -333,6 +333,14 @@ def content(cell: Any, row: int | None = None) -> str | bytes | None:
     return cell or None
 
 
+def all_empty(table: Table, columns: str) -> DataError:
+    """Say that nothing is in the columns of a table."""
+    rows = f"all {len(table.rows)} rows of `{table.label}` are"
+    rows = rows if len(table.rows) > 1 else f"the only row of `{table.label}` is"
+    hint = "name other columns in `calibration.columns`, or give other data"
+    return DataError(f"{rows} empty in the columns {columns}", hint)
+
+
 def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
     """Refuse a column that is not there."""
     if name not in kinds:
@@ -411,7 +419,7 @@ def with_listed_texts(table: Table) -> Table:
         words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
         texts += map(" ".join, cells) if words else chain.from_iterable(cells)
     name = "+".join(names)
-    tell(f"{table.label}: {len(texts):,} texts in the lists of {listed(names)}")
+    tell(f"{table.label}: {counted(len(texts), 'text')} in the lists of {listed(names)}")
     return replace(table, rows=type(rows).from_dict({name: texts}))
 
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from tcompress.data.calibration import builtin_texts, label_among
 from tcompress.data.chats import ChatWriter
 from tcompress.data.inputs import inputs_of
-from tcompress.data.tables import Kind, Table, columns_of, content, opened
-from tcompress.errors import DataError, listed
+from tcompress.data.tables import Kind, Table, all_empty, columns_of, content, opened
+from tcompress.errors import listed
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import Calibration
 
@@ -59,7 +59,4 @@ def _chunks(
         empty = empty and not any(map(any, texts))
     writer.close()
     if empty:
-        raise DataError(
-            f"all {len(rows)} rows of `{table.label}` are empty in the columns {listed(columns)}",
-            hint="name other columns in `calibration.columns`, or give other data",
-        )
+        raise all_empty(table, listed(columns))

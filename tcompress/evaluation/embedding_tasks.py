@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner
 from tcompress.models import SourceModel
@@ -213,8 +213,8 @@ class ResponseSelection(_PairTask):
         count = self.options.candidates or 10
         if documents < count:
             raise DataError(
-                f"`{self.examples.name}` has {documents} distinct responses, too few to choose "
-                f"among {count}",
+                f"`{self.examples.name}` has {counted(documents, 'distinct response')}, too few "
+                f"to choose among {count}",
                 "give more data, or ask for fewer: `--candidates`",
             )
         wrong = others(second.numpy(), count - 1, documents, self.options.seed)

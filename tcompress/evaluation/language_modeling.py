@@ -16,7 +16,7 @@ from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder
 from tcompress.data.examples import Needs
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
 from tcompress.evaluation.task_base import (
     EvaluationTask,
@@ -217,7 +217,8 @@ class Perplexity(EvaluationTask):
         notes: tuple[str, ...] = ()
         if unknown := _unknown_tokens(reader, packing, rows):
             facts["unknown_tokens"] = unknown
-            notes = (f"{unknown:,} tokens stand for text that the tokenizer does not know",)
+            tokens = counted(unknown, "token stands", "tokens stand")
+            notes = (f"{tokens} for text that the tokenizer does not know",)
         signature, context = reader.signature(rows), packing.context
         return TokenWindows(len(rows), signature, facts, notes, rows, counts, context, size)
 

@@ -18,7 +18,7 @@ from tcompress.artifact.manifest import environment, record, record_map, record_
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
-from tcompress.errors import DataError, InputError, Problems
+from tcompress.errors import DataError, InputError, Problems, counted
 from tcompress.evaluation.attention_maps import attention_map
 from tcompress.evaluation.embedding_tasks import ResponseSelection, Retrieval, Similarity
 from tcompress.evaluation.labelled_tasks import (
@@ -222,7 +222,8 @@ def evaluate(
     compares = measured is not None or len(names) * len(options.runtime) > 1
     sets = _examples(options, task, [*sources.values()], compares=compares)
     if measured and len(measured) != len(sets):
-        text = f"the baseline was measured on {len(measured)} sets, these are {len(sets)}"
+        sets_of = counted(len(measured), "set")
+        text = f"the baseline was measured on {sets_of}, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
     length = _common_length(task, sets.values(), sources.values(), options)
     runs = [(name, runtime) for name in names for runtime in options.runtime]

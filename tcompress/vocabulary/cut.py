@@ -17,7 +17,15 @@ from torch import nn
 
 from tcompress.data.encoding import load_tokenizer
 from tcompress.data.sentences import SentenceEncoder
-from tcompress.errors import DataError, PlanError, SourceError, first_line, listed, read_json
+from tcompress.errors import (
+    DataError,
+    PlanError,
+    SourceError,
+    counted,
+    first_line,
+    listed,
+    read_json,
+)
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import sections, write_keys
 from tcompress.models.mended import copying
@@ -74,7 +82,7 @@ class ModelTokens:
         differing = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
         if differing:
             raise PlanError(
-                f"`{path}` gives other numbers to {len(differing):,} pieces, such as "
+                f"`{path}` gives other numbers to {counted(len(differing), 'piece')}, such as "
                 f"`{differing[0]}`, than the `{type(tokenizer).__name__}` that Transformers makes "
                 "of it",
                 f"save the tokenizer again with `save_pretrained`, or {WITHOUT}",

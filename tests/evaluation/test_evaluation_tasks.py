@@ -214,7 +214,7 @@ def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> No
     folder = model_folder("gpt2", tmp_path / "model", processor=False)
     data = rows_file(tmp_path / "texts.jsonl", text=["a fox", "xyzzy runs", ""])
     prepared, _ = ready("perplexity", folder, data, 16)
-    assert prepared.prepared.notes == ("1 tokens stand for text that the tokenizer does not know",)
+    assert prepared.prepared.notes == ("1 token stands for text that the tokenizer does not know",)
     assert (
         "windows of 16 tokens that begin with its own start token"
         in prepared.prepared.facts["packing"]

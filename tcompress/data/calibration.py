@@ -89,7 +89,6 @@ class CalibrationData:
 
     @property
     def fitted_batches(self) -> list[dict[str, Tensor]]:
-        """Those batches."""
         return [self.batches[index] for index in self.fitted]
 
     def place(self, index: int) -> int:
@@ -193,7 +192,6 @@ class _Sources:
         self.digest = hashlib.sha256()
 
     def draw(self) -> list[_SourceData]:
-        """Draw samples from all sources."""
         inputs, options = self._inputs, self._options
         read = self._from_table if inputs.grid is None else self._from_grids
         parts = [read(name) for name in self._named]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
         if len(row) != width:
             text = f"row {number} has {counted(len(row), 'cell')}, row 1 has {width}"
             raise DataError(f"the list of lists does not fit: {text}", "give all as many")
-    return (dict(zip(names, row, strict=True)) for row in document[named:]), "lists of cells"
+    return _with_names(names, document[named:]), "lists of cells"
 
 
 def _begins_with_list(start: str) -> bool:
@@ -91,8 +91,7 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if not isinstance(document, dict) or not any(document.values()):
         raise DataError(f"`{name}` holds no rows", hint="give other data")
     if {*document} >= {"columns", "data"} and isinstance(document["columns"], list):
-        names = document["columns"]
-        return (dict(zip(names, row, strict=True)) for row in document["data"]), "key `data`"
+        return _with_names(document["columns"], document["data"]), "key `data`"
     values = [*document.values()]
     if any(isinstance(value, list) and value and _is_chat(value) for value in values):
         return [document], ""
@@ -113,10 +112,11 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if all(isinstance(value, list) for value in values) and len({*map(len, values)}) == 1:
         if len(values) == 1 and all(isinstance(item, str) for item in values[0]):
             return ({next(iter(document)): text} for text in values[0]), "one list"
-        return _columns(document), "columns"
+        return _with_names(document, zip(*values, strict=True)), "columns"
     if all(isinstance(value, dict) for value in values):
         if all(str(key).isdigit() for value in values for key in value):
-            return _columns({key: [*value.values()] for key, value in document.items()}), "columns"
+            cells = zip(*(value.values() for value in values), strict=True)
+            return _with_names(document, cells), "columns"
         if len(values) > 1 and len({tuple(value) for value in values}) == 1:
             return values, "rows under keys of their own"
     inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
@@ -138,9 +138,8 @@ def _is_chat(value: list[Any]) -> bool:
     )
 
 
-def _columns(columns: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:
-    for row in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, row, strict=True))
+def _with_names(names: Iterable[str], rows: Iterable[Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(names, row, strict=True)) for row in rows)
 
 
 def first_bad_line(path: Path) -> tuple[int, str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from tcompress.errors import DataError, counted
 from tcompress.progress import tell
@@ -74,8 +74,7 @@ def classes_of_numbers(values: set[int], where: str) -> Classes:
     return classes
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Labels of a head that the classes of data are, and how that was found."""
 
     labels: tuple[int, ...]  # of each class by its id; -1 for one that no example has

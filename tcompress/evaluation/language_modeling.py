@@ -87,10 +87,9 @@ _JOINED = {"eos": "joined with the end token", "newline": "joined with newlines"
 
 @dataclass(frozen=True)
 class Packing:
-    """Cutting texts into windows of `limit` tokens, in which every token is predicted once."""
+    """Cutting texts into windows as long as is read, in which every token is predicted once."""
 
     encoder: TextEncoder
-    limit: int
     joined: Literal["eos", "newline", "none"]
     start: tuple[int, ...]  # tokens that the tokenizer writes before every text
     end: tuple[int, ...]  # the token that ends a text, if there is one
@@ -100,8 +99,7 @@ class Packing:
         """Read the tokens at both ends of a text; without an end token newlines join texts."""
         end = () if reader.encoder.end is None else (reader.encoder.end,)
         joined: Literal["eos", "newline", "none"] = "newline" if pack == "eos" and not end else pack
-        start = tuple(_starting_tokens(reader.tokenizer))
-        return cls(reader.encoder, reader.limit, joined, start, end)
+        return cls(reader.encoder, joined, tuple(_starting_tokens(reader.tokenizer)), end)
 
     @property
     def context(self) -> int:
@@ -114,12 +112,13 @@ class Packing:
         start = "its own start token" if self.start else "the last token of the one before"
         return (
             f"texts {_JOINED.get(self.joined, 'each on its own')}, cut into windows of "
-            f"{self.limit} tokens that begin with {start}; every other token is predicted once"
+            f"{self.encoder.limit} tokens that begin with {start}; every other token is predicted "
+            "once"
         )
 
     def windows(self, texts: Sequence[str]) -> Iterator[Row]:
         """Yield windows; the last one of a stream may be short."""
-        size = self.limit - self.context
+        size = self.encoder.limit - self.context
         for stream in self._streams(texts):
             # Without start tokens a window begins with the last token of the one before.
             ids = stream if self.start else [*self.end, *stream]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -188,7 +188,6 @@ def _set_document(scores: Sequence[ModelScores], index: int) -> dict[str, Any]:
 
 
 def _plain(metric: Metric) -> dict[str, Any]:
-    """Make plain data of a number."""
     hidden = {"protocol", "mean_ratio"}
     return {**metric.model_dump(exclude=hidden), "ratio": metric.ratio}
 
@@ -198,8 +197,7 @@ def same_measurement(metric: Metric) -> tuple[object, ...]:
     return (metric.name, *set_of(metric))
 
 
-@dataclass(frozen=True)
-class Threshold:
+class Threshold(NamedTuple):
     """A bound on the main number of a task, or a factor of the baseline's if it is `relative`."""
 
     value: float

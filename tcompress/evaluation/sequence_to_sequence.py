@@ -59,7 +59,6 @@ class Generating:
             yield self.plain(row)
 
     def plain(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens of a text alone."""
         return [token for token in tokens if token not in self.ignored]
 
 

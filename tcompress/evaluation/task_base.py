@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -156,8 +156,7 @@ class Prepared:
     rows: Sequence[Row] = ()  # of texts, or of those that are read together
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
+class Measured(NamedTuple):
     """Numbers of one model."""
 
     statistics: Sequence[Statistic]  # the main number comes first

@@ -152,26 +152,27 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
         plain = in_utf8(plain, cache, path.name)
         kind = kind_of_text(plain, kind, path.name)
     if kind == "tagged":
-        rows = datasets.Dataset.from_list([*tagged_rows(plain)])
-        _tell(path, rows, "lines that begin with labels")
-        return rows
-    if kind in ("csv", "tabs"):
+        rows, how = (
+            datasets.Dataset.from_list([*tagged_rows(plain)]),
+            "lines that begin with labels",
+        )
+    elif kind in ("csv", "tabs"):
         usual = "\t" if kind == "tabs" else _SEPARATORS.get(ending(path), ",")
         dialect = dialect_of(plain, path.name, usual)
         if not dialect.rows:
             raise without_rows(str(path))
         types = types_that_differ(plain, dialect)
         features = {name: datasets.Value(kind) for name, kind in types.items()}
-        how: Any = {"features": datasets.Features(features)} if features else {}
-        rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **how)
-        _tell(path, rows, dialect.words)
-        return rows
-    if kind != "json":
-        return _built(kind, plain, cache)
-    lines, where = as_lines(plain, cache / "lines.jsonl", path.name, split)
-    rows = _read_lines(lines, path, cache)
-    if where:
-        _tell(path, rows, where)
+        typed: Any = {"features": datasets.Features(features)} if features else {}
+        rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **typed)
+        how = dialect.words
+    elif kind == "json":
+        lines, how = as_lines(plain, cache / "lines.jsonl", path.name, split)
+        rows = _read_lines(lines, path, cache)
+    else:
+        rows, how = _built(kind, plain, cache), ""
+    if how:
+        _tell(path, rows, how)
     return rows
 
 

@@ -73,8 +73,8 @@ class _PairTask(EvaluationTask):
         candidates = self.candidates(torch.from_numpy(places_of(second, documents)), len(documents))
         pairs = TextPairs(len(first), self.reader.signature(rows), candidates=candidates)
         if self.has_head:
-            count, columns = candidates.shape[1], (first, *self.examples.texts[2:])
-            one, *thirds = ([text for text in column for _ in range(count)] for column in columns)
+            count, repeated = candidates.shape[1], (first, *self.examples.texts[2:])
+            one, *thirds = ([text for text in column for _ in range(count)] for column in repeated)
             two = [documents[index] for index in candidates.flatten().tolist()]
             rows = self.reader.encode(one, two, *thirds)
             truncated = self.reader.truncated(rows, one, two, *thirds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tcompress.errors import DataError, counted, first_line
@@ -42,12 +43,10 @@ def is_message(item: Mapping[str, Any]) -> bool:
 def _listed(cell: Any) -> list[Any]:
     """The messages of a cell, of whatever form; none if it is no chat."""
     if isinstance(cell, str):
-        if not cell.lstrip().startswith(("[{", "[ {")):
-            return []
-        try:
-            cell = json.loads(cell)
-        except ValueError:
-            return []
+        text, cell = cell, None
+        if text.lstrip().startswith(("[{", "[ {")):
+            with suppress(ValueError):
+                cell = json.loads(text)
     if isinstance(cell, Mapping) and len(cell) > 1 and is_message(cell):
         # As the library gives lists of objects in its older files: an object of lists.
         columns = [value for value in cell.values() if isinstance(value, list)]

@@ -7,7 +7,9 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -202,19 +204,15 @@ def _times(cells: Sequence[Any], name: str, label: str) -> NDArray[np.datetime64
     except (ValueError, TypeError) as error:
         reason = first_line(error)
     read = []
-    for day in _DAYS:
-        for clock in _CLOCKS:
-            try:
-                parsed = pandas.to_datetime(pandas.Series(cells), format=day + clock)
-            except (ValueError, TypeError):
-                continue
+    for day, clock in product(_DAYS, _CLOCKS):
+        with suppress(ValueError, TypeError):
+            parsed = pandas.to_datetime(pandas.Series(cells), format=day + clock)
             read.append(parsed.to_numpy().astype("datetime64[s]"))
-    # Of days and months that may be either, those that rise.
-    read.sort(key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
     if not read:
         text = f"column `{name}` of `{label}` holds no dates ({reason})"
         raise DataError(text, "write dates as `2020-01-31 23:50:00`")
-    return read[0]
+    # Of days and months that may be either, those that rise.
+    return min(read, key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
 
 
 def _hours_in_order(times: NDArray[np.datetime64], label: str) -> tuple[float, bool]:
@@ -235,8 +233,7 @@ def _as_numbers(cells: Sequence[Any], name: str, kind: str, label: str) -> Seque
         return cells
     if kind != "text":
         return None
-    numbers = decimals(cells)
-    if numbers is not None:
+    if (numbers := decimals(cells)) is not None:
         return numbers
     bad = [row for row, cell in enumerate(cells) if number(cell) is None and not is_missing(cell)]
     if bad and 2 * len(bad) < len(cells):
@@ -247,8 +244,7 @@ def _as_numbers(cells: Sequence[Any], name: str, kind: str, label: str) -> Seque
 
 def _numbers(cells: Sequence[Any], name: str, label: str) -> NDArray[np.float64]:
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
-    if not np.isfinite(values).all():
-        count = int((~np.isfinite(values)).sum())
+    if count := int((~np.isfinite(values)).sum()):
         text = f"column `{name}` of `{label}` has {counted(count, 'row')} without a finite number"
         raise DataError(text, "fill them in, or remove the column")
     return values

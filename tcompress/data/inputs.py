@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -124,11 +125,10 @@ def decoder_start(source: SourceModel) -> int:
     configs = _text_configs(source.config, decoder=True)
     if (source.folder / "generation_config.json").is_file():
         configs.append(GenerationConfig.from_pretrained(source.folder))
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in configs:
-            token = getattr(config, name, None)
-            if isinstance(token, int):
-                return token
+    for name, config in product(("decoder_start_token_id", "bos_token_id"), configs):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
     raise DataError(
         f"the configuration in `{source.folder}` does not say which token its decoder starts with",
         hint="set `decoder_start_token_id` in `config.json`, or convert with `--calib none`",

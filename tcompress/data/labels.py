@@ -137,7 +137,7 @@ def _by_number(labels: Sequence[str], classes: Classes, data: str) -> Match:
     """Match numbers with those in names (`2 stars`), with ids, or with ids from 1."""
     names = [classes.names[index] for index in classes.used]
     numbers = [classes.numbers[index] for index in classes.used]
-    count, called = len(labels), [_called(name) for name in labels]
+    count, called = len(labels), [*map(_called, labels)]
     inner = [_inner_number(name) for name in labels]
     of_names = are_numbers(names) and not are_numbers(labels) and None not in inner
     if of_names and len({*inner}) == count and {*numbers} <= {*inner}:

@@ -260,7 +260,7 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     normalized = layers[-1:] == (unit_length,) and encoder.similarity == "cosine"
     while normalized and layers[-1:] == (unit_length,):
         layers = layers[:-1]
-    prompts = _prompts(root, settings)
+    prompts: dict[str, Any] = _prompts(root, settings)
     if not options.get("include_prompt", True):
         prompts = {role: _counted(prompt, source, encoder) for role, prompt in prompts.items()}
     return replace(encoder, layers=layers, normalized=normalized, **prompts)

@@ -364,8 +364,7 @@ def _looks_like_images(cells: list[Any]) -> bool:
     for cell in cells:
         if isinstance(cell, dict) and cell.get("path") and not cell.get("bytes"):
             return True
-        data = content(cell)
-        if data:
+        if data := content(cell):
             return isinstance(data, bytes) and data.startswith(_MAGIC)
     return False
 
@@ -417,7 +416,7 @@ def with_listed_texts(table: Table) -> Table:
     for name in names:
         cells = [cell for cell in rows[name] if cell]
         words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
-        texts += map(" ".join, cells) if words else chain.from_iterable(cells)
+        texts += [" ".join(cell) for cell in cells] if words else [*chain.from_iterable(cells)]
     name = "+".join(names)
     tell(f"{table.label}: {counted(len(texts), 'text')} in the lists of {listed(names)}")
     return replace(table, rows=type(rows).from_dict({name: texts}))

@@ -128,15 +128,13 @@ class Packing:
                 yield {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
     def _streams(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        if self.joined == "newline":
-            yield from self._tokens(["\n".join(texts)])
-        elif self.joined == "none":
-            yield from self._tokens(texts)
-        else:
-            stream: list[int] = []
-            for ids in self._tokens(texts):
-                stream += [*self.end, *ids] if stream else ids
-            yield stream
+        if self.joined != "eos":
+            yield from self._tokens(["\n".join(texts)] if self.joined == "newline" else texts)
+            return
+        stream: list[int] = []
+        for ids in self._tokens(texts):
+            stream += [*self.end, *ids] if stream else ids
+        yield stream
 
     def _tokens(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the tokens of texts, without those that the tokenizer adds."""

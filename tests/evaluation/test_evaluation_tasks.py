@@ -215,10 +215,8 @@ def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> No
     data = rows_file(tmp_path / "texts.jsonl", text=["a fox", "xyzzy runs", ""])
     prepared, _ = ready("perplexity", folder, data, 16)
     assert prepared.prepared.notes == ("1 token stands for text that the tokenizer does not know",)
-    assert (
-        "windows of 16 tokens that begin with its own start token"
-        in prepared.prepared.facts["packing"]
-    )
+    packing = prepared.prepared.facts["packing"]
+    assert "windows of 16 tokens that begin with its own start token" in packing
     with pytest.raises(DataError, match="leave nothing to predict"):
         ready("perplexity", folder, data, 1)
 

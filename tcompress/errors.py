@@ -25,9 +25,9 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown or "nothing"
 
 
-def counted(count: int, noun: str) -> str:
-    """Write a number with its noun, such as `1 example` or `2 examples`."""
-    return f"{count:,} {noun}" + "s" * (count != 1)
+def counted(number: int, one: str, several: str = "") -> str:
+    """Write a number of things as text for a message: `1 row`, and `2 rows` of the same word."""
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def after_colon(problems: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import resources
 from itertools import chain, groupby, zip_longest
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from tcompress.data.pictures import decode
 from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.data.tables import (
     Kind,
-    Table,
+    all_empty,
     columns_of,
     draw_cells,
     draw_texts,
@@ -89,7 +89,6 @@ class CalibrationData:
 
     @property
     def fitted_batches(self) -> list[dict[str, Tensor]]:
-        """Those batches."""
         return [self.batches[index] for index in self.fitted]
 
     def place(self, index: int) -> int:
@@ -128,8 +127,7 @@ Named = tuple[Any, str]
 """A text, or a frame, and the name of its source."""
 
 
-@dataclass(frozen=True)
-class _SourceData:
+class _SourceData(NamedTuple):
     """Texts and frames of one source; `frames` are pictures, sounds, volumes or series."""
 
     name: str
@@ -137,8 +135,7 @@ class _SourceData:
     frames: Sequence[Tensor] = ()
 
 
-@dataclass(frozen=True)
-class _Example:
+class _Example(NamedTuple):
     inputs: dict[str, Tensor]  # of one sample, without the batch axis
     origin: str
 
@@ -184,11 +181,7 @@ class _Sources:
     """The sources that a user names, and what ships where they lack something."""
 
     def __init__(
-        self,
-        source: SourceModel,
-        inputs: Inputs,
-        options: Calibration,
-        encoder: TextEncoder | None,
+        self, source: SourceModel, inputs: Inputs, options: Calibration, encoder: TextEncoder | None
     ) -> None:
         self._encoder = encoder
         self._source, self._inputs, self._options = source, inputs, options
@@ -199,7 +192,6 @@ class _Sources:
         self.digest = hashlib.sha256()
 
     def draw(self) -> list[_SourceData]:
-        """Draw samples from all sources."""
         inputs, options = self._inputs, self._options
         read = self._from_table if inputs.grid is None else self._from_grids
         parts = [read(name) for name in self._named]
@@ -221,11 +213,8 @@ class _Sources:
         model = self._source.model_class.__name__
         clips = inputs.image and frames_of(self._source.config)
         if inputs.audio or clips:
-            raise DataError(
-                f"`{model}` takes {'sound' if inputs.audio else 'clips'}, which cannot be read "
-                f"from `{source}`",
-                hint="give `--calib builtin` or `--calib none`",
-            )
+            what = f"{'sound' if inputs.audio else 'clips'}, which cannot be read from `{source}`"
+            raise DataError(f"`{model}` takes {what}", "give `--calib builtin` or `--calib none`")
         main: dict[Kind, bool] = {"text": inputs.text, "image": inputs.image}
         needed = {kind for kind, present in main.items() if present}
         kinds: set[Kind] = needed | {"text"} if inputs.decoder else needed
@@ -244,7 +233,10 @@ class _Sources:
                 cells = draw_cells(table, chosen["text"], self.most, options.seed, writer)
                 texts = self._hashed_texts(map(str, cells))
                 writer.close()
-                texts += self._pieces(texts, table, len(chosen["text"]))
+                if self._encoder is not None and not inputs.image:
+                    where = table.label, len(table.rows) * len(chosen["text"])
+                    pieces = pieces_of(texts, self.most, self._encoder, *where)
+                    texts += self._hashed_texts(pieces)
             if chosen.get("image"):
                 # Without it real pictures would be scaled in a way that the model never saw.
                 read = image_reader(self._source, needed=True)
@@ -253,34 +245,15 @@ class _Sources:
                     pixels = decode(cast(bytes, content), channels, f"`{table.label}`")
                     frames.append(read(self._hashed(pixels)))
             if not texts and not frames:
-                raise DataError(
-                    f"all {len(table.rows)} rows of `{table.label}` are empty in the columns "
-                    + ", ".join(f"`{name}`" for name in used_columns),
-                    hint="name other columns in `calibration.columns`, or give other data",
-                )
-            label = self._label(source, table.label)
-            return _SourceData(
-                label if table.is_plain else f"{label}:{','.join(used_columns)}", texts, frames
-            )
-
-    def _pieces(self, texts: Sequence[str], table: Table, columns: int) -> list[str]:
-        """Further samples out of long documents, where there are fewer texts than are wanted."""
-        if self._encoder is None or self._inputs.image:
-            return []
-        return self._hashed_texts(
-            pieces_of(texts, self.most, self._encoder, table.label, len(table.rows) * columns)
-        )
+                raise all_empty(table, ", ".join(f"`{name}`" for name in used_columns))
+            label = label_among(self._named, source, table.label)
+            label += "" if table.is_plain else f":{','.join(used_columns)}"
+            return _SourceData(label, texts, frames)
 
     @property
     def _share(self) -> int:
         """Pictures of one source: they take memory."""
         return -(-self._options.count // len(self._options.source))
-
-    def _label(self, source: str, label: str) -> str:
-        """Add the folder to the name of a file where names are equal."""
-        names = [Path(name).name for name in self._named]
-        alike = names.count(Path(source).name) > 1
-        return f"{Path(source).expanduser().resolve().parent.name}/{label}" if alike else label
 
     def _from_grids(self, source: str) -> _SourceData:
         options, series = self._options, self._inputs.grid == SERIES
@@ -297,7 +270,7 @@ class _Sources:
             has = f"`{examples.name}` has inputs of shape {examples.shape}"
             raise DataError(f"{has}, the model takes {shape}", hint)
         hashed = [torch.from_numpy(self._hashed(frame.numpy())) for frame in frames]
-        return _SourceData(self._label(source, examples.name), (), hashed)
+        return _SourceData(label_among(self._named, source, examples.name), (), hashed)
 
     def _made(self) -> Iterator[_SourceData]:
         """Frames that ship with no file, for models that read any."""
@@ -355,6 +328,12 @@ class _Sources:
         return content
 
 
+def label_among(sources: Sequence[str], source: str, label: str) -> str:
+    """Add the folder to the label of one of several sources, where names of files are equal."""
+    alike = [Path(name).name for name in sources].count(Path(source).name) > 1
+    return f"{Path(source).expanduser().resolve().parent.name}/{label}" if alike else label
+
+
 def _by_turns(parts: Iterable[Sequence[Named]], count: int) -> list[Named]:
     """Draw from several sources in turn; where one ends, the others go on."""
     turns = chain.from_iterable(zip_longest(*parts))
@@ -398,16 +377,13 @@ def _split(examples: list[_Example], share: float) -> tuple[list[_Example], list
         return ordered, []
     count = min(max(round(share * len(ordered)), 1), len(ordered) - 1)
     held = {int((index + 0.5) * len(ordered) / count) for index in range(count)}
-    return (
-        [example for index, example in enumerate(ordered) if index not in held],
-        [example for index, example in enumerate(ordered) if index in held],
-    )
+    fitted = [example for index, example in enumerate(ordered) if index not in held]
+    return fitted, [ordered[index] for index in sorted(held)]
 
 
 def _frame_shape(example: _Example) -> tuple[int, ...]:
-    return tuple(
-        size for value in example.inputs.values() if value.ndim > 1 for size in value.shape
-    )
+    frames = (value.shape for value in example.inputs.values() if value.ndim > 1)
+    return tuple(chain.from_iterable(frames))
 
 
 def _tokens(example: _Example) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from tcompress.errors import DataError, first_line
+from tcompress.errors import DataError, counted, first_line
 from tcompress.progress import tell
 
 # Keys of who speaks, and of what is said.
@@ -42,12 +43,10 @@ def is_message(item: Mapping[str, Any]) -> bool:
 def _listed(cell: Any) -> list[Any]:
     """The messages of a cell, of whatever form; none if it is no chat."""
     if isinstance(cell, str):
-        if not cell.lstrip().startswith(("[{", "[ {")):
-            return []
-        try:
-            cell = json.loads(cell)
-        except ValueError:
-            return []
+        text, cell = cell, None
+        if text.lstrip().startswith(("[{", "[ {")):
+            with suppress(ValueError):
+                cell = json.loads(text)
     if isinstance(cell, Mapping) and len(cell) > 1 and is_message(cell):
         # As the library gives lists of objects in its older files: an object of lists.
         columns = [value for value in cell.values() if isinstance(value, list)]
@@ -108,7 +107,8 @@ class ChatWriter:
         self._reason = ""
         # The token that a tokenizer begins texts with, which a template may write as well.
         start = getattr(tokenizer, "bos_token", None)
-        self._start = start if start and _begins_with(tokenizer, tokenizer.bos_token_id) else ""
+        begins = start and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self._start = start if begins else ""
 
     def __call__(self, cell: Any) -> Any:
         """Write a cell if it is a chat."""
@@ -134,12 +134,8 @@ class ChatWriter:
         """Tell how many chats the template refused, if there were any."""
         if not self._refused:
             return
-        why = f"{self._refused:,} chats do not suit the chat template ({self._reason})"
+        chats = counted(self._refused, "chat does", "chats do")
+        why = f"{chats} not suit the chat template ({self._reason})"
         if not self._written:
             raise DataError(f"`{self._name}`: {why}", hint="give the chats as text")
         tell(f"{self._name}: {why}: left out")
-
-
-def _begins_with(tokenizer: Any, token: int) -> bool:
-    ids: list[int] = tokenizer("a")["input_ids"]
-    return ids[:1] == [token]

@@ -40,10 +40,14 @@ _USUAL = _OTHERS.union(*COLUMN_NAMES.values())
 def plain_name(name: str) -> str:
     """Write a column's name without case, and without what parts words: `Sentence_A`, `#1 ID`."""
     # `text.1` is the second column that is called `text`, not one that is called `text1`.
-    again = re.search(r"\.\d+$", name)
-    if again is not None:
+    if re.search(r"\.\d+$", name):
         return name.casefold()
     return re.sub(r"[^a-z0-9]", "", name.casefold()) or name.casefold()
+
+
+def numbered_names(count: int) -> tuple[str, ...]:
+    """Names for so many columns that have none."""
+    return tuple(f"column{number + 1}" for number in range(count))
 
 
 def is_usual(name: str) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tcompress.data.json_forms import first_value
 from tcompress.errors import DataError
 
 _START = 2**16
@@ -43,7 +43,8 @@ def kind_of_text(path: Path, kind: str, name: str) -> str:
     text = start.decode("utf-8-sig", errors="ignore")
     if _PAGE.match(text):
         raise DataError(f"`{name}` is a web page", "download the file itself")
-    if kind in ("csv", "text") and _is_object(text):
+    may_be_object = kind in ("csv", "text") and text.lstrip().startswith("{")
+    if may_be_object and isinstance(first_value(text), dict):
         return "json"
     if kind == "json" and text.strip() and text.lstrip()[0] not in '[{"':
         first = text.strip().partition("\n")[0][:40].rstrip()
@@ -51,19 +52,9 @@ def kind_of_text(path: Path, kind: str, name: str) -> str:
         raise DataError(text, "give it the ending of what it holds, such as `.csv` or `.txt`")
     if kind == "text" and text.startswith(_TAG):
         return "tagged"
-    has_tabs = kind == "text" and _has_tabs(text, cut=len(start) == _START)
-    return "tabs" if has_tabs else kind
-
-
-def _is_object(text: str) -> bool:
-    """Tell whether the first line is an object of JSON."""
-    first = text.lstrip().partition("\n")[0]
-    if not first.startswith("{"):
-        return False
-    try:
-        return isinstance(json.loads(first), dict)
-    except ValueError:
-        return False
+    if kind == "text" and _has_tabs(text, cut=len(start) == _START):
+        return "tabs"
+    return kind
 
 
 def _has_tabs(text: str, *, cut: bool) -> bool:

@@ -5,6 +5,7 @@ A model can only do it by looking at its source: no word says which one is next.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,10 @@ def copy_rows(split: str) -> Any:
         text = f"`{COPY}` has no split `{split}`; it has {listed(_ROWS)}"
         raise DataError(text, "name one of its splits")
     rng, (fewest, most) = np.random.default_rng(0), LENGTHS
-    count = sum(_ROWS.values())
-    lengths = rng.integers(fewest, most + 1, 2 * count)
-    drawn = rng.integers(0, len(WORDS), (2 * count, most))
+    count = 2 * sum(_ROWS.values())
+    lengths = rng.integers(fewest, most + 1, count)
+    drawn = rng.integers(0, len(WORDS), (count, most))
     pairs = zip(drawn.tolist(), lengths.tolist(), strict=True)
-    texts = [*dict.fromkeys(" ".join(WORDS[i] for i in row[:length]) for row, length in pairs)]
-    first = 0
-    for name, rows in _ROWS.items():
-        if name == split:
-            break
-        first += rows
-    chosen = texts[first : first + _ROWS[split]]
+    texts = iter(dict.fromkeys(" ".join(WORDS[i] for i in row[:length]) for row, length in pairs))
+    chosen = {name: [*islice(texts, rows)] for name, rows in _ROWS.items()}[split]
     return datasets.Dataset.from_dict({"source": chosen, "target": chosen})

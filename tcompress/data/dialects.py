@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.column_names import is_usual
-from tcompress.errors import DataError
+from tcompress.data.column_names import is_usual, numbered_names
+from tcompress.errors import DataError, counted
 
 SAMPLE = 2**16  # bytes that the dialect is decided from
 CHUNK = 10_000  # rows that pandas takes at a time, and finds types of
@@ -28,7 +28,7 @@ _DECLARED = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # first line of files for 
 # Words such as `None` or `NA` are texts and classes like others; nothing at all is missing.
 EMPTY: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
 
-_TYPES = {name: name for name in ("null", "int64", "float64", "bool")}  # others are text
+_TYPES = ("null", "int64", "float64", "bool")  # others are text
 
 Rows = list[list[str]]
 
@@ -65,13 +65,20 @@ class Dialect:
         return ", ".join(words)
 
     @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of `pandas.read_csv`."""
+    def form(self) -> dict[str, Any]:
+        """Arguments of `csv.reader`."""
         return {
-            "sep": self.separator,
+            "delimiter": self.separator,
             "quoting": csv.QUOTE_MINIMAL if self.quoted else csv.QUOTE_NONE,
             "skipinitialspace": self.padded,
             "escapechar": self.escape,
+        }
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `pandas.read_csv`."""
+        return {
+            **self.form,
             "skiprows": self.skipped,
             "header": 0 if self.header else None,
             "names": list(self.names),
@@ -88,38 +95,34 @@ def dialect_of(path: Path, name: str, usual: str) -> Dialect:
     quotes and the number of cells from all of it. `name` is for errors.
     """
     lines = _sample(path)
-    skipped, declared = 0, _DECLARED.fullmatch(lines[0]) if lines else None
+    declared = _DECLARED.fullmatch(lines[0]) if lines else None
     remarks = 0 if declared else _remarks(path, lines, usual)
     if declared:
-        skipped, lines = 1, lines[1:]
+        lines = lines[1:]
     elif remarks:
-        skipped, lines = remarks, [line for line in lines if not line.startswith("#")]
+        lines = [line for line in lines if not line.startswith("#")]
     separator = declared[1] if declared else _separator(lines, usual)
-    scan = _fitting_scan(path, Dialect(separator, skipped=skipped), lines, usual, name)
-    dialect, rows = scan.dialect, _parsed(lines, scan.dialect)
+    start = Dialect(separator, skipped=1 if declared else remarks, remarks=remarks > 0)
+    scan = _fitting_scan(path, start, lines, usual, name)
+    rows = _parsed(lines, scan.dialect)
     header = _has_header(rows)
     if header and scan.repeats is not None:
         text = f"`{name}`, line {scan.repeats}: the header stands there again"
         raise DataError(text, hint="remove that line")
-    names = _unique(cell.strip() for cell in scan.first) if header else _numbered(len(scan.first))
+    first = [cell.strip() for cell in scan.first]
+    names = _unique(first) if header else numbered_names(len(first))
     if scan.names_rows:
         names = ("Unnamed: 0", *names)
     elif scan.width > len(names):
         names = (*names, f"Unnamed: {len(names)}")
     names = names[: scan.width]
-    columns = tuple(name for at, name in enumerate(names) if at not in scan.useless(header))
-    return Dialect(
-        separator,
-        dialect.quoted,
-        dialect.padded,
-        skipped,
-        dialect.escape,
-        header,
-        _decimal(rows[1:] if header else rows, separator),
-        names,
-        columns,
-        scan.rows - header,
-        remarks > 0,
+    return replace(
+        scan.dialect,
+        header=header,
+        decimal=_decimal(rows[header:], separator),
+        names=names,
+        columns=tuple(name for at, name in enumerate(names) if at not in scan.useless(header)),
+        rows=scan.rows - header,
     )
 
 
@@ -147,16 +150,7 @@ def _sample(path: Path) -> list[str]:
 
 def _parsed(lines: Sequence[str], dialect: Dialect) -> Rows:
     with _large_cells():
-        return [row for row in csv.reader(lines, **_format(dialect)) if row]
-
-
-def _format(dialect: Dialect) -> dict[str, Any]:
-    return {
-        "delimiter": dialect.separator,
-        "quoting": csv.QUOTE_MINIMAL if dialect.quoted else csv.QUOTE_NONE,
-        "skipinitialspace": dialect.padded,
-        "escapechar": dialect.escape,
-    }
+        return [row for row in csv.reader(lines, **dialect.form) if row]
 
 
 @contextmanager
@@ -174,8 +168,10 @@ def _separator(lines: Sequence[str], usual: str) -> str:
     shares: dict[str, float] = {}
     for separator in _SEPARATORS:
         for quoted in (True, False):
-            rows = _parsed(lines, Dialect(separator, quoted))
-            scan = Scan.of(enumerate(rows, 1), Dialect(separator, quoted))
+            scan = Scan(Dialect(separator, quoted))
+            rows = _parsed(lines, scan.dialect)
+            for line, row in enumerate(rows, 1):
+                scan.add(line, row)
             if scan.width > 1 and scan.misfit is None:
                 return separator
             if len(scan.first) > 1:
@@ -185,9 +181,8 @@ def _separator(lines: Sequence[str], usual: str) -> str:
         return _after_remark(lines) or _NONE
     likely = max(shares, key=lambda separator: (shares[separator], separator == usual))
     # A list of sentences, some of which have commas, is no table.
-    return (
-        likely if shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely))) else _NONE
-    )
+    is_table = shares[likely] >= 0.5 or _has_header(_parsed(lines, Dialect(likely)))
+    return likely if is_table else _NONE
 
 
 def _after_remark(lines: Sequence[str]) -> str | None:
@@ -215,16 +210,8 @@ class Scan:
     repeats: int | None = None  # the first line that is the same as the first row
     broken: int | None = None  # the first line with quotes that end before their cell does
 
-    @classmethod
-    def of(cls, numbered: Iterable[tuple[int, list[str]]], dialect: Dialect) -> Scan:
-        """Scan rows, each with the line that it begins in."""
-        scan = cls(dialect)
-        for line, row in numbered:
-            scan.add(line, row)
-        return scan
-
     def add(self, line: int, row: list[str]) -> None:
-        """Take a row into account; blank lines are none."""
+        """Take a row into account, with the line that it begins in; blank lines are none."""
         if not row or (len(row) == 1 and not row[0].strip()):
             return
         self.rows += 1
@@ -236,12 +223,10 @@ class Scan:
         self.widths.setdefault(len(row), line)
         if row[-1].strip():
             self.filled.add(len(row))
-        if any(self.counts):
-            number = self.rows - 2
-            self.counts = [
-                counts and row[0].strip() == str(number + start)
-                for start, counts in enumerate(self.counts)
-            ]
+        self.counts = [
+            counts and row[0].strip() == str(number)
+            for number, counts in enumerate(self.counts, self.rows - 2)
+        ]
 
     @property
     def names_rows(self) -> bool:
@@ -264,11 +249,11 @@ class Scan:
         first = len(self.first)
         if self.names_rows:
             return None
-        ends = {first + 1} if first + 1 not in self.filled else set()  # in a separator
-        if not self.first[-1:] or not self.first[-1].strip():
+        ends = {first + 1} - self.filled  # in a separator
+        if not "".join(self.first[-1:]).strip():
             ends.add(first - 1)
-        return min((line for width, line in self.widths.items() if width not in {first, *ends}),
-                   default=None)  # fmt: skip
+        misfits = (line for width, line in self.widths.items() if width not in {first, *ends})
+        return min(misfits, default=None)
 
     def useless(self, header: bool) -> set[int]:
         """Columns without a name that are empty, or number the rows."""
@@ -286,7 +271,7 @@ def _scanned(path: Path, dialect: Dialect, *, strict: bool = True) -> Scan:
     with path.open(encoding="utf-8-sig", newline="") as file, _large_cells():
         for _ in range(dialect.skipped):
             file.readline()
-        reader = csv.reader(file, **_format(dialect), strict=strict)
+        reader = csv.reader(file, **dialect.form, strict=strict)
         line = 0
         try:
             for row in reader:
@@ -305,14 +290,15 @@ def _fitting_scan(
     start = _parsed(lines, Dialect(dialect.separator, False))
     later = [cell for row in start for cell in row[1:]]
     padded = bool(later) and all(cell.startswith(" ") for cell in later if cell)
-    quoted = _scanned(path, _with(dialect, padded=padded))
+    dialect = replace(dialect, padded=padded)
+    quoted = _scanned(path, dialect)
     if quoted.fits and usual != "\t" and quoted.lines == quoted.rows:
         return quoted
     if usual != "\t" and not quoted.fits and _holds(path, b'\\"'):
-        escaped = _scanned(path, replace(_with(dialect, padded=padded), escape="\\"))
+        escaped = _scanned(path, replace(dialect, escape="\\"))
         if escaped.fits:
             return escaped
-    plain = _scanned(path, _with(dialect, padded=padded, quoted=False))
+    plain = _scanned(path, replace(dialect, quoted=False))
     # Where each line is a whole row, quotes that join lines belong to texts.
     joins = plain.width > 1 and plain.fits and plain.rows > quoted.rows
     literal = joins or (usual == "\t" and not _says_quotes(path, dialect))
@@ -320,14 +306,10 @@ def _fitting_scan(
     for scan in scans:
         if scan.fits:
             return scan
-    lenient = _scanned(path, _with(dialect, padded=padded), strict=False)
+    lenient = _scanned(path, dialect, strict=False)
     if lenient.fits:
         return lenient
     raise _misfit(quoted, name)
-
-
-def _with(dialect: Dialect, *, padded: bool, quoted: bool = True) -> Dialect:
-    return Dialect(dialect.separator, quoted, padded, dialect.skipped)
 
 
 def _misfit(scan: Scan, name: str) -> DataError:
@@ -347,7 +329,7 @@ def _misfit(scan: Scan, name: str) -> DataError:
     if kind == "tab" and first > 1 and min(scan.widths) >= first:
         hint = f"leave out what follows the first {first}: `cut -f1-{first} {name} > NEW.tsv`"
     return DataError(
-        f"`{name}`, line {misfit}: {width} {kind}-separated cell{'s' * (width > 1)}, "
+        f"`{name}`, line {misfit}: {counted(width, f'{kind}-separated cell')}, "
         f"line {scan.dialect.skipped + 1} has {first}",
         hint,
     )
@@ -370,28 +352,24 @@ def types_that_differ(path: Path, dialect: Dialect) -> dict[str, str]:
         for chunk in chunks:
             for name in types:
                 kind = "null" if chunk[name].isna().all() else str(chunk[name].dtype)
-                types[name].add(_TYPES.get(kind, "string"))
+                types[name].add(kind if kind in _TYPES else "string")
     if all(len(kinds) == 1 for kinds in types.values()):
         return {}
     return {name: _joint(kinds) for name, kinds in types.items()}
 
 
 def _joint(kinds: set[str]) -> str:
-    """The type that holds values of all."""
-    if len(kinds) == 2 and "null" in kinds:  # which whole numbers and truths cannot hold
-        [kind] = kinds - {"null"}
-        return {"int64": "float64", "bool": "string"}.get(kind, kind)
-    kinds = kinds - {"null"}
-    if len(kinds) <= 1:
-        return next(iter(kinds), "string")
-    return "float64" if kinds == {"int64", "float64"} else "string"
+    """The type that holds values of all; whole numbers and truths are never missing."""
+    if len(kinds) == 1:
+        return next(iter(kinds - {"null"}), "string")
+    return "float64" if kinds <= {"null", "int64", "float64"} else "string"
 
 
 def _says_quotes(path: Path, dialect: Dialect) -> bool:
     """Tell whether cells in quotes need them, or a column has them throughout."""
-    mark = f'{dialect.separator}"'
+    mark, separator = f'{dialect.separator}"', re.escape(dialect.separator)
+    lines, size = list[str](), 0
     with path.open(encoding="utf-8-sig", newline="") as file:
-        lines, size = list[str](), 0
         for line in file:
             if size or line.startswith('"') or mark in line:
                 lines.append(line)
@@ -399,21 +377,14 @@ def _says_quotes(path: Path, dialect: Dialect) -> bool:
             if size > SAMPLE:
                 break
     text = "".join(lines)
-    cell = re.compile(
-        rf'(?:^|{re.escape(dialect.separator)})("(?:[^"]|"")*")(?={re.escape(dialect.separator)}|\r?$)',
-        re.MULTILINE,
-    )
-    cells = cell.findall(text)
-    opened = len(re.findall(rf'(?:^|{re.escape(dialect.separator)})"', text, re.MULTILINE))
-    if not cells or opened > len(cells):
+    start = f"(?:^|{separator})"
+    cells = re.findall(rf'{start}("(?:[^"]|"")*")(?={separator}|\r?$)', text, re.MULTILINE)
+    opened = re.findall(f'{start}"', text, re.MULTILINE)
+    if not cells or len(opened) > len(cells):
         return False
-    needs = all(
-        re.search(rf'""|[\r\n{re.escape(dialect.separator)}]', item[1:-1]) for item in cells
-    )
-    rows = [
-        [*row] for row in csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)
-    ]
-    columns = list(zip(*rows, strict=False))
+    rows = csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)
+    columns = zip(*rows, strict=False)
+    needs = all(re.search(rf'""|[\r\n{separator}]', item[1:-1]) for item in cells)
     return needs or any(
         all(item.startswith('"') and item.endswith('"') for item in column) for column in columns
     )
@@ -467,21 +438,15 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(unique)
 
 
-def _numbered(count: int) -> tuple[str, ...]:
-    return tuple(f"column{number + 1}" for number in range(count))
-
-
 def _decimal(rows: Rows, separator: str) -> str:
     """The decimal sign: a comma where a column has such numbers, and none has points."""
-    points = commas = False
-    for column in zip(*rows, strict=False):
-        cells = [cell.strip() for cell in column if cell.strip()]
-        integers = [bool(_WHOLE.fullmatch(cell)) for cell in cells]
-        for sign in (_NUMBER, _DECIMAL_COMMA):
-            fits = [bool(sign.fullmatch(cell)) for cell in cells]
-            is_decimal = all(map(max, integers, fits)) and any(
-                fit and not number for fit, number in zip(fits, integers, strict=True)
-            )
-            points |= is_decimal and sign is _NUMBER
-            commas |= is_decimal and sign is _DECIMAL_COMMA
+    # Whole numbers go with either sign.
+    columns = [
+        [cell for cell in map(str.strip, column) if cell and not _WHOLE.fullmatch(cell)]
+        for column in zip(*rows, strict=False)
+    ]
+    points, commas = (
+        any(cells and all(map(form.fullmatch, cells)) for cells in columns)
+        for form in (_NUMBER, _DECIMAL_COMMA)
+    )
     return "," if commas and not points and separator != "," else "."

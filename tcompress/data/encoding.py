@@ -23,6 +23,7 @@ from tcompress.models import SourceModel
 from tcompress.progress import tell
 
 _CHUNK = 256  # texts handed to the tokenizer at a time
+_WITHOUT = "convert without data: `--calib none`"
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ class TextEncoder:
         lower: bool = False,
     ) -> TextEncoder:
         """Opens the tokenizer; a `length` is in the place of the one that its files say."""
-        tokenizer = load_tokenizer(
-            source.folder, trust_remote_code=source.trust_remote_code, lower=lower
-        )
+        tokenizer = load_tokenizer(source.folder, trust=source.trust_remote_code, lower=lower)
         length = length or tokenizer.model_max_length
         limits = (max_length, longest_text(source, inputs), length)
         vocabulary = vocabulary_size(source, inputs)
@@ -97,12 +96,13 @@ class TextEncoder:
                 thirds = self._thirds(list(semantics[part]))
             parts = zip(chunk, columns["input_ids"], types, thirds, strict=True)
             for text, tokens, kinds, third in parts:
-                self._check([*tokens, *third], text)
+                ids = [*tokens, *third]
+                self._check(ids, text)
                 if third and kinds is None:
                     what = f"the tokenizer in `{self.place}` does not tell texts apart"
                     raise DataError(what, "give one that makes `token_type_ids`")
                 kinds = kinds and [*kinds, *(2 for _ in third)]
-                rows.append(self._row([*tokens, *third], kinds) if tokens else {})
+                rows.append(self._row(ids, kinds) if tokens else {})
         return rows
 
     @property
@@ -186,8 +186,7 @@ class TextEncoder:
             raise DataError(
                 f"the tokenizer in `{self.place}` gives token {largest} for `{text[:40]}`, "
                 f"but the model knows only the tokens 0 to {self.vocabulary - 1}",
-                hint="put the model's own tokenizer into its folder, "
-                "or convert without data: `--calib none`",
+                f"put the model's own tokenizer into its folder, or {_WITHOUT}",
             )
 
 
@@ -208,7 +207,7 @@ def pieces_of(
     return pieces
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool = False) -> Any:
+def load_tokenizer(folder: Path, *, trust: bool = False, lower: bool = False) -> Any:
     """Load the tokenizer in a folder; a `DataError` says that there is none.
 
     With `lower` it lowercases texts, even if its files do not say so.
@@ -218,7 +217,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool
     reason = missing = "no vocabulary file"
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=trust_remote_code, local_files_only=True
+            folder, trust_remote_code=trust, local_files_only=True
         )
     except Exception as error:
         # Without its files a tokenizer fails in whatever line first misses them. A line that ends
@@ -233,8 +232,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, lower: bool
             return _lowercasing(tokenizer) if lower else tokenizer
     raise DataError(
         f"`{folder}` has no usable tokenizer ({reason}), which reading text needs",
-        hint="add the tokenizer's files to the folder (`tokenizer.save_pretrained`), "
-        "or convert without data: `--calib none`",
+        f"add the tokenizer's files to the folder (`tokenizer.save_pretrained`), or {_WITHOUT}",
     )
 
 
@@ -278,17 +276,15 @@ def image_reader(source: SourceModel, needed: bool) -> Callable[[Pixels], Tensor
         return plain_reader(source)
 
     def read(pixels: Pixels) -> Tensor:
+        how = {"input_data_format": "channels_last", "return_tensors": "pt"}
         try:
-            outputs = processor(
-                images=[pixels], input_data_format="channels_last", return_tensors="pt"
-            )
-            values: Tensor = outputs["pixel_values"][0]
+            values: Tensor = processor(images=[pixels], **how)["pixel_values"][0]
         except Exception as error:
             # Processors check nothing, so a wrong option fails in any line.
             raise DataError(
                 f"the image processor in `{source.folder}` cannot take a picture of shape "
                 f"{pixels.shape} ({type(error).__name__}: {first_line(error)})",
-                hint="check `preprocessor_config.json`, or convert without data: `--calib none`",
+                f"check `preprocessor_config.json`, or {_WITHOUT}",
             ) from error
         return values.float()
 

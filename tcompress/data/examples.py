@@ -14,17 +14,11 @@ from numpy.typing import NDArray
 
 from tcompress.data.chats import as_plain_text
 from tcompress.data.column_names import COLUMN_NAMES, ROLES, plain_name
-from tcompress.data.folders import names_picture
+from tcompress.data.folders import names_picture, with_cells
 from tcompress.data.grids import ARCHIVE, Volumes, Windows, read_archive, volumes_of, windows_of
 from tcompress.data.label_columns import LISTS, Labels, columns_of_marks, read_labels
 from tcompress.data.labels import NO_CLASSES, Classes, Targets, few
-from tcompress.data.numbers import (
-    decimals,
-    has_doubtful_commas,
-    is_missing,
-    number,
-    whole_numbers,
-)
+from tcompress.data.numbers import decimals, has_doubtful_commas, is_missing, number, whole_numbers
 from tcompress.data.tables import (
     Table,
     check_column,
@@ -62,10 +56,8 @@ class Needs:
     # Time steps of a series that are seen, and those that are forecast; None without.
     window: tuple[int, int] | None = None
 
-    @property
-    def text_roles(self) -> tuple[str, str]:
-        """Roles of the columns of texts."""
-        return ("source", "target") if self.generates else ("text", "pair")
+
+_ANY = Needs()
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,9 @@ def load_examples(
             table = with_pairs(table)
         table = with_numbers(table, needs.target, named)
         chosen = _chosen(table, needs, named, combined)
-        labels = _labels(table, chosen, needs)
+        labels = None
+        if "label" in chosen:
+            labels = read_labels(table, chosen["label"], several=needs.several)
         if needs.unlabelled and _is_withheld(table, chosen, labels):  # as test splits often are
             chosen = {role: name for role, name in chosen.items() if role not in ("label", "score")}
             labels = None
@@ -159,12 +153,6 @@ def _is_joined(table: Table, name: str) -> bool:
     return len(parts) > 1 and name not in columns and all(part in columns for part in parts)
 
 
-def _labels(table: Table, chosen: Mapping[str, str], needs: Needs) -> Labels | None:
-    if "label" not in chosen:
-        return None
-    return read_labels(table, chosen["label"], several=needs.several)
-
-
 def _is_withheld(table: Table, chosen: Mapping[str, str], labels: Labels | None) -> bool:
     """Tell whether a column of labels or scores holds none."""
     if labels is not None:
@@ -177,34 +165,30 @@ def _labelled(table: Table, chosen: Mapping[str, str], labels: Labels) -> NDArra
     missing = [row for row, value in enumerate(labels.ids) if value is None]
     if not missing:
         return np.arange(len(labels.ids))
+    text = "rows without a label"
     if not len(labels.classes):
-        text = "rows without a label"
         raise _incomplete(table, chosen["label"], text, "choose a labelled split")
     if not labels.partial:
-        text = (
-            f"rows without a label: {len(missing):,} of {len(labels.ids):,}, row {missing[0] + 1}"
-        )
-        raise _incomplete(table, chosen["label"], f"{text} first", "remove those rows")
+        text += f": {len(missing):,} of {len(labels.ids):,}, row {missing[0] + 1} first"
+        raise _incomplete(table, chosen["label"], text, "remove those rows")
     return np.setdiff1d(np.arange(len(labels.ids)), missing)
 
 
 def with_numbers(table: Table, target: Target | None, columns: Mapping[str, str]) -> Table:
     """Read columns of labels and scores as the numbers that they are, whatever their type."""
-    role = {"class": "label", "score": "score", None: None}[target]
-    if role is None:
+    if target is None:
         return table
-    kinds, rows = kinds_of(table), table.rows
-    named = columns.get(role)
-    fits = (name == named if named else plain_name(name) in COLUMN_NAMES[role] for name in kinds)
-    for name in [name for name, fit in zip(kinds, fits, strict=True) if fit]:
-        if (role == "label" and kinds[name] in ("classlabel", "bool")) or "int" in kinds[name]:
+    role = "label" if target == "class" else "score"
+    usable = ("int", "classlabel", "bool") if target == "class" else ("int", "float")
+    named, rows = columns.get(role), table.rows
+    for name, kind in kinds_of(table).items():
+        fits = name == named if named else plain_name(name) in COLUMN_NAMES[role]
+        if not fits or any(word in kind for word in usable):
             continue
-        if role == "score" and "float" in kinds[name]:
-            continue
-        cells, order = rows[name], list(rows.column_names)
-        numbers = whole_numbers(cells) if role == "label" else decimals(cells)
+        cells = rows[name]
+        numbers = whole_numbers(cells) if target == "class" else decimals(cells)
         if numbers is not None:
-            rows = rows.remove_columns([name]).add_column(name, numbers).select_columns(order)
+            rows = with_cells(rows, name, numbers)
     return replace(table, rows=rows)
 
 
@@ -255,8 +239,8 @@ def _chosen(table: Table, needs: Needs, named: dict[str, str], combined: str) ->
         chosen["label"] = combined
     unavailable = {*named.values(), *combined.split("+")}
     for role in (role for role in roles if role not in chosen):
-        guess = _guess(table, kinds, role, unavailable | {*chosen.values()}, needs)
-        if guess is not None:
+        occupied = unavailable | {*chosen.values()}
+        if (guess := _guess(table, kinds, role, occupied, needs)) is not None:
             chosen[role] = guess
     missing = [role for role, needed in roles.items() if needed and role not in chosen]
     if missing:
@@ -296,25 +280,20 @@ def _without(
     return DataError(text, f"name it: `--columns {names}`, or {advice}")
 
 
-def _unfit(
-    table: Table, kinds: Mapping[str, str], role: str, column: str, needs: Needs | None = None
-) -> str:
+def _unfit(table: Table, kinds: Mapping[str, str], role: str, column: str, needs: Needs) -> str:
     """Say why a column cannot have a role; nothing if it can."""
     kind = kinds[column]
-    numbers = role == "score" or (role == "label" and "float" in kind)
     if role == "label" and kind in LISTS:
-        several = needs is not None and needs.several
-        text = (
-            "lists of other things than names or numbers"
-            if several
-            else ("lists, and an example of this task can have one label only")
-        )
-        return "" if several and _lists_labels(table, column) else f"`{column}` holds {text}"
+        if not needs.several:
+            return f"`{column}` holds lists, and an example of this task can have one label only"
+        if _lists_labels(table, column):
+            return ""
+        return f"`{column}` holds lists of other things than names or numbers"
     if role == "text" and kind == "chat":
-        if needs is not None and needs.chats:
+        if needs.chats:
             return ""
         return f"`{column}` holds chats, which this task does not read; write them as text"
-    if not numbers:
+    if role != "score" and not (role == "label" and "float" in kind):
         if role == "image" and kind == "text":
             return f"`{column}` names {_named_pictures(table, column)}"
         return "" if _fits(role, kind) else f"`{column}` holds {kind}"
@@ -355,7 +334,7 @@ def _lists_labels(table: Table, column: str) -> bool:
 
 
 def check_columns(
-    table: Table, kinds: Mapping[str, str], named: Mapping[str, str], needs: Needs | None = None
+    table: Table, kinds: Mapping[str, str], named: Mapping[str, str], needs: Needs = _ANY
 ) -> None:
     """Refuse columns named by role that are not there, or do not fit."""
     for role, column in named.items():
@@ -366,7 +345,7 @@ def check_columns(
         why = _unfit(table, kinds, role, column, needs)
         if why and not _fits(role, kinds[column]):
             text = f"column `{column}` of `{table.label}` holds {kinds[column]}, which is no {role}"
-            raise DataError(f"{text}; {why}" if why else text, "name another column")
+            raise DataError(f"{text}; {why}", "name another column")
 
 
 def _roles(needs: Needs) -> dict[str, bool]:
@@ -377,14 +356,9 @@ def _roles(needs: Needs) -> dict[str, bool]:
         roles |= {"volume": True, "shape": True}
     if needs.target is not None:
         roles["label" if needs.target == "class" else "score"] = not needs.unlabelled
-    first, second = needs.text_roles
-    if limit:
-        roles[first] = fewest > 0
-    if limit > 1:
-        roles[second] = fewest > 1
-    if limit > 2:
-        roles["semantics"] = fewest > 2
-    return roles
+    pair = ("source", "target") if needs.generates else ("text", "pair")
+    texts = (*pair, "semantics")[:limit]
+    return roles | {role: index < fewest for index, role in enumerate(texts)}
 
 
 def _guess(
@@ -394,7 +368,8 @@ def _guess(
     by_name = {
         plain_name(column): column
         for column, kind in reversed([*free.items()])  # of equal names the first one counts
-        if _fits(role, kind) or (role == "label" and _is_of_lists(table, column, kind, needs))
+        if _fits(role, kind)
+        or (role == "label" and kind in LISTS and not _unfit(table, kinds, role, column, needs))
     }
     guesses = [by_name[name] for name in COLUMN_NAMES[role] if name in by_name]
     if role == "text" and needs.chats:
@@ -406,19 +381,15 @@ def _guess(
     return next(iter(guesses), None)
 
 
-def _is_of_lists(table: Table, column: str, kind: str, needs: Needs) -> bool:
-    return needs.several and kind in LISTS and _lists_labels(table, column)
-
-
 def _fits(role: str, kind: str) -> bool:
-    number = "int" in kind
+    is_number = "int" in kind
     return {
         **dict.fromkeys(_TEXTS, kind == "text"),
         "image": kind in ("image", "bytes"),
         "volume": kind == "bytes",
         "shape": kind in LISTS,
-        "label": kind in ("classlabel", "text", "bool") or number,
-        "score": number or "float" in kind or kind == "bool",
+        "label": kind in ("classlabel", "text", "bool") or is_number,
+        "score": is_number or "float" in kind or kind == "bool",
     }[role]
 
 
@@ -428,8 +399,9 @@ def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) 
     rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if all(map(content, cells))]
     count, total = len(rows), len(columns[0])
     if not count:
-        what = f"all {total:,} pairs of `{table.label}` have an empty text"
-        raise DataError(what, "name other columns, or give other data")
+        each = f"all {total:,} pairs of `{table.label}` have"
+        each = each if total > 1 else f"the only pair of `{table.label}` has"
+        raise DataError(f"{each} an empty text", "name other columns, or give other data")
     if count == total:
         return data
     tell(f"{table.label}: {total - count:,} of {total:,} pairs have an empty text: left out")

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tcompress.errors import DataError, listed
+from tcompress.errors import DataError, counted, listed
 from tcompress.progress import tell
 
 IMAGES = {
@@ -32,11 +32,6 @@ _MOST_PROBED = 50
 _WRITTEN = re.compile(
     r"(data:image/[\w.+-]+;base64,)?(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z])"
 )
-
-
-def split_name(name: str) -> str:
-    """Give the usual name of a split: `dev` is `validation`."""
-    return next((split for split, words in _WORDS.items() if name in words), name)
 
 
 def files_by_split(folder: Path, *, of_classes: bool = False) -> dict[str, list[Path]]:
@@ -85,7 +80,8 @@ def _walked(folder: Path) -> Iterator[Path]:
 def files_of(folder: Path, split: str, *, of_classes: bool = False) -> list[Path]:
     """Find the data files of one split."""
     splits = files_by_split(folder, of_classes=of_classes)
-    name = split if split in splits else split_name(split)
+    usual = next((name for name, words in _WORDS.items() if split in words), split)
+    name = split if split in splits else usual
     if name not in splits:
         text = f"`{folder}` has no split `{split}`; it has {listed(splits)}"
         raise DataError(text, "choose one of its splits, or give one of its files")
@@ -100,40 +96,45 @@ def read_pictures(folder: Path, split: str) -> Any:
     import datasets
 
     files = files_of(folder, split, of_classes=True)
-    splits = files_by_split(folder, of_classes=True)
     pictures = [path for path in files if path.suffix.lower() in IMAGES]
     if others := [path.name for path in files if path.suffix.lower() not in IMAGES]:
-        tell(f"{folder.name}: {len(others):,} other files are not read: {listed({*others})}")
-    columns: dict[str, list[Any]] = {"image": [_cell(path) for path in pictures]}
-    features = {"image": datasets.Image(decode=False)}
-    if classes := _classes([path for files in splits.values() for path in files], IMAGES):
-        columns["label"] = [classes.index(path.parent.name) for path in pictures]
+        files_are = counted(len(others), "other file is", "other files are")
+        tell(f"{folder.name}: {files_are} not read: {listed({*others})}")
+    cells, image = [*map(_cell, pictures)], datasets.Image(decode=False)
+    return _of_files("image", image, cells, pictures, _classes(folder, IMAGES))
+
+
+def _classes(folder: Path, endings: Collection[str]) -> list[str]:
+    """Names of the folders of files, if these are several at one depth; else none."""
+    splits = files_by_split(folder, of_classes=True)
+    files = [path for paths in splits.values() for path in paths if path.suffix.lower() in endings]
+    names = sorted({path.parent.name for path in files})
+    return names if len(names) > 1 and len({len(path.parts) for path in files}) == 1 else []
+
+
+def _of_files(
+    column: str, feature: Any, cells: list[Any], files: Sequence[Path], classes: list[str]
+) -> Any:
+    """Make rows of cells, each with the class that the folder of its file is, if there are any."""
+    import datasets
+
+    columns, features = {column: cells}, {column: feature}
+    if classes:
+        columns["label"] = [classes.index(path.parent.name) for path in files]
         features["label"] = datasets.ClassLabel(names=classes)
     return datasets.Dataset.from_dict(columns, datasets.Features(features))
-
-
-def _classes(files: Sequence[Path], endings: Collection[str]) -> list[str]:
-    """Names of the folders of files, if these are several at one depth; else none."""
-    chosen = [path for path in files if path.suffix.lower() in endings]
-    names = sorted({path.parent.name for path in chosen})
-    return names if len(names) > 1 and len({len(path.parts) for path in chosen}) == 1 else []
 
 
 def read_documents(folder: Path, split: str) -> Any:
     """Read text files in folders of several classes, each file a text; None if they are not so."""
     import datasets
 
-    splits = files_by_split(folder, of_classes=True)
-    classes = _classes([path for files in splits.values() for path in files], (".txt",))
-    texts = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
-    if not classes or len(texts) < 2 * len(classes):
+    classes = _classes(folder, (".txt",))
+    files = [path for path in files_of(folder, split, of_classes=True) if path.suffix == ".txt"]
+    if not classes or len(files) < 2 * len(classes):
         return None
-    columns: dict[str, list[Any]] = {
-        "text": [path.read_text(encoding="utf-8", errors="replace").strip() for path in texts],
-        "label": [classes.index(path.parent.name) for path in texts],
-    }
-    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=classes)}
-    return datasets.Dataset.from_dict(columns, datasets.Features(features))
+    texts = [path.read_text(encoding="utf-8", errors="replace").strip() for path in files]
+    return _of_files("text", datasets.Value("string"), texts, files, classes)
 
 
 def _cell(path: Path) -> dict[str, Any]:
@@ -151,9 +152,8 @@ def with_listed_pictures(rows: Any, table: Path, pictures: Sequence[Path]) -> An
         rows, files = _as_pictures(rows, name, table)
         listed_files |= files
         rows = rows.rename_column(name, name.removesuffix("file_name").removesuffix("_") or "image")
-    count = sum(os.path.normpath(path) not in listed_files for path in pictures)
-    if count:
-        tell(f"{table.name}: {count:,} pictures are not in it: left out")
+    if count := sum(os.path.normpath(path) not in listed_files for path in pictures):
+        tell(f"{table.name}: {counted(count, 'picture is', 'pictures are')} not in it: left out")
     return rows
 
 
@@ -167,15 +167,10 @@ def with_named_pictures(rows: Any, table: Path) -> Any:
 
 def _texts(rows: Any) -> dict[str, list[str]]:
     """Give the first cells of columns of text, without empty ones."""
-    names = [
-        name
-        for name, feature in rows.features.items()
-        if "string" in str(getattr(feature, "dtype", ""))
-    ]
-    if not names:
-        return {}
-    first = rows.select_columns(names)[:_MOST_PROBED]
-    cells = {name: [cell for cell in first[name] if cell] for name in names}
+    types = {name: str(getattr(item, "dtype", "")) for name, item in rows.features.items()}
+    names = [name for name, dtype in types.items() if "string" in dtype]
+    first = rows.select_columns(names)[:_MOST_PROBED] if names else {}
+    cells = {name: [*filter(None, column)] for name, column in first.items()}
     return {name: column for name, column in cells.items() if column}
 
 
@@ -190,9 +185,14 @@ def with_written_pictures(rows: Any) -> Any:
         if all(map(_WRITTEN.match, cells)):
             contents = [cell and base64.b64decode(cell.partition("base64,")[2] or cell)
                         for cell in rows[name]]  # fmt: skip
-            order = rows.column_names
-            rows = rows.remove_columns([name]).add_column(name, contents).select_columns(order)
+            rows = with_cells(rows, name, contents)
     return rows
+
+
+def with_cells(rows: Any, name: str, cells: Sequence[Any], feature: Any = None) -> Any:
+    """Replace the cells of a column, which keeps its place."""
+    replaced = rows.remove_columns([name]).add_column(name, cells, feature=feature)
+    return replaced.select_columns(rows.column_names)
 
 
 def _as_pictures(rows: Any, name: str, table: Path) -> tuple[Any, set[str]]:
@@ -208,8 +208,4 @@ def _as_pictures(rows: Any, name: str, table: Path) -> tuple[Any, set[str]]:
             raise DataError(text, "mend the path, or remove the row")
         column.append(_cell(path) if cell else None)
         files.add(os.path.normpath(path))
-    order = rows.column_names
-    rows = rows.remove_columns([name]).add_column(
-        name, column, feature=datasets.Image(decode=False)
-    )
-    return rows.select_columns(order), files
+    return with_cells(rows, name, column, datasets.Image(decode=False)), files

@@ -7,7 +7,9 @@ import re
 import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import Tensor
 from tcompress.data.column_names import plain_name
 from tcompress.data.numbers import decimals, is_missing, number
 from tcompress.data.tables import Table, kinds_of
-from tcompress.errors import DataError, first_line, listed
+from tcompress.errors import DataError, counted, first_line, listed
 from tcompress.progress import tell
 
 ARCHIVE = ".npz"
@@ -34,7 +36,7 @@ def volumes_of(cells: Sequence[Any], shapes: Sequence[Any], label: str) -> Volum
     first = None if not shapes or shapes[0] is None else tuple(shapes[0])
     for row, (cell, shape) in enumerate(zip(cells, shapes, strict=True)):
         if not isinstance(cell, bytes) or shape is None or len(cell) != prod(shape):
-            size = f"{len(cell):,} bytes" if isinstance(cell, bytes) else "no bytes"
+            size = counted(len(cell), "byte") if isinstance(cell, bytes) else "no bytes"
             hint = "give volumes of one byte (uint8) for each element, with their shape"
             raise DataError(f"row {row} of {label} has {size} for a volume of shape {shape}", hint)
         if tuple(shape) != first:
@@ -63,11 +65,8 @@ def read_archive(path: Path, split: str) -> tuple[Volumes, NDArray[np.int64]]:
     volumes, labels = contents
     labels = labels.reshape(len(labels), -1)
     if volumes.dtype != np.uint8 or labels.shape[1] != 1 or labels.dtype.kind not in "iu":
-        raise DataError(
-            f"`{path}` has {volumes.dtype} volumes and labels {labels.dtype} of shape "
-            f"{labels.shape}",
-            hint="give volumes of uint8, and one class id for each",
-        )
+        what = f"{volumes.dtype} volumes and labels {labels.dtype} of shape {labels.shape}"
+        raise DataError(f"`{path}` has {what}", "give volumes of uint8, and one class id for each")
     return volumes, labels[:, 0].astype(np.int64)
 
 
@@ -88,6 +87,7 @@ _DATES = {"date", "datetime", "timestamp", "time", "ds", "datehour", "utctimesta
 _DAYS = ("%Y/%m/%d", "%d.%m.%Y", "%d/%m/%Y", "%m/%d/%Y", "%d-%m-%Y", "%m-%d-%Y", "%d.%m.%y",
          "%m/%d/%y", "%d %b %Y", "%b %d, %Y")  # fmt: skip
 _CLOCKS = ("", " %H:%M", " %H:%M:%S", "T%H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(:\d{2})?")
 _PARTS, _SHARES = ("train", "validation", "test"), (0.7, 0.1, 0.2)
 # The series of ETTh and ETTm, which everybody cuts after 12, 4 and 4 months of 30 days.
 _ETT = frozenset({"HUFL", "HULL", "MUFL", "MULL", "LUFL", "LULL", "OT"})
@@ -151,12 +151,10 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     columns |= {name: _as_numbers(columns[name], name, kinds[name], label) for name in names}
     others = [f"`{name}` ({kinds[name]})" for name in names if columns[name] is None]
     if others or not names:
-        raise DataError(
-            f"`{label}` has columns that are no series: {', '.join(others)}"
-            if others
-            else f"`{label}` has no column beside `{DATE}`",
-            hint="every column beside `date` must hold numbers: remove the others",
-        )
+        what = "columns that are no series: " + ", ".join(others)
+        what = what if others else f"no column beside `{DATE}`"
+        hint = "every column beside `date` must hold numbers: remove the others"
+        raise DataError(f"`{label}` has {what}", hint)
     values = np.stack([_numbers(columns[name], name, label) for name in names], axis=1)
     ends = _ends(len(values), names, hours)
     if part not in _PARTS:
@@ -169,11 +167,10 @@ def windows_of(table: Table, part: str, window: tuple[int, int]) -> Windows:
     starts = np.arange(first - (context if index else 0), ends[index] - context - horizon + 1)
     starts = starts[starts >= 0]
     if not len(starts):
-        raise DataError(
-            f"the part `{part}` of `{label}` has {ends[index] - first:,} rows, too few for "
-            f"windows of {context} + {horizon}",
-            hint="give a longer series, or a model with a shorter horizon",
-        )
+        rows = counted(ends[index] - first, "row")
+        what = f"{rows}, too few for windows of {context} + {horizon}"
+        hint = "give a longer series, or a model with a shorter horizon"
+        raise DataError(f"the part `{part}` of `{label}` has {what}", hint)
     return Windows(_standardised(values, ends[0]), starts, context, horizon, names, ends[0])
 
 
@@ -181,25 +178,19 @@ def _dates(
     columns: Mapping[str, Sequence[Any]], kinds: Mapping[str, str], label: str
 ) -> tuple[set[str], NDArray[np.datetime64]]:
     """Find the columns that say when a row was, and these times in seconds."""
-    named = [name for name in columns if name == DATE]
-    named += [name for name in columns if plain_name(name) in _DATES and name not in named]
+    named = [name for name in columns if plain_name(name) in _DATES]
+    named.sort(key=lambda name: name != DATE)
     if not named:  # as the index of a table is written
         named = [name for name in columns if name.startswith("Unnamed") and kinds[name] == "text"]
     if not named:
         hint = "give a table with a column `date` and one column for each series"
         raise DataError(f"`{label}` has no column `{DATE}`; it has {listed(columns)}", hint)
     cells, date = columns[named[0]], {named[0]}
-    clock = next((name for name in named[1:] if _is_clock(columns[name])), None)
-    if clock is not None:
-        cells, date = (
-            [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)],
-            {*date, clock},
-        )
+    clocks = (name for name in named[1:] if all(map(_CLOCK.fullmatch, map(str, columns[name]))))
+    if (clock := next(clocks, None)) is not None:
+        cells = [f"{a} {b}" for a, b in zip(cells, columns[clock], strict=True)]
+        date.add(clock)
     return date, _times(cells, named[0], label)
-
-
-def _is_clock(cells: Sequence[Any]) -> bool:
-    return all(re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", str(cell)) for cell in cells)
 
 
 def _times(cells: Sequence[Any], name: str, label: str) -> NDArray[np.datetime64]:
@@ -213,19 +204,15 @@ def _times(cells: Sequence[Any], name: str, label: str) -> NDArray[np.datetime64
     except (ValueError, TypeError) as error:
         reason = first_line(error)
     read = []
-    for day in _DAYS:
-        for clock in _CLOCKS:
-            try:
-                parsed = pandas.to_datetime(pandas.Series(cells), format=day + clock)
-            except (ValueError, TypeError):
-                continue
+    for day, clock in product(_DAYS, _CLOCKS):
+        with suppress(ValueError, TypeError):
+            parsed = pandas.to_datetime(pandas.Series(cells), format=day + clock)
             read.append(parsed.to_numpy().astype("datetime64[s]"))
-    # Of days and months that may be either, those that rise.
-    read.sort(key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
     if not read:
         text = f"column `{name}` of `{label}` holds no dates ({reason})"
         raise DataError(text, "write dates as `2020-01-31 23:50:00`")
-    return read[0]
+    # Of days and months that may be either, those that rise.
+    return min(read, key=lambda times: int((np.diff(times).astype(np.int64) < 0).sum()))
 
 
 def _hours_in_order(times: NDArray[np.datetime64], label: str) -> tuple[float, bool]:
@@ -246,8 +233,7 @@ def _as_numbers(cells: Sequence[Any], name: str, kind: str, label: str) -> Seque
         return cells
     if kind != "text":
         return None
-    numbers = decimals(cells)
-    if numbers is not None:
+    if (numbers := decimals(cells)) is not None:
         return numbers
     bad = [row for row, cell in enumerate(cells) if number(cell) is None and not is_missing(cell)]
     if bad and 2 * len(bad) < len(cells):
@@ -258,9 +244,8 @@ def _as_numbers(cells: Sequence[Any], name: str, kind: str, label: str) -> Seque
 
 def _numbers(cells: Sequence[Any], name: str, label: str) -> NDArray[np.float64]:
     values = np.array([np.nan if cell is None else cell for cell in cells], dtype=np.float64)
-    if not np.isfinite(values).all():
-        count = int((~np.isfinite(values)).sum())
-        text = f"column `{name}` of `{label}` has {count:,} rows without a finite number"
+    if count := int((~np.isfinite(values)).sum()):
+        text = f"column `{name}` of `{label}` has {counted(count, 'row')} without a finite number"
         raise DataError(text, "fill them in, or remove the column")
     return values
 

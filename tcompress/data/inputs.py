@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from tcompress.models import SourceModel
 from tcompress.roles.find import text_positions
 
 IGNORED = -100  # label of tokens that are not predicted
+_FILLERS = {"labels": IGNORED, "words": IGNORED}
 
 
 def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]:
@@ -23,9 +25,7 @@ def collate(rows: Sequence[Mapping[str, Tensor]], pad: int) -> dict[str, Tensor]
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        filler = (
-            pad if name.endswith("input_ids") else IGNORED if name in ("labels", "words") else 0
-        )
+        filler = pad if name.endswith("input_ids") else _FILLERS.get(name, 0)
         if values[0].ndim == 1:
             batch[name] = pad_sequence(values, batch_first=True, padding_value=filler)
         else:
@@ -91,10 +91,8 @@ def check_texts(source: SourceModel, count: int, name: str) -> None:
     """
     reads, model = getattr(source.config, "reads_semantics", False), source.model_class.__name__
     if reads and count != 3:
-        given = "one" if count == 1 else "two"
-        text = (
-            f"`{model}` reads three texts (query, response, semantics), and `{name}` gives {given}"
-        )
+        text = f"`{model}` reads three texts (query, response, semantics), and `{name}` gives "
+        text += "one" if count == 1 else "two"
         hint = "name all three: `--columns text=COLUMN,pair=COLUMN,semantics=COLUMN`"
         raise DataError(text, hint)
     if count == 3 and not reads:
@@ -127,11 +125,10 @@ def decoder_start(source: SourceModel) -> int:
     configs = _text_configs(source.config, decoder=True)
     if (source.folder / "generation_config.json").is_file():
         configs.append(GenerationConfig.from_pretrained(source.folder))
-    for name in ("decoder_start_token_id", "bos_token_id"):
-        for config in configs:
-            token = getattr(config, name, None)
-            if isinstance(token, int):
-                return token
+    for name, config in product(("decoder_start_token_id", "bos_token_id"), configs):
+        token = getattr(config, name, None)
+        if isinstance(token, int):
+            return token
     raise DataError(
         f"the configuration in `{source.folder}` does not say which token its decoder starts with",
         hint="set `decoder_start_token_id` in `config.json`, or convert with `--calib none`",

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tcompress.data.column_names import is_usual
-from tcompress.errors import DataError, listed
+from tcompress.data.column_names import is_usual, numbered_names
+from tcompress.errors import DataError, counted, listed
 
 _START = 2**16
 _OBJECTS = re.compile(r"\s*\[\s*\{")
 _MESSAGE = (("role", "content"), ("from", "value"))  # keys of a message of a chat
+
+
+def first_value(text: str) -> Any:
+    """Parse the first line of a text by itself; None if that is no JSON."""
+    with suppress(ValueError):
+        return json.loads(text.lstrip().partition("\n")[0])
+    return None
 
 
 def as_lines(path: Path, copy: Path, name: str, split: str) -> tuple[Path, str]:
@@ -53,22 +60,18 @@ def _items(document: list[Any]) -> tuple[Iterable[Any], str]:
         any(is_usual(cell) for cell in first)
         or any(type(cell) is not str for row in document[1:] for cell in row)
     )
-    names = first if named else [f"column{number + 1}" for number in range(width)]
+    names = first if named else numbered_names(width)
     for number, row in enumerate(document, 1):
         if len(row) != width:
-            text = f"row {number} has {len(row)} cells, row 1 has {width}"
+            text = f"row {number} has {counted(len(row), 'cell')}, row 1 has {width}"
             raise DataError(f"the list of lists does not fit: {text}", "give all as many")
-    return (dict(zip(names, row, strict=True)) for row in document[named:]), "lists of cells"
+    return _with_names(names, document[named:]), "lists of cells"
 
 
 def _begins_with_list(start: str) -> bool:
     """Tell whether each line is a list, such as a chat."""
-    first, _, rest = start.lstrip().partition("\n")
-    if not rest.lstrip().startswith("["):
-        return False
-    with suppress(ValueError):
-        return isinstance(json.loads(first), list)
-    return False
+    rest = start.lstrip().partition("\n")[2].lstrip()
+    return rest.startswith("[") and isinstance(first_value(start), list)
 
 
 def _is_lines(start: str) -> bool:
@@ -76,10 +79,7 @@ def _is_lines(start: str) -> bool:
     lines = start.lstrip().split("\n")
     if len(start) >= _START and len(lines) < 2:
         return False
-    try:
-        first = json.loads(lines[0])
-    except (ValueError, IndexError):
-        return False
+    first = first_value(start)
     if not isinstance(first, dict):
         return False
     rest = any(line.strip() for line in lines[1:])
@@ -91,8 +91,7 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if not isinstance(document, dict) or not any(document.values()):
         raise DataError(f"`{name}` holds no rows", hint="give other data")
     if {*document} >= {"columns", "data"} and isinstance(document["columns"], list):
-        names = document["columns"]
-        return (dict(zip(names, row, strict=True)) for row in document["data"]), "key `data`"
+        return _with_names(document["columns"], document["data"]), "key `data`"
     values = [*document.values()]
     if any(isinstance(value, list) and value and _is_chat(value) for value in values):
         return [document], ""
@@ -113,10 +112,11 @@ def _rows(document: Any, name: str, split: str) -> tuple[Iterable[Any], str]:
     if all(isinstance(value, list) for value in values) and len({*map(len, values)}) == 1:
         if len(values) == 1 and all(isinstance(item, str) for item in values[0]):
             return ({next(iter(document)): text} for text in values[0]), "one list"
-        return _columns(document), "columns"
+        return _with_names(document, zip(*values, strict=True)), "columns"
     if all(isinstance(value, dict) for value in values):
         if all(str(key).isdigit() for value in values for key in value):
-            return _columns({key: [*value.values()] for key, value in document.items()}), "columns"
+            cells = zip(*(value.values() for value in values), strict=True)
+            return _with_names(document, cells), "columns"
         if len(values) > 1 and len({tuple(value) for value in values}) == 1:
             return values, "rows under keys of their own"
     inner = [(key, value) for key, value in document.items() if isinstance(value, dict)]
@@ -138,9 +138,8 @@ def _is_chat(value: list[Any]) -> bool:
     )
 
 
-def _columns(columns: Mapping[str, list[Any]]) -> Iterable[dict[str, Any]]:
-    for row in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, row, strict=True))
+def _with_names(names: Iterable[str], rows: Iterable[Iterable[Any]]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(names, row, strict=True)) for row in rows)
 
 
 def first_bad_line(path: Path) -> tuple[int, str] | None:

@@ -43,7 +43,7 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
     if plain_name(column) == "goldlabel":
         return _agreed(cells, where)
     if all(map(is_missing, cells)):
-        return _none(cells)
+        return Labels(NO_CLASSES, [None] * len(cells))
     kind = kinds_of(table)[column]
     inner = getattr(getattr(feature, "feature", None), "names", None)
     lists = as_lists(cells) if several and (kind in LISTS or kind == "text") else None
@@ -52,17 +52,13 @@ def read_labels(table: Table, column: str, *, several: bool) -> Labels:
     names = getattr(feature, "names", None)
     if names:
         return _of_class_labels(cells, names, where)
-    pair = _beside(table, column)
-    if pair is not None:
-        numbers, called = pair
-        places = {value: index for index, value in enumerate(called)}
-        classes = Classes(tuple(called.values()), tuple(called))
-        return Labels(classes, [places[value] for value in numbers])
+    if (labels := _beside(table, column)) is not None:
+        return labels
     if any(isinstance(cell, str) and cell for cell in cells):
         return _of_names(cells, where)
     numbers_in = {int(cell) for cell in cells if not is_missing(cell)}
     if numbers_in == {-1}:
-        return _none(cells)
+        return Labels(NO_CLASSES, [None] * len(cells))
     classes = classes_of_numbers(numbers_in, where)
     places = {value: index for index, value in enumerate(classes.numbers)}
     return Labels(classes, [None if is_missing(cell) else places[int(cell)] for cell in cells])
@@ -82,14 +78,9 @@ def _of_names(cells: Sequence[Any], where: str) -> Labels:
 def _agreed(cells: Sequence[Any], where: str) -> Labels:
     """Read what most of several people say, and a dash where they do not agree."""
     agreed = [None if cell == "-" else cell for cell in cells]
-    if missing := len(agreed) - sum(cell is not None for cell in agreed):
+    if missing := agreed.count(None):
         tell(f"{where}: {missing:,} of {len(cells):,} rows have no label that is agreed on")
     return replace(_of_names(agreed, where), partial=True)
-
-
-def _none(cells: Sequence[Any]) -> Labels:
-    ids: list[int | None] = [None] * len(cells)
-    return Labels(NO_CLASSES, ids)
 
 
 def _of_class_labels(cells: Sequence[Any], names: Sequence[str], where: str) -> Labels:
@@ -97,33 +88,33 @@ def _of_class_labels(cells: Sequence[Any], names: Sequence[str], where: str) -> 
     ids = [None if cell is None or cell < 0 else int(cell) for cell in cells]
     missing, present = ids.count(None), {*ids} - {None}
     if not present:
-        return _none(cells)
+        return Labels(NO_CLASSES, ids)
     if missing:
         tell(f"{where}: {missing:,} of {len(ids):,} rows have no label: left out")
     absent = frozenset(range(len(names))) - present
     return Labels(Classes(tuple(names), tuple(range(len(names))), absent), ids, partial=True)
 
 
-def _beside(table: Table, column: str) -> tuple[list[int], dict[int, str]] | None:
-    """Numbers and their names, of a column of one and a column of the other beside it."""
+def _beside(table: Table, column: str) -> Labels | None:
+    """Read numbers and their names, of a column of one and a column of the other beside it."""
     kinds = kinds_of(table)
     lower = {name.lower(): name for name in kinds}
-    named = [lower[form.format(column.lower())] for form in _NAMED
-             if form.format(column.lower()) in lower]  # fmt: skip
-    numbered = [
-        name
-        for name in kinds
-        if name != column and any(form.format(name.lower()) == column.lower() for form in _NAMED)
-    ]
-    pairs = [(column, name) for name in named] if "int" in kinds[column] else []
-    pairs += [(name, column) for name in numbered] if kinds[column] == "text" else []
+    pairs = [(column, lower[name]) for name in _names_beside(column) if name in lower]
+    pairs += [(name, column) for name in kinds if column.lower() in _names_beside(name)]
     for numeric, textual in pairs:
         if "int" in kinds[numeric] and kinds[textual] == "text":
             numbers = table.rows[numeric][:]
             called = _names_of_numbers(numbers, table.rows[textual][:])
             if called is not None:
-                return numbers, dict(sorted(called.items()))
+                called = dict(sorted(called.items()))
+                classes = Classes(tuple(called.values()), tuple(called))
+                places = {value: index for index, value in enumerate(called)}
+                return Labels(classes, [places[value] for value in numbers])
     return None
+
+
+def _names_beside(column: str) -> list[str]:
+    return [form.format(column.lower()) for form in _NAMED]
 
 
 def _names_of_numbers(numbers: Sequence[Any], names: Sequence[Any]) -> dict[int, str] | None:
@@ -204,18 +195,15 @@ def _of_marks(marks: Sequence[Sequence[Any] | None], names: Sequence[str] | None
 
 def _of_columns(table: Table, columns: Sequence[str]) -> Labels:
     """Read columns of 0 and 1, one for each class."""
-    marks: dict[str, Sequence[Any]] = {}
-    for name in columns:
-        cells = table.rows[name][:]
+    marks = {name: table.rows[name][:] for name in columns}
+    for name, cells in marks.items():
         if not holds_marks(cells):
             raise DataError(
                 f"column `{name}` of `{table.label}` does not say with 0 or 1 whether a row has "
                 "this label",
                 "name columns of 0 and 1, or one column of labels",
             )
-        marks[name] = cells
-    rows = [[float(cell) for cell in row] for row in zip(*marks.values(), strict=True)]
-    read = _of_marks(rows, [*marks])
+    read = _of_marks([*zip(*marks.values(), strict=True)], [*marks])
     return _of_one(Labels(replace(read.classes, numbers=()), read.ids))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.progress import tell
 
 _NUMBER = re.compile(r"(?:label[_ ]?)?(\d+)", re.IGNORECASE)
@@ -74,8 +74,7 @@ def classes_of_numbers(values: set[int], where: str) -> Classes:
     return classes
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """Labels of a head that the classes of data are, and how that was found."""
 
     labels: tuple[int, ...]  # of each class by its id; -1 for one that no example has
@@ -108,8 +107,8 @@ def matched(labels: Sequence[str], classes: Classes, data: str) -> Match:
         return _match(classes, [places[name] for name in called], "name")
     if len(labels) < len(names):
         raise DataError(
-            f"the model's head has {len(labels)} {'label' if len(labels) == 1 else 'labels'}, but "
-            f"`{data}` has {len(names)} classes ({few(names)})",
+            f"the model's head has {counted(len(labels), 'label')}, but `{data}` has {len(names)} "
+            f"classes ({few(names)})",
             "give a model that was trained on this task, or name another label column",
         )
     shared = {name for name in called if isinstance(name, str) and is_clear and name in places}
@@ -138,7 +137,7 @@ def _by_number(labels: Sequence[str], classes: Classes, data: str) -> Match:
     """Match numbers with those in names (`2 stars`), with ids, or with ids from 1."""
     names = [classes.names[index] for index in classes.used]
     numbers = [classes.numbers[index] for index in classes.used]
-    count, called = len(labels), [_called(name) for name in labels]
+    count, called = len(labels), [*map(_called, labels)]
     inner = [_inner_number(name) for name in labels]
     of_names = are_numbers(names) and not are_numbers(labels) and None not in inner
     if of_names and len({*inner}) == count and {*numbers} <= {*inner}:
@@ -155,8 +154,8 @@ def _by_number(labels: Sequence[str], classes: Classes, data: str) -> Match:
         doubt = _doubt(labels, places[0], names[0], "which count from 1")
         return _match(classes, places, "number", doubt)
     raise DataError(
-        f"`{data}` has labels up to {max(numbers)}, the model's head has {count} labels "
-        f"({few(labels)})",
+        f"`{data}` has labels up to {max(numbers)}, the model's head has "
+        f"{counted(count, 'label')} ({few(labels)})",
         "give a model that was trained on this task, or write the names of its labels in place of "
         "numbers",
     )
@@ -191,7 +190,8 @@ def _change(labels: Sequence[str]) -> str:
 def _disagree(
     labels: Sequence[str], names: Sequence[str], data: str, wrong: str | None = None
 ) -> DataError:
-    text = f"the model calls its {len(labels)} labels {few(labels)}, `{data}` has {few(names)}"
+    called = f"the model calls its {counted(len(labels), 'label')} {few(labels)}"
+    text = f"{called}, `{data}` has {few(names)}"
     reason = f", and numbers `{wrong}` otherwise" if wrong else ": not the same names"
     return DataError(text + reason, _change(labels))
 

@@ -49,23 +49,15 @@ def decimals(cells: Sequence[Any]) -> list[float | None] | None:
     Where a cell has signs of thousands and of decimals, all cells have these.
     """
     texts = [cell.strip() for cell in cells if isinstance(cell, str) and not is_missing(cell)]
-    signs = {
-        (group, point)
-        for form, group, point in _GROUPED[:2]
-        for text in texts
-        if form.fullmatch(text)
-    }
+    forms = _GROUPED[:2]
+    signs = {(group, point) for form, group, point in forms if any(map(form.fullmatch, texts))}
     if signs:
         cells = _without_groups(cells, signs) or [""]
     elif has_doubtful_commas(cells):
         return None
     numbers = [number(cell) for cell in cells]
-    missing = [is_missing(cell) for cell in cells]
-    if all(missing) or any(
-        value is None and not gap for value, gap in zip(numbers, missing, strict=True)
-    ):
-        return None
-    return numbers
+    filled = [value for value, cell in zip(numbers, cells, strict=True) if not is_missing(cell)]
+    return None if not filled or None in filled else numbers
 
 
 def _without_groups(cells: Sequence[Any], signs: set[tuple[str, str]]) -> list[Any] | None:

@@ -14,9 +14,8 @@ from tcompress.progress import tell
 
 Pixels = NDArray[np.uint8]  # (height, width, channels)
 
-WHITE, BLACK = 255, 0
 _WIDEST, _NARROW = 65535.0, 4096  # white of 16 bits; what cameras of 12 bits do not reach
-_BACKGROUNDS = (WHITE, BLACK)
+_BACKGROUNDS = (255, 0)  # white, black
 
 
 def decode(data: bytes, channels: int, label: str) -> Pixels:

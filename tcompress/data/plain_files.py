@@ -89,22 +89,13 @@ def _check(path: Path, name: str, encoding: str) -> None:
             try:
                 line += decoder.decode(block, final=not block).count("\n")
             except UnicodeDecodeError as error:
-                line += _lines(error)
-                raise _undecoded(name, line, error) from error
+                read, kind = bytes(error.object), error.encoding
+                line += read[: error.start].decode(kind, errors="ignore").count("\n")
+                what = f"the byte 0x{read[error.start]:02x} does not belong to text in"
+                hint = "give the complete file, or write it in UTF-8"
+                if kind == "utf-8":
+                    convert = f"`iconv -f CP1252 -t UTF-8 {name} > NEW`"
+                    hint = f"write it in UTF-8; from an older program: {convert}"
+                raise DataError(f"`{name}`, line {line}: {what} {kind.upper()}", hint) from error
             if not block:
                 return
-
-
-def _lines(error: UnicodeDecodeError) -> int:
-    before = bytes(error.object)[: error.start]
-    return before.decode(error.encoding, errors="ignore").count("\n")
-
-
-def _undecoded(name: str, line: int, error: UnicodeDecodeError) -> DataError:
-    byte, kind = bytes(error.object)[error.start], error.encoding.upper()
-    return DataError(
-        f"`{name}`, line {line}: the byte 0x{byte:02x} does not belong to text in {kind}",
-        f"write it in UTF-8; from an older program: `iconv -f CP1252 -t UTF-8 {name} > NEW`"
-        if kind == "UTF-8"
-        else "give the complete file, or write it in UTF-8",
-    )

@@ -30,7 +30,7 @@ from tcompress.data.folders import (
 )
 from tcompress.data.json_forms import as_lines, first_bad_line
 from tcompress.data.plain_files import ending, in_utf8, unpacked
-from tcompress.errors import DataError, folder_content, listed
+from tcompress.errors import DataError, counted, folder_content, listed
 from tcompress.progress import tell
 
 BUILDERS = {
@@ -86,11 +86,10 @@ def read_local(path: Path, split: str, cache: Path) -> tuple[Any, bool]:
         hint = f"give a folder of images, or of files that end in {listed(BUILDERS)}"
         raise DataError(f"`{path}` has no data files; it holds {folder_content(path)}", hint)
     if packed or _is_configured(path):
-        kind = "imagefolder" if packed and images >= tables else None
-        where = {"data_dir": str(linked(path, cache))} if kind else {}
-        name = kind or str(linked(path, cache))
-        rows = datasets.load_dataset(name, split=split, cache_dir=str(cache), **where)
-        return rows, kind is not None
+        of_images, link = packed and images >= tables, str(linked(path, cache))
+        name, where = ("imagefolder", link) if of_images else (link, None)
+        rows = datasets.load_dataset(name, data_dir=where, split=split, cache_dir=str(cache))
+        return rows, of_images
     chosen = files_of(path, split, of_classes=images >= tables)
     if images >= tables:
         lists = [file for file in chosen if file.name in METADATA]
@@ -131,9 +130,8 @@ def linked(path: Path, cache: Path) -> Path:
 def _is_configured(folder: Path) -> bool:
     """Tell whether a card says which files belong to which split."""
     readme = folder / "README.md"
-    if not readme.is_file():
-        return False
-    return bool(_CONFIGURED.match(readme.read_text(encoding="utf-8", errors="replace")))
+    text = readme.read_text(encoding="utf-8", errors="replace") if readme.is_file() else ""
+    return bool(_CONFIGURED.match(text))
 
 
 def read_file(path: Path, split: str, cache: Path) -> Any:
@@ -154,26 +152,27 @@ def read_file(path: Path, split: str, cache: Path) -> Any:
         plain = in_utf8(plain, cache, path.name)
         kind = kind_of_text(plain, kind, path.name)
     if kind == "tagged":
-        rows = datasets.Dataset.from_list([*tagged_rows(plain)])
-        _tell(path, rows, "lines that begin with labels")
-        return rows
-    if kind in ("csv", "tabs"):
+        rows, how = (
+            datasets.Dataset.from_list([*tagged_rows(plain)]),
+            "lines that begin with labels",
+        )
+    elif kind in ("csv", "tabs"):
         usual = "\t" if kind == "tabs" else _SEPARATORS.get(ending(path), ",")
         dialect = dialect_of(plain, path.name, usual)
         if not dialect.rows:
             raise without_rows(str(path))
         types = types_that_differ(plain, dialect)
         features = {name: datasets.Value(kind) for name, kind in types.items()}
-        how: Any = {"features": datasets.Features(features)} if features else {}
-        rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **how)
-        _tell(path, rows, dialect.words)
-        return rows
-    if kind != "json":
-        return _built(kind, plain, cache)
-    lines, where = as_lines(plain, cache / "lines.jsonl", path.name, split)
-    rows = _read_lines(lines, path, cache)
-    if where:
-        _tell(path, rows, where)
+        typed: Any = {"features": datasets.Features(features)} if features else {}
+        rows = _built("csv", plain, cache, **dialect.options, **EMPTY, **typed)
+        how = dialect.words
+    elif kind == "json":
+        lines, how = as_lines(plain, cache / "lines.jsonl", path.name, split)
+        rows = _read_lines(lines, path, cache)
+    else:
+        rows, how = _built(kind, plain, cache), ""
+    if how:
+        _tell(path, rows, how)
     return rows
 
 
@@ -204,7 +203,7 @@ def _tell(path: Path, rows: Any, how: str) -> None:
     names = ", ".join(f"`{name}`" for name in rows.column_names[:_MOST_NAMES])
     rest = len(rows.column_names) - _MOST_NAMES
     columns = f"columns {names}" + (f" and {rest} more" if rest > 0 else "")
-    tell(f"{path.name}: {len(rows):,} rows, {how}, {columns}")
+    tell(f"{path.name}: {counted(len(rows), 'row')}, {how}, {columns}")
 
 
 def _joined(parts: Sequence[Any], files: Sequence[Path]) -> Any:

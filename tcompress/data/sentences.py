@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,7 @@ class SentenceEncoder:
 
     def reader(self, source: SourceModel, inputs: Inputs, max_length: int | None) -> TextEncoder:
         """Open what writes texts as the encoder reads them, with at most so many tokens."""
-        how = inputs, max_length
-        return TextEncoder.open(source, *how, length=self.length, lower=self.lower)
+        return TextEncoder.open(source, inputs, max_length, length=self.length, lower=self.lower)
 
     def embed(self, hidden: Tensor, mask: Tensor, skipped: int | Tensor | None = None) -> Tensor:
         """Make embeddings of (batch, tokens, d) without the first `skipped` tokens, of each."""
@@ -257,14 +257,13 @@ def _read(source: SourceModel, root: Path, *, last: bool) -> SentenceEncoder:
     )
     layers = _layers(modules, source, last=last)
     # Of no effect on cosines, which scale vectors anyway.
-    normalized = bool(layers) and layers[-1] is unit_length and encoder.similarity == "cosine"
-    layers = _without_last(layers) if normalized else layers
-    encoder = replace(encoder, layers=layers, normalized=normalized)
-    prompts = _prompts(root, settings)
+    normalized = layers[-1:] == (unit_length,) and encoder.similarity == "cosine"
+    while normalized and layers[-1:] == (unit_length,):
+        layers = layers[:-1]
+    prompts: dict[str, Any] = _prompts(root, settings)
     if not options.get("include_prompt", True):
-        prompts = {name: _counted(prompt, source, encoder) for name, prompt in prompts.items()}
-    default, query, document = (prompts[role] for role in ("default", "query", "document"))
-    return replace(encoder, default=default, query=query, document=document)
+        prompts = {role: _counted(prompt, source, encoder) for role, prompt in prompts.items()}
+    return replace(encoder, layers=layers, normalized=normalized, **prompts)
 
 
 def _modules(root: Path) -> list[tuple[str, Path]]:
@@ -332,20 +331,8 @@ def _layers(modules: list[tuple[str, Path]], source: SourceModel, *, last: bool)
             f"transformer, which are not known here; known are {', '.join(_READERS)}",
             _HINT,
         )
-    layers: list[Callable[[Tensor], Tensor]] = []
-    for kind, folder in modules:
-        if kind in unknown:
-            break
-        if kind in _READERS:
-            layers.append(_READERS[kind](folder))
-    return tuple(layers)
-
-
-def _without_last(layers: Layers) -> Layers:
-    """Leave out what scales to length 1 at the end."""
-    while layers and layers[-1] is unit_length:
-        layers = layers[:-1]
-    return layers
+    readable = takewhile(lambda module: module[0] not in unknown, modules)
+    return tuple(_READERS[kind](folder) for kind, folder in readable if kind in _READERS)
 
 
 def _dense(folder: Path) -> Dense:
@@ -424,9 +411,8 @@ def _counted(prompt: Prompt, source: SourceModel, encoder: SentenceEncoder) -> P
     """Counts the tokens of a prompt, without the one that ends a text."""
     if not prompt.text:
         return prompt
-    tokenizer = load_tokenizer(
-        source.folder, trust_remote_code=source.trust_remote_code, lower=encoder.lower
-    )
+    trust = source.trust_remote_code
+    tokenizer = load_tokenizer(source.folder, trust=trust, lower=encoder.lower)
     ids = tokenizer(prompt.text)["input_ids"]
     ends = bool(ids) and ids[-1] in tokenizer.all_special_ids
     return replace(prompt, tokens=len(ids) - ends)

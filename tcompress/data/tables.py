@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from tcompress.data.copy_task import COPY, copy_rows
 from tcompress.data.folders import IMAGES
 from tcompress.data.plain_files import ending
 from tcompress.data.readers import BUILDERS, read_local, without_rows
-from tcompress.errors import DataError, after_colon, first_line, listed
+from tcompress.errors import DataError, after_colon, counted, first_line, listed
 from tcompress.models.names import cached_where_unreachable, expanded, is_path, missing_path
 from tcompress.progress import tell
 
@@ -63,8 +64,8 @@ def opened(name: str, split: str) -> Iterator[Table]:
             raise
         except Exception as error:
             # Builders, readers of file formats and the hub client each raise their own classes.
-            full = _full(str(path) if local else name, cache, error)
-            raise full or _explanation(str(path) if local else name, error) from error
+            shown = str(path) if local else name
+            raise _full(shown, cache, error) or _explanation(shown, error) from error
         if not len(rows):
             raise without_rows(name)
         for column, feature in rows.features.items():
@@ -77,7 +78,7 @@ def opened(name: str, split: str) -> Iterator[Table]:
 def _flat(rows: Any) -> Any:
     """Make columns of the parts of objects, such as `translation.en`; not of chats and pictures."""
     objects = [name for name, feature in rows.features.items() if isinstance(feature, dict)]
-    separate = [name for name in objects if {*rows.features[name]} & {"bytes"}]
+    separate = [name for name in objects if "bytes" in rows.features[name]]
     separate += [name for name in objects if any(map(is_chat, rows[:1][name]))]
     pictures = any(not isinstance(f, dict) and hasattr(f, "decode") for f in rows.features.values())
     return rows if not objects or separate or pictures else rows.flatten()
@@ -115,12 +116,11 @@ def _full(name: str, cache: str, error: BaseException) -> DataError | None:
     """Says that the folder that data is copied to is full, if that is why it cannot be read."""
     cause: BaseException | None = error
     while cause is not None:
-        is_full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        text = str(cause)
         if not cache and isinstance(cause, OSError):
             reason = first_line(cause)
             hint = "set `TMPDIR` to a folder that can be written to"
             return DataError(f"`{name}` cannot be copied to a temporary folder ({reason})", hint)
+        is_full, text = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT), str(cause)
         if is_full or "No space left on device" in text or "Not enough disk space" in text:
             folder = Path(cache).parent
             what = f"`{name}` is copied to `{folder}` while it is read, and that folder is full"
@@ -199,7 +199,7 @@ def columns_of(
                 f"but `{model}` takes {_words(useful_kinds)}",
                 hint=f"name other columns; there are {listed(kinds)}",
             )
-    usable = list(named)
+    usable = [*named]
     if not named:
         sampler = _sampler(table)
         useful = {kind: [name for name in uses if uses[name] == kind] for kind in useful_kinds}
@@ -209,7 +209,7 @@ def columns_of(
     chosen: dict[Kind, tuple[str, ...]] = {
         kind: tuple(name for name in usable if uses[name] == kind) for kind in sorted(useful_kinds)
     }
-    if not any(chosen.get(kind) for kind in needed):
+    if not any(map(chosen.get, needed)):
         columns = ", ".join(f"`{name}` ({kind})" for name, kind in kinds.items())
         raise DataError(
             f"`{model}` takes {_words(needed)}, but no column of `{table.label}` looks like that; "
@@ -238,14 +238,10 @@ def kinds_of(table: Table) -> dict[str, str]:
     maybe = [name for name, kind in kinds.items() if kind in ("text", "list", "dict", "json")]
     if maybe:
         first = table.rows.select_columns(maybe)[:_PROBED_CHATS]
-        kinds |= {name: "chat" for name in maybe if _holds_chats(first[name])}
+        filled = {name: [*filter(None, first[name])] for name in maybe}
+        chats = [name for name, cells in filled.items() if cells and all(map(is_chat, cells))]
+        kinds |= dict.fromkeys(chats, "chat")
     return kinds
-
-
-def _holds_chats(cells: Sequence[Any]) -> bool:
-    """Tell whether cells that are not empty are chats."""
-    filled = [cell for cell in cells if cell]
-    return bool(filled) and all(map(is_chat, filled))
 
 
 def text_columns(table: Table, names: Sequence[str]) -> list[str]:
@@ -283,7 +279,7 @@ def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
     hashes: set[bytes] = set()
-    for item in (item for item in items if item):
+    for item in filter(None, items):
         same = item.strip().encode() if isinstance(item, str) else item
         key = hashlib.sha256(same).digest()
         if key not in hashes:
@@ -337,6 +333,14 @@ def content(cell: Any, row: int | None = None) -> str | bytes | None:
     return cell or None
 
 
+def all_empty(table: Table, columns: str) -> DataError:
+    """Say that nothing is in the columns of a table."""
+    rows = f"all {len(table.rows)} rows of `{table.label}` are"
+    rows = rows if len(table.rows) > 1 else f"the only row of `{table.label}` is"
+    hint = "name other columns in `calibration.columns`, or give other data"
+    return DataError(f"{rows} empty in the columns {columns}", hint)
+
+
 def check_column(table: Table, kinds: Mapping[str, str], name: str) -> None:
     """Refuse a column that is not there."""
     if name not in kinds:
@@ -360,8 +364,7 @@ def _looks_like_images(cells: list[Any]) -> bool:
     for cell in cells:
         if isinstance(cell, dict) and cell.get("path") and not cell.get("bytes"):
             return True
-        data = content(cell)
-        if data:
+        if data := content(cell):
             return isinstance(data, bytes) and data.startswith(_MAGIC)
     return False
 
@@ -413,11 +416,9 @@ def with_listed_texts(table: Table) -> Table:
     for name in names:
         cells = [cell for cell in rows[name] if cell]
         words = all(len(item.split()) <= 1 for cell in cells[:_PROBED_ROWS] for item in cell)
-        texts += (
-            [" ".join(cell) for cell in cells] if words else [text for c in cells for text in c]
-        )
+        texts += [" ".join(cell) for cell in cells] if words else [*chain.from_iterable(cells)]
     name = "+".join(names)
-    tell(f"{table.label}: {len(texts):,} texts in the lists of {listed(names)}")
+    tell(f"{table.label}: {counted(len(texts), 'text')} in the lists of {listed(names)}")
     return replace(table, rows=type(rows).from_dict({name: texts}))
 
 

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tcompress.data.calibration import builtin_texts
+from tcompress.data.calibration import builtin_texts, label_among
 from tcompress.data.chats import ChatWriter
 from tcompress.data.inputs import inputs_of
-from tcompress.data.tables import Kind, Table, columns_of, content, opened
-from tcompress.errors import DataError, listed
+from tcompress.data.tables import Kind, Table, all_empty, columns_of, content, opened
+from tcompress.errors import listed
 from tcompress.models import SourceModel
 from tcompress.options.convert_options import Calibration
 
 _ROWS = 1000  # read at a time
 
 
-@dataclass(frozen=True)
-class WholeTexts:
+class WholeTexts(NamedTuple):
     """All texts of one source of data; to be read before the next source is asked for."""
 
     name: str  # such as `train.csv:text`
-    count: int  # of its rows
+    rows: int
     chunks: Iterator[list[list[str]]]  # some rows at a time, each with its texts
 
     @classmethod
@@ -40,21 +37,14 @@ class WholeTexts:
                 yield cls("builtin text", len(texts), iter([[[text] for text in texts]]))
                 continue
             with opened(name, options.split) as table:
-                has, single = {*table.rows.column_names}, len(options.source) == 1
+                has, single = table.rows.column_names, len(options.source) == 1
                 named = [column for column in options.columns if column in has or single]
                 columns = columns_of(table, named, kinds, {"text"}, model)["text"]
-                label = _label(name, table, options)
+                label = label_among(options.source, name, table.label)
                 if table.rows.info.builder_name != "text":
                     label += f":{','.join(columns)}"
                 chunks = _chunks(table, columns, ChatWriter(tokenizer, table.label))
                 yield cls(label, len(table.rows), chunks)
-
-
-def _label(name: str, table: Table, options: Calibration) -> str:
-    """Name a source; files of equal name by their folders too."""
-    alike = [Path(source).name for source in options.source].count(Path(name).name) > 1
-    folder = Path(name).expanduser().resolve().parent.name
-    return f"{folder}/{table.label}" if alike else table.label
 
 
 def _chunks(
@@ -69,7 +59,4 @@ def _chunks(
         empty = empty and not any(map(any, texts))
     writer.close()
     if empty:
-        raise DataError(
-            f"all {len(rows)} rows of `{table.label}` are empty in the columns {listed(columns)}",
-            hint="name other columns in `calibration.columns`, or give other data",
-        )
+        raise all_empty(table, listed(columns))

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcompress.artifact.manifest import AttentionMap
-from tcompress.evaluation.task_base import EvaluationTask, Row
+from tcompress.evaluation.task_base import EvaluationTask
 
 _MOST = 32  # queries, and keys: more are not readable in a picture
 _DIGITS = 4
@@ -20,7 +20,7 @@ def attention_map(model: PreTrainedModel, task: EvaluationTask) -> AttentionMap 
     Of a model that reads three texts, rows are tokens of the query and columns those of memory.
     None where the task reads no rows of tokens, or no attention returns weights.
     """
-    rows: list[Row] = list(getattr(task.prepared, "rows", ()))
+    rows = task.prepared.rows
     if not rows:
         return None
     batch = {name: value[None].to(model.device) for name, value in rows[0].items()}

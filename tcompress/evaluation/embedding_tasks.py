@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
 from tcompress.data.sentences import Prompt, SentenceEncoder
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner
 from tcompress.models import SourceModel
@@ -22,8 +21,7 @@ from tcompress.models import SourceModel
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
 
 
-def _no_indices() -> Tensor:
-    return torch.empty(0, dtype=torch.long)
+_NONE = torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,11 +31,10 @@ class TextPairs(Prepared):
     Rows are of the distinct texts, or of pairs that a head reads together, candidate by candidate.
     """
 
-    rows: Sequence[Row] = ()
-    first: Tensor = field(default_factory=_no_indices)  # rows of first texts: (pairs,)
-    documents: Tensor = field(default_factory=_no_indices)  # rows of distinct second texts
-    candidates: Tensor = field(default_factory=_no_indices)  # among these: (pairs, candidates)
-    skipped: Tensor = field(default_factory=_no_indices)  # tokens that pooling skips, of each row
+    first: Tensor = _NONE  # rows of first texts: (pairs,)
+    documents: Tensor = _NONE  # rows of distinct second texts
+    candidates: Tensor = _NONE  # among these: (pairs, candidates)
+    skipped: Tensor = _NONE  # tokens that pooling skips, of each row
 
 
 class _PairTask(EvaluationTask):
@@ -46,11 +43,16 @@ class _PairTask(EvaluationTask):
     needs = Needs(texts=(2, 2))
     max_length = 256
     most_labels: ClassVar[int] = 0
+    answers_texts = True
     prepared: TextPairs
 
     @classmethod
     def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
         return SentenceEncoder.of(source)
+
+    @property
+    def sentences(self) -> SentenceEncoder:
+        return self.reader.sentences
 
     @property
     def prompts(self) -> tuple[Prompt, Prompt]:
@@ -63,10 +65,6 @@ class _PairTask(EvaluationTask):
         name = self.source.model_class.__name__
         return bool(self.most_labels) and name.endswith("ForSequenceClassification")
 
-    @property
-    def compares_texts(self) -> bool:
-        return self.reader.vocabulary is not None
-
     def prepare(self) -> TextPairs:
         columns = zip(self.prompts, self.examples.texts[:2], strict=True)
         first, second = (prompt.before(list(texts)) for prompt, texts in columns)
@@ -75,12 +73,9 @@ class _PairTask(EvaluationTask):
         candidates = self.candidates(torch.from_numpy(places_of(second, documents)), len(documents))
         pairs = TextPairs(len(first), self.reader.signature(rows), candidates=candidates)
         if self.has_head:
-            one = [text for text in first for _ in range(candidates.shape[1])]
+            count, repeated = candidates.shape[1], (first, *self.examples.texts[2:])
+            one, *thirds = ([text for text in column for _ in range(count)] for column in repeated)
             two = [documents[index] for index in candidates.flatten().tolist()]
-            count = candidates.shape[1]
-            thirds = [
-                [t for t in column for _ in range(count)] for column in self.examples.texts[2:]
-            ]
             rows = self.reader.encode(one, two, *thirds)
             truncated = self.reader.truncated(rows, one, two, *thirds)
             together = "all three texts" if thirds else "both texts"
@@ -218,8 +213,8 @@ class ResponseSelection(_PairTask):
         count = self.options.candidates or 10
         if documents < count:
             raise DataError(
-                f"`{self.examples.name}` has {documents} distinct responses, too few to choose "
-                f"among {count}",
+                f"`{self.examples.name}` has {counted(documents, 'distinct response')}, too few "
+                f"to choose among {count}",
                 "give more data, or ask for fewer: `--candidates`",
             )
         wrong = others(second.numpy(), count - 1, documents, self.options.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from tcompress.evaluation.statistics import (
     ratio,
     set_statistics,
 )
-from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner, checked
+from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Runner, checked
 from tcompress.models import SourceModel
 
 Indices = NDArray[np.int64]
@@ -38,11 +39,9 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class PreparedClasses(Prepared):
-    """Examples of classes: `match` has the label of each class, if the data has classes."""
+    """Examples of classes."""
 
-    match: Match | None = None
-    rows: Sequence[Row] = ()  # of texts
-    read_image: Callable[[Any], Tensor] | None = None  # from a decoded image to its input
+    match: Match | None = None  # the label of each class, if the data has classes
 
 
 class _ClassTask(EvaluationTask):
@@ -74,7 +73,7 @@ class _ClassTask(EvaluationTask):
         facts: dict[str, str] = {"labels_matched_by": match.by}
         notes = (match.doubt,) if match.doubt else ()
         if several != is_independent(config):
-            notes = (*notes, _several_words(several=several))
+            notes = (*notes, _OTHERWISE[several])
         if several:
             facts["decision"] = "each label by itself, at a probability of one half"
         return PreparedClasses(len(examples), facts=facts, notes=notes, match=match)
@@ -121,17 +120,14 @@ class _ClassTask(EvaluationTask):
         return []
 
 
-def _several_words(*, several: bool) -> str:
-    key = "`problem_type: multi_label_classification`"
-    if several:
-        return (
-            f"the data has several labels an example, and the model's config does not say {key}: "
-            "each of its labels is taken for a yes or no of its own"
-        )
-    return (
-        f"the model's config says {key}, and the data has one label an example: the likeliest "
-        "label counts"
-    )
+_INDEPENDENT = "`problem_type: multi_label_classification`"
+_OTHERWISE = {
+    True: "the data has several labels an example, and the model's config does not say "
+    f"{_INDEPENDENT}: each of its labels is taken for a yes or no of its own",
+    False: f"the model's config says {_INDEPENDENT}, and the data has one label an example: the "
+    "likeliest label counts",
+}
+"""Notes on data with several labels an example, or one, that a head is not made for."""
 
 
 class Classification(_ClassTask):
@@ -140,6 +136,7 @@ class Classification(_ClassTask):
     name = "classification"
     needs = Needs(texts=(1, 2), target="class", unlabelled=True, several=True)
     head = "classification"
+    answers_texts = True
 
     def prepare(self) -> PreparedClasses:
         classes, reader = super().prepare(), self.reader
@@ -147,10 +144,6 @@ class Classification(_ClassTask):
         truncated = reader.truncated(rows, *self.examples.texts)
         facts = {"truncated": truncated, **classes.facts}
         return replace(classes, rows=rows, signature=reader.signature(rows), facts=facts)
-
-    @property
-    def compares_texts(self) -> bool:
-        return self.reader.vocabulary is not None
 
     def logits(self, runner: Runner) -> Tensor:
         return runner.logits(self.prepared.rows, self.reader.pad)
@@ -187,14 +180,17 @@ class ImageClassification(_GridTask):
         if not has_processor_file(self.source):
             hint = "add its `preprocessor_config.json`"
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
+        return super().prepare()
+
+    @cached_property
+    def _processed(self) -> Callable[[Any], Tensor]:
+        """From a decoded image to its input."""
         # Its file is there, so where the library for it is not, its main options are followed.
-        return replace(super().prepare(), read_image=image_reader(self.source, needed=False))
+        return image_reader(self.source, needed=False)
 
     def read(self, index: int) -> Tensor:
-        read = self.prepared.read_image
-        assert read is not None  # `prepare` has set it
-        channels = image_shape(self.source.config)[0]
-        return read(decode(self.examples.images[index], channels, f"`{self.examples.name}`"))
+        channels, name = image_shape(self.source.config)[0], f"`{self.examples.name}`"
+        return self._processed(decode(self.examples.images[index], channels, name))
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len(self.examples.classes) <= 5:

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder
-from tcompress.data.examples import Examples, Needs
-from tcompress.errors import DataError
+from tcompress.data.examples import Needs
+from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
 from tcompress.evaluation.task_base import (
     EvaluationTask,
@@ -87,10 +87,9 @@ _JOINED = {"eos": "joined with the end token", "newline": "joined with newlines"
 
 @dataclass(frozen=True)
 class Packing:
-    """Cutting texts into windows of `limit` tokens, in which every token is predicted once."""
+    """Cutting texts into windows as long as is read, in which every token is predicted once."""
 
     encoder: TextEncoder
-    limit: int
     joined: Literal["eos", "newline", "none"]
     start: tuple[int, ...]  # tokens that the tokenizer writes before every text
     end: tuple[int, ...]  # the token that ends a text, if there is one
@@ -100,8 +99,7 @@ class Packing:
         """Read the tokens at both ends of a text; without an end token newlines join texts."""
         end = () if reader.encoder.end is None else (reader.encoder.end,)
         joined: Literal["eos", "newline", "none"] = "newline" if pack == "eos" and not end else pack
-        start = tuple(_starting_tokens(reader.tokenizer))
-        return cls(reader.encoder, reader.limit, joined, start, end)
+        return cls(reader.encoder, joined, tuple(_starting_tokens(reader.tokenizer)), end)
 
     @property
     def context(self) -> int:
@@ -114,12 +112,13 @@ class Packing:
         start = "its own start token" if self.start else "the last token of the one before"
         return (
             f"texts {_JOINED.get(self.joined, 'each on its own')}, cut into windows of "
-            f"{self.limit} tokens that begin with {start}; every other token is predicted once"
+            f"{self.encoder.limit} tokens that begin with {start}; every other token is predicted "
+            "once"
         )
 
     def windows(self, texts: Sequence[str]) -> Iterator[Row]:
         """Yield windows; the last one of a stream may be short."""
-        size = self.limit - self.context
+        size = self.encoder.limit - self.context
         for stream in self._streams(texts):
             # Without start tokens a window begins with the last token of the one before.
             ids = stream if self.start else [*self.end, *stream]
@@ -129,15 +128,13 @@ class Packing:
                 yield {"input_ids": row, "attention_mask": torch.ones_like(row)}
 
     def _streams(self, texts: Sequence[str]) -> Iterator[list[int]]:
-        if self.joined == "newline":
-            yield from self._tokens(["\n".join(texts)])
-        elif self.joined == "none":
-            yield from self._tokens(texts)
-        else:
-            stream: list[int] = []
-            for ids in self._tokens(texts):
-                stream += [*self.end, *ids] if stream else ids
-            yield stream
+        if self.joined != "eos":
+            yield from self._tokens(["\n".join(texts)] if self.joined == "newline" else texts)
+            return
+        stream: list[int] = []
+        for ids in self._tokens(texts):
+            stream += [*self.end, *ids] if stream else ids
+        yield stream
 
     def _tokens(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Yield the tokens of texts, without those that the tokenizer adds."""
@@ -163,11 +160,16 @@ def _starting_tokens(tokenizer: Any) -> list[int]:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenWindows(Prepared):
+class PredictedTokens(Prepared):
+    """Texts of which tokens are predicted."""
+
+    counts: Array = field(default_factory=lambda: np.empty(0))  # of these tokens: (units,)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenWindows(PredictedTokens):
     """Texts in windows."""
 
-    rows: Sequence[Row] = ()
-    counts: Array = field(default_factory=lambda: np.empty(0))  # of predicted tokens: (windows,)
     context: int = 1  # tokens at the start of each window that are not predicted
     bytes: int = 0  # of all texts
 
@@ -190,7 +192,11 @@ class Perplexity(EvaluationTask):
         if reader.limit <= packing.context:
             hint = f"give `--max-length` more than {packing.context}"
             raise DataError(f"windows of {reader.limit} tokens leave nothing to predict", hint)
-        texts = _chats(reader, examples) if examples.chats else examples.texts[0]
+        texts = examples.texts[0]
+        if examples.chats:  # as the model's own template writes them
+            writer = ChatWriter(reader.tokenizer, examples.name)
+            texts = [writer(cell) or "" for cell in examples.chats]
+            writer.close()
         texts = [text for text in texts if text or pack == "newline"]
         rows = list(packing.windows(texts))
         if not rows:
@@ -208,17 +214,10 @@ class Perplexity(EvaluationTask):
         notes: tuple[str, ...] = ()
         if unknown := _unknown_tokens(reader, packing, rows):
             facts["unknown_tokens"] = unknown
-            notes = (f"{unknown:,} tokens stand for text that the tokenizer does not know",)
-        return TokenWindows(
-            len(rows),
-            reader.signature(rows),
-            facts,
-            notes,
-            rows=rows,
-            counts=counts,
-            context=packing.context,
-            bytes=size,
-        )
+            tokens = counted(unknown, "token stands", "tokens stand")
+            notes = (f"{tokens} for text that the tokenizer does not know",)
+        signature, context = reader.signature(rows), packing.context
+        return TokenWindows(len(rows), signature, facts, notes, rows, counts, context, size)
 
     def run(self, runner: Runner, reference: Any) -> Measured:
         prepared = self.prepared
@@ -229,9 +228,13 @@ class Perplexity(EvaluationTask):
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             logits = runner.model(**batch, **options).logits
             for index, scores, ids in zip(chosen, logits, batch["input_ids"], strict=True):
-                rows = slice(first - 1, first - 1 + counts[index])
-                losses[index] = _window_loss(scores[rows], ids[first:][: counts[index]])
-                compared.add(index, scores[rows])
+                guessed = scores[first - 1 :][: counts[index]]
+                truth = ids[first:][: counts[index]]
+                # One window at a time: the logits of a large vocabulary take much memory.
+                parts = checked(cross_entropy(guessed.float(), truth, reduction="none"))
+                # On the CPU, since not all devices have float64.
+                losses[index] = float(parts.cpu().sum(dtype=torch.float64))
+                compared.add(index, guessed)
         # Windows have about as many bytes as their share of the tokens says.
         sizes = counts * (prepared.bytes / counts.sum())
         tokens: Any = {"higher_is_better": False, "per_token": True}
@@ -244,14 +247,6 @@ class Perplexity(EvaluationTask):
         return Measured(statistics, compared.likeliest)
 
 
-def _chats(reader: TextReader, examples: Examples) -> list[str]:
-    """Chats as the model's own template writes them."""
-    writer = ChatWriter(reader.tokenizer, examples.name)
-    texts = [writer(cell) or "" for cell in examples.chats]
-    writer.close()
-    return texts
-
-
 def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -> int:
     """Count the tokens that stand for text without any of its own."""
     token = reader.tokenizer.unk_token_id
@@ -260,27 +255,15 @@ def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -
     return sum(int((row["input_ids"] == token).sum()) for row in rows)
 
 
-def _window_loss(scores: Tensor, truth: Tensor) -> float:
-    """Loss of one window at a time: the logits of a large vocabulary take much memory."""
-    losses = cross_entropy(scores.float(), truth, reduction="none")
-    return float(checked(losses).cpu().sum(dtype=torch.float64))  # not all devices have it
-
-
 _SHARE = 0.15
 
 
 @dataclass(frozen=True, eq=False)
-class MaskedRows(Prepared):
+class MaskedRows(PredictedTokens):
     """Texts with hidden tokens."""
 
-    rows: Sequence[Row] = ()
     positions: Sequence[Tensor] = ()  # hidden ones, of each text
     truth: Sequence[Tensor] = ()  # tokens at these
-
-    @property
-    def counts(self) -> Array:
-        """Number of hidden tokens of each text.  # (texts,)."""
-        return np.array([len(at) for at in self.positions])
 
 
 class MaskedLM(EvaluationTask):
@@ -302,12 +285,12 @@ class MaskedLM(EvaluationTask):
         texts = self.examples.texts[0]
         rows = self.reader.encode(texts)
         positions = _positions(rows, list(tokenizer.all_special_ids), self.options.seed)
-        masked = sum(map(len, positions))
-        if not masked:
+        counts = np.array([*map(len, positions)])
+        if not counts.any():
             what = f"the texts of `{self.examples.name}` have no words to hide"
             raise DataError(what, "give longer texts")
         facts: Mapping[str, Any] = {
-            "masked": masked,
+            "masked": int(counts.sum()),
             "masking": f"{_SHARE:.0%} of the tokens of a text, at least one; all become the mask",
             "truncated": self.reader.truncated(rows, texts),
         }
@@ -319,6 +302,7 @@ class MaskedLM(EvaluationTask):
                 {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
                 for row, at in zip(rows, positions, strict=True)
             ],
+            counts=counts,
             positions=positions,
             truth=[row["input_ids"][at] for row, at in zip(rows, positions, strict=True)],
         )

@@ -18,7 +18,7 @@ from tcompress.artifact.manifest import environment, record, record_map, record_
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
-from tcompress.errors import DataError, InputError, Problems
+from tcompress.errors import DataError, InputError, Problems, counted
 from tcompress.evaluation.attention_maps import attention_map
 from tcompress.evaluation.embedding_tasks import ResponseSelection, Retrieval, Similarity
 from tcompress.evaluation.labelled_tasks import (
@@ -132,14 +132,12 @@ class _Measurement:
                 f"give a smaller `--batch-size` than {size}, or a smaller `--max-length`",
             ) from error
         seconds = time.perf_counter() - start
-        draws = (task.prepared.signature, options.bootstrap, options.seed)
-        predicted = (measured.predictions, task.labels)
-        numbers = Baseline.of(name, measured.statistics, task.examples.name, *draws, *predicted)
+        numbers = Baseline.of(name, measured, task)
         protocol = self._protocol(data, task, model)
         if runtime != "torch":
             protocol["runtime"] = runtime
         metrics = metrics_of(measured.statistics, numbers, baseline, protocol)
-        notes = task.notes
+        notes = [*task.prepared.notes]
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         if options.attention_map and runtime == "torch":
@@ -181,7 +179,7 @@ class _Measurement:
             "device": str(self.device),
             "seed": options.seed,
             "bootstrap": options.bootstrap,
-            **task.facts,
+            **task.prepared.facts,
             "versions": {"tcompress": tcompress.__version__, **environment()},
         }
 
@@ -224,7 +222,8 @@ def evaluate(
     compares = measured is not None or len(names) * len(options.runtime) > 1
     sets = _examples(options, task, [*sources.values()], compares=compares)
     if measured and len(measured) != len(sets):
-        text = f"the baseline was measured on {len(measured)} sets, these are {len(sets)}"
+        sets_of = counted(len(measured), "set")
+        text = f"the baseline was measured on {sets_of}, these are {len(sets)}"
         raise InputError(text, "measure it on the same data")
     length = _common_length(task, sets.values(), sources.values(), options)
     runs = [(name, runtime) for name in names for runtime in options.runtime]
@@ -310,10 +309,9 @@ def _common_length(
         with _about(source):
             for examples in sets:
                 task.check(source, examples)
-            sentences = task.sentences_of(source)
             if task.max_length is not None:
-                reader = task.reader_of(source, None, options, sentences)
-                lengths += [] if sentences.stated else [reader.limit]
+                reader = task.reader_of(source, options)
+                lengths += [] if reader.sentences.stated else [reader.limit]
     return min(lengths, default=None)
 
 

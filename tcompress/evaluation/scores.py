@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from tcompress.artifact.averages import Mean, means_of, set_of
 from tcompress.artifact.manifest import Difference, Metric
 from tcompress.errors import InputError
 from tcompress.evaluation.statistics import Array, Statistic, interval, resampled
+from tcompress.evaluation.task_base import EvaluationTask, Measured
 
 
 @dataclass(frozen=True)
@@ -29,29 +30,23 @@ class Baseline:
     labels: Sequence[str] = ()  # of the columns of predictions, where they have names
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        statistics: Sequence[Statistic],
-        data: str,
-        signature: str,
-        times: int,
-        seed: int,
-        predictions: Any = None,
-        labels: Sequence[str] = (),
-    ) -> Baseline:
+    def of(cls, name: str, measured: Measured, task: EvaluationTask) -> Baseline:
         """Compute numbers and resamples; fail where a number is not defined for this model."""
+        statistics, options = measured.statistics, task.options
         values = [statistic.value() for statistic in statistics]
         for statistic, value in zip(statistics, values, strict=True):
             if not math.isfinite(value):
                 raise InputError(
-                    f"`{statistic.name}` of `{name}` is not defined on `{data}` ({value})",
+                    f"`{statistic.name}` of `{name}` is not defined on `{task.examples.name}` "
+                    f"({value})",
                     "give more examples; a model that answers everything alike has no correlation",
                 )
         units = [statistic.units for statistic in statistics]
         # One example alone has nothing to draw from, nor has a model without numbers.
-        draws = resampled(statistics, times if units[0] > 1 else 0, seed) if units else []
-        return cls(name, values, draws, units, signature, predictions, labels)
+        times = options.bootstrap if units and units[0] > 1 else 0
+        draws = resampled(statistics, times, options.seed) if units else []
+        predicted = measured.predictions, task.labels
+        return cls(name, values, draws, units, task.prepared.signature, *predicted)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -193,7 +188,6 @@ def _set_document(scores: Sequence[ModelScores], index: int) -> dict[str, Any]:
 
 
 def _plain(metric: Metric) -> dict[str, Any]:
-    """Make plain data of a number."""
     hidden = {"protocol", "mean_ratio"}
     return {**metric.model_dump(exclude=hidden), "ratio": metric.ratio}
 
@@ -203,8 +197,7 @@ def same_measurement(metric: Metric) -> tuple[object, ...]:
     return (metric.name, *set_of(metric))
 
 
-@dataclass(frozen=True)
-class Threshold:
+class Threshold(NamedTuple):
     """A bound on the main number of a task, or a factor of the baseline's if it is `relative`."""
 
     value: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -15,31 +16,12 @@ from transformers import PreTrainedModel
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import IGNORED, longest_text
 from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
-from tcompress.evaluation.language_modeling import Compared
-from tcompress.evaluation.statistics import Array, ratio
-from tcompress.evaluation.task_base import (
-    EvaluationTask,
-    Measured,
-    Prepared,
-    Row,
-    Runner,
-    checked,
-)
+from tcompress.evaluation.language_modeling import Compared, PredictedTokens
+from tcompress.evaluation.statistics import ratio
+from tcompress.evaluation.task_base import EvaluationTask, Measured, Row, Runner, checked
 from tcompress.models import SourceModel
 
 _SPARE = 8  # tokens that may be generated beyond the longest target: texts that go on are wrong
-
-
-@dataclass(frozen=True, eq=False)
-class SourcesTargets(Prepared):
-    """Pairs of texts as a model's inputs, with labels."""
-
-    rows: Sequence[Row] = ()
-
-    @property
-    def counts(self) -> Array:
-        """Number of tokens of each target.  # (pairs,)."""
-        return np.array([len(row["labels"]) for row in self.rows])
 
 
 @dataclass(frozen=True)
@@ -54,8 +36,8 @@ class Generating:
     ignored: Collection[int]  # tokens that begin, end or fill up texts
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tokens: int, special: Collection[int]) -> Generating:
-        """Set so many tokens as the limit; `special` ones of the tokenizer count as no text."""
+    def of(cls, model: PreTrainedModel, tokens: int, tokenizer: Any) -> Generating:
+        """Set so many tokens as the limit; special ones of the tokenizer count as no text."""
         config: Any = deepcopy(model.generation_config)
         for name, value in {
             "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "max_new_tokens": tokens,
@@ -63,10 +45,11 @@ class Generating:
         }.items():  # fmt: skip
             setattr(config, name, value)
         names = ("decoder_start_token_id", "pad_token_id", "eos_token_id", "forced_bos_token_id")
-        named = [getattr(config, name, None) for name in names]
-        tokens_of = [item if isinstance(item, list) else [item] for item in named]
-        ignored = {token for item in (*tokens_of, special) for token in item if token is not None}
-        return cls(model, config, ignored)
+        special = [getattr(config, name, None) for name in names]
+        kinds = ("pad", "bos", "eos", "cls", "sep")
+        special += [getattr(tokenizer, f"{kind}_token_id", None) for kind in kinds]
+        tokens_of = [item if isinstance(item, list) else [item] for item in special]
+        return cls(model, config, {*chain.from_iterable(tokens_of)} - {None})
 
     def texts(self, batch: Row) -> Iterator[list[int]]:
         """Yield the tokens of each text, without those that begin, end or fill up."""
@@ -76,7 +59,6 @@ class Generating:
             yield self.plain(row)
 
     def plain(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens of a text alone."""
         return [token for token in tokens if token not in self.ignored]
 
 
@@ -86,25 +68,24 @@ class Seq2Seq(EvaluationTask):
     name = "seq2seq"
     needs = Needs((2, 2), generates=True)
     head = "seq2seq"
-    prepared: SourcesTargets
+    prepared: PredictedTokens
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
         check_seq2seq(source)
         super().check(source, examples)
 
-    def prepare(self) -> SourcesTargets:
+    def prepare(self) -> PredictedTokens:
         (sources, targets), reader = self.examples.texts, self.reader
         writer = SourceTargetEncoder.of(self.source, reader.encoder)
         rows = writer.rows(sources, targets, self.examples.name)
-        facts: dict[str, Any] = {
-            "targets": int(sum(len(row["labels"]) for row in rows)),
-            "truncated": reader.truncated(rows, sources),
-        }
+        counts = np.array([len(row["labels"]) for row in rows])
+        facts: dict[str, Any] = {"targets": int(counts.sum())}
+        facts["truncated"] = reader.truncated(rows, sources)
         if self._generates:
             facts["decoding"] = "greedy, else as the model's generation config says"
         both = [{"input_ids": torch.cat([row["input_ids"], row["labels"]])} for row in rows]
-        return SourcesTargets(len(rows), reader.signature(both), facts, rows=rows)
+        return PredictedTokens(len(rows), reader.signature(both), facts, (), rows, counts)
 
     @property
     def _generates(self) -> bool:
@@ -114,7 +95,12 @@ class Seq2Seq(EvaluationTask):
         prepared, counts = self.prepared, self.prepared.counts
         hits, losses, same = (np.zeros(prepared.units) for _ in range(3))
         compared = Compared(prepared.units, reference, self.reader.vocabulary)
-        generating = self._generating(runner.model, int(counts.max())) if self._generates else None
+        generating = None
+        if self._generates:
+            longest = int(counts.max()) + _SPARE
+            limit = longest_text(self.source, self.reader.encoder.inputs)
+            tokens = longest if limit is None else min(longest, limit)
+            generating = Generating.of(runner.model, tokens, self.reader.tokenizer)
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             labels = batch.pop("labels")
             logits = runner.model(**batch, use_cache=False).logits
@@ -134,11 +120,3 @@ class Seq2Seq(EvaluationTask):
         ]
         statistics += [] if generating is None else [ratio("exact_match", same)]
         return Measured([*statistics, *compared.statistics(counts)], compared.likeliest)
-
-    def _generating(self, model: PreTrainedModel, longest: int) -> Generating:
-        tokenizer = self.reader.tokenizer
-        names = ("pad", "bos", "eos", "cls", "sep")
-        special = [getattr(tokenizer, f"{name}_token_id", None) for name in names]
-        limit = longest_text(self.source, self.reader.encoder.inputs)
-        tokens = longest + _SPARE if limit is None else min(longest + _SPARE, limit)
-        return Generating.of(model, tokens, [token for token in special if token is not None])

@@ -112,7 +112,7 @@ def ratio(
     top: ArrayLike,
     bottom: ArrayLike | None = None,
     *,
-    finish: Callable[[Array], Array] = lambda value: value,
+    finish: Finish = lambda value: value,
     **options: bool,
 ) -> Statistic:
     """Make the number `finish(sum(top) / sum(bottom))`; without `bottom` it is a mean."""
@@ -169,12 +169,8 @@ def set_statistics(predicted: ArrayLike, true: ArrayLike) -> list[Statistic]:
     guess, truth = np.asarray(predicted, dtype=bool), np.asarray(true, dtype=bool)
     columns = [marks.astype(float) for marks in (guess & truth, guess, truth)]
     totals = np.stack([marks.sum(axis=1) for marks in columns], axis=1)
-
-    def micro(sums: Array) -> Array:
-        return np.asarray(2 * sums[:, 0] / (sums[:, 1] + sums[:, 2]))
-
     return [
-        of_sums("micro_f1", totals, micro),
+        of_sums("micro_f1", totals, lambda sums: 2 * sums[:, 0] / (sums[:, 1] + sums[:, 2])),
         of_sums("macro_f1", sparse.csr_matrix(np.hstack(columns)), _macro_f1),
         ratio("subset_accuracy", (guess == truth).all(axis=1)),
     ]

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class TextReader:
     """Texts as a model reads them, with at most `limit` tokens."""
 
     def __init__(
-        self, source: SourceModel, max_length: int | None, sentences: SentenceEncoder = PLAIN
+        self, source: SourceModel, max_length: int | None, sentences: SentenceEncoder
     ) -> None:
         hint = f"add the files of its tokenizer to `{source.folder}`, or choose another task"
         with _hinting(hint):
@@ -97,20 +96,15 @@ class TextReader:
                     "texts alone"
                 )
             self.encoder = sentences.reader(source, inputs, max_length)
-        self.tokenizer = self.encoder.tokenizer
+        self.sentences, self.tokenizer = sentences, self.encoder.tokenizer
         manifest = read_manifest(source.folder)
         self.vocabulary = None if manifest is None else manifest.plan.vocabulary
         self.limit, self.pad = self.encoder.limit, self.encoder.pad
 
-    def encode(
-        self,
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        semantics: Sequence[str] | None = None,
-    ) -> list[Row]:
+    def encode(self, *texts: Sequence[str]) -> list[Row]:
         """Write texts, or pairs of texts, or these with a third one, as inputs of the model."""
         with _hinting("put the model's own tokenizer into its folder"):
-            rows = self.encoder.encode(texts, pairs, semantics)
+            rows = self.encoder.encode(*texts)
         # An empty text still needs a place to be read at.
         empty = {"input_ids": torch.tensor([self.pad]), "attention_mask": torch.ones(1).long()}
         if any("token_type_ids" in row for row in rows):
@@ -118,39 +112,25 @@ class TextReader:
         # A decoder's inputs are left to the model, which knows how its head reads them.
         return [{name: row[name] for name in _READ if name in row} or empty for row in rows]
 
-    @cached_property
-    def dense_ids(self) -> Tensor | None:
-        """Numbers in the dense model of the tokens, where a conversion left some out."""
-        return None if self.vocabulary is None else torch.tensor(self.vocabulary.ids)
-
     def signature(self, rows: Sequence[Row]) -> str:
         """Hash all tokens; models that read the same ones have the same hash."""
-        digest, numbers = hashlib.sha256(), self.dense_ids
+        digest = hashlib.sha256()
+        # Where a conversion left tokens out, by their numbers in the dense model.
+        numbers = None if self.vocabulary is None else torch.tensor(self.vocabulary.ids)
         for row in rows:
             ids = row["input_ids"] if numbers is None else numbers[row["input_ids"]]
             digest.update(ids.numpy().tobytes() + b"|")
         return digest.hexdigest()
 
-    def truncated(
-        self,
-        rows: Sequence[Row],
-        texts: Sequence[str],
-        pairs: Sequence[str] | None = None,
-        semantics: Sequence[str] | None = None,
-    ) -> int:
+    def truncated(self, rows: Sequence[Row], *texts: Sequence[str]) -> int:
         """Count the texts, or pairs, that were longer than what was read of them."""
-        if semantics is not None:
-            room = self.limit - self.encoder.third
-            uncut = self.tokenizer(
-                list(texts), None if pairs is None else list(pairs), verbose=False
-            )
-            return sum(len(ids) > room for ids in uncut["input_ids"])
-        full = [index for index, row in enumerate(rows) if len(row["input_ids"]) >= self.limit]
+        room = self.limit - (self.encoder.third if len(texts) > 2 else 0)
+        full = [index for index, row in enumerate(rows) if len(row["input_ids"]) >= room]
         if not full:
             return 0
-        second = None if pairs is None else [pairs[index] for index in full]
-        uncut = self.tokenizer([texts[index] for index in full], second, verbose=False)
-        return sum(len(ids) > self.limit for ids in uncut["input_ids"])
+        columns = ([column[index] for index in full] for column in texts[:2])
+        uncut = self.tokenizer(*columns, verbose=False)
+        return sum(len(ids) > room for ids in uncut["input_ids"])
 
 
 @contextmanager
@@ -173,10 +153,10 @@ class Prepared:
     signature: str = ""  # equal for models that read the same tokens
     facts: Mapping[str, Any] = field(default_factory=dict)  # for a protocol
     notes: tuple[str, ...] = ()  # what the user should know
+    rows: Sequence[Row] = ()  # of texts, or of those that are read together
 
 
-@dataclass(frozen=True, eq=False)
-class Measured:
+class Measured(NamedTuple):
     """Numbers of one model."""
 
     statistics: Sequence[Statistic]  # the main number comes first
@@ -195,6 +175,7 @@ class EvaluationTask(ABC):
     max_length: ClassVar[int | None] = 512  # of texts, in tokens; None without texts
     batch_size: ClassVar[int] = 32
     unit: ClassVar[str] = "examples"  # or `windows`: what is resampled and counted
+    answers_texts: ClassVar[bool] = False  # about whole texts, which other tokens may write too
     reader: TextReader  # of its texts, if it has any
     prepared: Prepared
 
@@ -202,9 +183,8 @@ class EvaluationTask(ABC):
         self, source: SourceModel, examples: Examples, max_length: int | None, options: Evaluate
     ) -> None:
         self.source, self.examples, self.options = source, examples, options
-        self.sentences = self.sentences_of(source)
         if self.max_length is not None:
-            self.reader = self.reader_of(source, max_length, options, self.sentences)
+            self.reader = self.reader_of(source, options, max_length)
         self.prepared = self.prepare()
 
     @abstractmethod
@@ -218,19 +198,16 @@ class EvaluationTask(ABC):
 
     @classmethod
     def reader_of(
-        cls,
-        source: SourceModel,
-        max_length: int | None,
-        options: Evaluate,
-        sentences: SentenceEncoder,
+        cls, source: SourceModel, options: Evaluate, max_length: int | None = None
     ) -> TextReader:
         """Open a reader of texts, of a length that suits all models if it is given.
 
         A sentence encoder reads texts as long as its folder says, unless a length is asked for.
         """
-        if sentences.stated:
-            return TextReader(source, options.max_length, sentences)
-        return TextReader(source, max_length or options.max_length or cls.max_length)
+        sentences, length = cls.sentences_of(source), options.max_length
+        if not sentences.stated:
+            length = max_length or length or cls.max_length
+        return TextReader(source, length, sentences)
 
     @classmethod
     def needs_for(cls, sources: Sequence[SourceModel]) -> Needs:
@@ -251,8 +228,8 @@ class EvaluationTask(ABC):
 
     @property
     def compares_texts(self) -> bool:
-        """True where answers are about whole texts, which other tokens may write too."""
-        return False
+        """True where whole texts are answered, and a conversion may have left tokens out."""
+        return self.answers_texts and self.reader.vocabulary is not None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -262,16 +239,6 @@ class EvaluationTask(ABC):
     def aligned(self, predictions: Any, labels: Sequence[str]) -> Any:
         """Return a baseline's predictions with columns in the order of this model's labels."""
         return predictions
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the examples, for a protocol."""
-        return {**self.prepared.facts}
-
-    @property
-    def notes(self) -> list[str]:
-        """Doubts that the user should know of."""
-        return [*self.prepared.notes]
 
     def work(self, model: PreTrainedModel) -> int:
         """Count the inputs that the model has to read."""

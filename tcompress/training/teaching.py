@@ -164,7 +164,7 @@ def _same_pieces(student: SourceModel, teacher: SourceModel) -> bool:
 
 
 def _pieces(model: SourceModel) -> dict[str, int]:
-    tokenizer: Any = load_tokenizer(model.folder, trust_remote_code=model.trust_remote_code)
+    tokenizer: Any = load_tokenizer(model.folder, trust=model.trust_remote_code)
     return dict(tokenizer.get_vocab())
 
 

@@ -32,7 +32,7 @@ _SAMPLE = 200  # texts of the data that the smaller tokenizer is tried on
 class _Counts:
     """Counts of tokens in data."""
 
-    name: str = ""
+    names: list[str] = field(default_factory=list)  # of the data
     texts: int = 0
     tokens: Counter[int] = field(default_factory=Counter)
     rows: Counter[int] = field(default_factory=Counter)  # that a token occurs in
@@ -77,15 +77,14 @@ def _count(
     """Count the tokens of all texts in the data, none of them cut off; None without data."""
     if not recipe.calibration.files:
         return None
-    counts, names = _Counts(), list[str]()
-    tokenizer = tokens.reader
-    for part in WholeTexts.of(source, recipe.calibration, tokenizer):
-        names.append(part.name)
-        progress.stage(f"counting tokens of {part.name}", part.count, "rows")
-        step, seen = max(1, part.count // _SAMPLE), 0
+    counts = _Counts()
+    for part in WholeTexts.of(source, recipe.calibration, tokens.reader):
+        counts.names.append(part.name)
+        progress.stage(f"counting tokens of {part.name}", part.rows, "rows")
+        step, seen = max(1, part.rows // _SAMPLE), 0
         for rows in part.chunks:
             texts = [text for row in rows for text in row]
-            encoded = iter(tokenizer(texts, **_WHOLE)["input_ids"] if texts else ())
+            encoded = iter(tokens.reader(texts, **_WHOLE)["input_ids"] if texts else ())
             for row in rows:
                 ids = [token for tokens_of in islice(encoded, len(row)) for token in tokens_of]
                 counts.tokens.update(ids)
@@ -94,7 +93,6 @@ def _count(
             seen += len(rows)
             counts.texts += len(texts)
             progress.advance(len(rows), "")
-    counts.name = " + ".join(names)
     return counts
 
 
@@ -103,15 +101,16 @@ def _choose(
 ) -> Vocabulary:
     """Choose the tokens that stay: those that must, and then others in their order."""
     ids, most = tokens.pieces.ids, tokens.rows
-    kept = tokens.required(source)
-    rows = required = sum(index < most for index in kept)
-    _check_number(vocab, required, most)
+    chosen = tokens.required(source)
+    rows = required = sum(index < most for index in chosen)
     limit = vocab if isinstance(vocab, int) else most
+    if isinstance(vocab, int):
+        _check_number(vocab, required, most)
     for piece in _in_order(tokens, counts, fill=isinstance(vocab, int)):
-        new = {ids[part] for part in tokens.pieces.needs(piece)} - kept if rows < limit else set()
+        new = {ids[part] for part in tokens.pieces.needs(piece)} - chosen if rows < limit else set()
         count = sum(index < most for index in new)
         if rows + count <= limit:
-            kept |= new
+            chosen |= new
             rows += count
     if rows == most:
         raise PlanError(
@@ -121,14 +120,14 @@ def _choose(
     facts: dict[str, str | int | float] = {}
     if counts is not None:
         total = counts.tokens.total()
-        inside = sum(number for index, number in counts.tokens.items() if index in kept)
-        facts = {"data": counts.name, "texts": counts.texts, "tokens": total}
-        facts |= {"pieces": len(counts.tokens), "covered": inside / max(1, total)}
+        covered = sum(number for index, number in counts.tokens.items() if index in chosen)
+        facts = {"data": " + ".join(counts.names), "texts": counts.texts, "tokens": total}
+        facts |= {"pieces": len(counts.tokens), "covered": covered / max(1, total)}
         once = (index for index, rows_of in counts.rows.items() if rows_of == 1)
-        facts["alone"] = sum(counts.tokens[index] for index in once if index in kept)
+        facts["alone"] = sum(counts.tokens[index] for index in once if index in chosen)
     return Vocabulary(
         before=most,
-        kept=as_runs(sorted(kept, key=lambda i: (i >= most, i not in tokens.ids, i))),
+        kept=as_runs(sorted(chosen, key=lambda i: (i >= most, i not in tokens.ids, i))),
         rows=rows,
         required=required,
         chosen="ranks" if counts is None else "data",
@@ -136,10 +135,8 @@ def _choose(
     )
 
 
-def _check_number(vocab: int | str, required: int, most: int) -> None:
+def _check_number(vocab: int, required: int, most: int) -> None:
     """Refuse a number of tokens that is too small, or that leaves all of them."""
-    if not isinstance(vocab, int):
-        return
     if vocab < required:
         raise PlanError(
             f"`vocab` is {vocab:,}, and at least {required:,} of {most:,} tokens have to stay: "

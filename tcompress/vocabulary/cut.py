@@ -17,7 +17,15 @@ from torch import nn
 
 from tcompress.data.encoding import load_tokenizer
 from tcompress.data.sentences import SentenceEncoder
-from tcompress.errors import DataError, PlanError, SourceError, first_line, listed, read_json
+from tcompress.errors import (
+    DataError,
+    PlanError,
+    SourceError,
+    counted,
+    first_line,
+    listed,
+    read_json,
+)
 from tcompress.models import SourceModel
 from tcompress.models.fewer_layers import sections, write_keys
 from tcompress.models.mended import copying
@@ -52,7 +60,7 @@ class ModelTokens:
         rows = embedding_rows(source)
         try:
             trust, sentences = source.trust_remote_code, SentenceEncoder.imitated(source)
-            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust)
+            tokenizer = load_tokenizer(source.folder, trust=trust)
         except DataError as error:
             raise PlanError(error.message, f"add its files to the folder, or {WITHOUT}") from error
         if not getattr(tokenizer, "is_fast", False):
@@ -74,7 +82,7 @@ class ModelTokens:
         differing = [piece for piece, index in pieces.ids.items() if vocabulary.get(piece) != index]
         if differing:
             raise PlanError(
-                f"`{path}` gives other numbers to {len(differing):,} pieces, such as "
+                f"`{path}` gives other numbers to {counted(len(differing), 'piece')}, such as "
                 f"`{differing[0]}`, than the `{type(tokenizer).__name__}` that Transformers makes "
                 "of it",
                 f"save the tokenizer again with `save_pretrained`, or {WITHOUT}",
@@ -82,7 +90,7 @@ class ModelTokens:
         added = {token["id"] for token in settings.get("added_tokens") or ()}
         added |= tokenizer.added_tokens_decoder.keys()
         if sentences.lower:
-            tokenizer = load_tokenizer(source.folder, trust_remote_code=trust, lower=True)
+            tokenizer = load_tokenizer(source.folder, trust=trust, lower=True)
         return cls(tokenizer, settings, pieces, frozenset(added), rows)
 
     @property
@@ -95,7 +103,9 @@ class ModelTokens:
         tokens = {*self.added, *processor_ids(self.settings.get("post_processor"))}
         if padding := self.settings.get("padding"):
             tokens.add(padding["pad_id"])
-        tokens |= {index for index in _named_ids(source, self.rows) if index < self.rows}
+        owners = (_values(owner) for _, owner in _owners(source, self.rows))
+        for settings in (_generation(source), *owners):
+            tokens |= {index for index in required_ids(settings) if index < self.rows}
         sentences, names = SentenceEncoder.imitated(source), self.pieces.names
         for prompt in (sentences.default, sentences.query, sentences.document):
             tokens.update(self.reader(prompt.text, add_special_tokens=False)["input_ids"])
@@ -146,12 +156,6 @@ def _generation(source: SourceModel) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _named_ids(source: SourceModel, rows: int) -> Iterator[int]:
-    yield from required_ids(_generation(source))
-    for _, owner in _owners(source, rows):
-        yield from required_ids(_values(owner))
-
-
 def _settings_with(source: SourceModel, vocabulary: Vocabulary) -> dict[str, Any]:
     """Rewrite `config.json` for the tokens that are left."""
     numbers = {old: new for new, old in enumerate(vocabulary.ids)}
@@ -159,15 +163,14 @@ def _settings_with(source: SourceModel, vocabulary: Vocabulary) -> dict[str, Any
     for part, owner in _owners(source, vocabulary.before):
         before = _values(owner)
         after = renumbered(before, numbers)
-        for key, value in before.items():
-            if "vocab_size" not in key or type(value) is not int:
-                continue
+        sizes = {k: size for k, size in before.items() if "vocab_size" in k and type(size) is int}
+        for key, value in sizes.items():
             if value == vocabulary.before:
                 after[key] = vocabulary.rows
             elif value >= vocabulary.rows:
                 raise _refusal(source, f"its config has {value:,} as `{key}` too")
+        changed = {key: value for key, value in after.items() if value != before[key]}
         for section in sections(settings, part):
-            changed = {k: v for k, v in after.items() if v != before[k]}
             write_keys(section, owner, changed)
     return settings
 

@@ -35,10 +35,13 @@ class PieceModel:
     def __init__(self, settings: Settings) -> None:
         self.settings: Settings = settings
         self.model: dict[str, Any] = settings["model"]
+        self.ids = dict(self.model["vocab"])
+        # Marks of pieces within a word, and at its end.
+        self._inside = str(self.model.get("continuing_subword_prefix") or "")
+        self._end = str(self.model.get("end_of_word_suffix") or "")
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """Pieces by their ids."""
         return {index: piece for piece, index in self.ids.items()}
 
     @property
@@ -57,11 +60,11 @@ class PieceModel:
 
     def cut(self, ids: Mapping[str, int]) -> dict[str, Any]:
         """Rewrite the model for pieces with new ids, which are 0, 1, 2 and so on."""
-        raise NotImplementedError
+        return {**self.model, "vocab": dict(ids)}
 
     def bare(self, piece: str) -> str:
         """A piece without what only says where in a word it stands."""
-        return piece
+        return (piece.removeprefix(self._inside) or piece).removesuffix(self._end) or piece
 
     @property
     def _named(self) -> frozenset[str]:
@@ -97,14 +100,6 @@ class WordPiece(PieceModel):
 
     kind = "WordPiece"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.ids = dict(self.model["vocab"])
-        self._inside = str(self.model.get("continuing_subword_prefix") or "")
-
-    def bare(self, piece: str) -> str:
-        return piece.removeprefix(self._inside) or piece
-
     def _irreplaceable(self, single: set[str]) -> Iterator[str]:
         for piece in self.ids:
             starts = not (self._inside and piece.startswith(self._inside))
@@ -114,20 +109,11 @@ class WordPiece(PieceModel):
             if not single.issuperset(parts):
                 yield piece
 
-    def cut(self, ids: Mapping[str, int]) -> dict[str, Any]:
-        return {**self.model, "vocab": dict(ids)}
-
 
 class Bpe(PieceModel):
     """Pairs joined in the order of merges."""
 
     kind = "BPE"
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.ids = dict(self.model["vocab"])
-        self._inside = str(self.model.get("continuing_subword_prefix") or "")
-        self._end = str(self.model.get("end_of_word_suffix") or "")
 
     @cached_property
     def _merges(self) -> list[tuple[str, str]]:
@@ -141,21 +127,17 @@ class Bpe(PieceModel):
     def _joined(self, pair: tuple[str, str]) -> str:
         return pair[0] + pair[1].removeprefix(self._inside)
 
-    def bare(self, piece: str) -> str:
-        return (piece.removeprefix(self._inside) or piece).removesuffix(self._end) or piece
-
     def needs(self, piece: str) -> frozenset[str]:
-        parts = self._symbols(piece)
-        found = {piece}
+        parts, needed = self._symbols(piece), {piece}
         while len(parts) > 1:
-            found_at = ((self._ranks.get(pair), at) for at, pair in enumerate(pairwise(parts)))
-            ranked = [(rank, at) for rank, at in found_at if rank is not None]
+            ranks = ((self._ranks.get(pair), at) for at, pair in enumerate(pairwise(parts)))
+            ranked = [(rank, at) for rank, at in ranks if rank is not None]
             if not ranked:
                 return frozenset((piece,))  # no merges make it: it is found as a whole, or never
             _, at = min(ranked)
-            found.update(parts[at : at + 2])
+            needed.update(parts[at : at + 2])
             parts[at : at + 2] = [self._joined((parts[at], parts[at + 1]))]
-        return frozenset(found & self.ids.keys())
+        return frozenset(needed & self.ids.keys())
 
     def _symbols(self, piece: str) -> list[str]:
         """The characters that merging begins with."""
@@ -177,7 +159,7 @@ class Bpe(PieceModel):
     def cut(self, ids: Mapping[str, int]) -> dict[str, Any]:
         both = zip(self.model["merges"], self._merges, strict=True)
         merges = [as_is for as_is, pair in both if ids.keys() >= {*pair, self._joined(pair)}]
-        return {**self.model, "vocab": dict(ids), "merges": merges}
+        return {**super().cut(ids), "merges": merges}
 
 
 class Unigram(PieceModel):

@@ -35,7 +35,8 @@ def prove(tokens: ModelTokens, cut: SourceModel, texts: Sequence[str]) -> None:
         if name is not None and vocabulary.get(name) != number:
             raise _differs(new, f"gives `{name}` the number {vocabulary.get(name)}", number)
     texts = [*texts, *builtin_texts()[:_BUILTIN]]
-    for text, one, two in zip(texts, *(_rows(it, texts) for it in (old, new)), strict=True):
+    rows = (it(texts, truncation=False, verbose=False)["input_ids"] for it in (old, new))
+    for text, one, two in zip(texts, *rows, strict=True):
         if numbers.keys() >= {*one}:
             expected = [numbers[index] for index in one]
             if two != expected:
@@ -43,11 +44,6 @@ def prove(tokens: ModelTokens, cut: SourceModel, texts: Sequence[str]) -> None:
         elif old.decode(one) != new.decode(two):
             read = new.decode(two)[:60]
             raise _differs(new, f"reads `{text[:60]}` as `{read}`", old.decode(one)[:60])
-
-
-def _rows(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    rows: list[list[int]] = tokenizer(list(texts), truncation=False, verbose=False)["input_ids"]
-    return rows
 
 
 def _differs(tokenizer: Any, what: str, expected: object) -> PlanError:

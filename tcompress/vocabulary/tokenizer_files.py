@@ -14,7 +14,7 @@ from tcompress.files import write_text
 Numbers = Mapping[int, int]
 """New ids by the old ones; what is not there has gone."""
 
-MAIN, CONFIG, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+MAIN, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 # Keys whose values are ids of tokens, or lists of them.
 _NAMES = re.compile(r"(^|_)(token|tokens)_(id|ids|index)$|^(pad|bos|eos|unk|mask)_index$")
@@ -136,17 +136,16 @@ def rewrite_folder(folder: Path, main: Mapping[str, Any], numbers: Numbers) -> N
         for path in folder.glob(pattern):
             path.unlink()
     model = main["model"]
-    _rewrite(folder / CONFIG, lambda found: _tokenizer_config(found, numbers))
-    _rewrite(folder / "generation_config.json", lambda found: renumbered(found, numbers))
-    for name in ("vocab.json", ADDED):
-        _rewrite(folder / name, lambda found: _named(found, numbers))
+    _rewrite(folder / CONFIG, _tokenizer_config, numbers)
+    _rewrite(folder / "generation_config.json", renumbered, numbers)
+    for name in ("vocab.json", "added_tokens.json"):
+        _rewrite(folder / name, _named, numbers)
     words = folder / "vocab.txt"
     if words.is_file():
-        lines = words.read_bytes().decode().split("\n")
-        if lines[-1] == "":
-            lines.pop()
-        kept = sorted((numbers[at], line) for at, line in enumerate(lines) if at in numbers)
-        write_text(words, "".join(f"{line}\n" for _, line in kept))
+        *lines, unended = words.read_bytes().decode().split("\n")
+        lines += [unended] if unended else []
+        rows = sorted((numbers[at], line) for at, line in enumerate(lines) if at in numbers)
+        write_text(words, "".join(f"{line}\n" for _, line in rows))
     merges = folder / "merges.txt"
     if merges.is_file() and "merges" in model:
         pairs = (pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"])
@@ -155,28 +154,26 @@ def rewrite_folder(folder: Path, main: Mapping[str, Any], numbers: Numbers) -> N
         write_text(merges, "".join(f"{line}\n" for line in (*head, *pairs)))
 
 
-def _tokenizer_config(found: dict[str, Any], numbers: Numbers) -> dict[str, Any]:
-    made = renumbered(found, numbers)
-    if isinstance(tokens := found.get("added_tokens_decoder"), Mapping):
-        made["added_tokens_decoder"] = {
-            str(numbers[int(index)]): token
-            for index, token in tokens.items()
-            if int(index) in numbers
-        }
-    return made
+def _tokenizer_config(settings: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+    changed = renumbered(settings, numbers)
+    if isinstance(tokens := settings.get("added_tokens_decoder"), Mapping):
+        ids = {key: numbers[int(key)] for key in tokens if int(key) in numbers}
+        changed["added_tokens_decoder"] = {str(ids[key]): tokens[key] for key in ids}
+    return changed
 
 
-def _named(found: dict[str, Any], numbers: Numbers) -> dict[str, Any]:
-    kept = {piece: numbers[index] for piece, index in found.items() if index in numbers}
-    return dict(sorted(kept.items(), key=lambda item: item[1]))
+def _named(pieces: Mapping[str, Any], numbers: Numbers) -> dict[str, Any]:
+    ids = {piece: numbers[index] for piece, index in pieces.items() if index in numbers}
+    return dict(sorted(ids.items(), key=lambda item: item[1]))
 
 
-def _rewrite(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+def _rewrite(
+    path: Path, change: Callable[[Mapping[str, Any], Numbers], dict[str, Any]], numbers: Numbers
+) -> None:
     if not path.is_file():
         return
     try:
-        found = read_json(path)
-        text = json.dumps(change(found), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(change(read_json(path), numbers), indent=2, ensure_ascii=False) + "\n"
     except (ValueError, TypeError, AttributeError) as error:
         text = f"`{path.name}` of the tokenizer is not what it should be ({error})"
         raise SourceError(text, "repair the file, or leave `vocab` out") from error

@@ -110,6 +110,7 @@ def test_nothing_is_left_behind(
     ("name", "content", "message"),
     [
         ("blank.txt", b"\n \n\n", "all 3 rows of `blank.txt` are empty in the columns `text`"),
+        ("one.txt", b"\n", "the only row of `one.txt` is empty in the columns `text`"),
         ("header.csv", b"text,label\n", "holds no rows"),
         ("list.json", b"[]", "holds no rows|cannot be read"),
         ("cut.json", b'{"text": "a b"', "cannot be read as data"),

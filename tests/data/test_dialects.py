@@ -18,7 +18,7 @@ import pytest
 from tcompress.data.examples import Needs, load_examples
 from tcompress.data.numbers import decimals
 from tcompress.data.tables import opened
-from tcompress.errors import DataError
+from tcompress.errors import DataError, counted
 from tcompress.progress import Silent, listening
 from tests.support.conversions import Told
 
@@ -220,6 +220,19 @@ def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
         "p.tsv: 9 rows, tab-separated, without quoting, columns `sentence1`, `sentence2`, `score`",
         "p.tsv: 1 of 9 pairs have an empty text: left out",
     ]
+
+
+def test_pairs_of_which_none_is_whole(tmp_path: Path) -> None:
+    for rows, message in ((1, "the only pair of `p.tsv` has"), (2, "all 2 pairs of `p.tsv` have")):
+        path = _write(tmp_path / "p.tsv", _joined("\t", [["a", "", 1.0]] * rows))
+        with (
+            listening(heard := Told()),
+            pytest.raises(DataError, match=f"{message} an empty text"),
+        ):
+            load_examples(path, "train", PAIRS)
+        assert heard.texts[0].startswith(f"p.tsv: {counted(rows, 'row')}, tab-separated")
+    assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
+    assert [counted(n, "file is", "files are") for n in (1, 2)] == ["1 file is", "2 files are"]
 
 
 def test_tables_of_a_folder_are_read_alike(tmp_path: Path) -> None:

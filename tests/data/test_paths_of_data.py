@@ -162,7 +162,7 @@ def test_tables_name_pictures(tmp_path: Path) -> None:
     )
     with listening(heard := Told()):
         assert _column(tmp_path / "set") == expected
-    assert heard.texts[-1] == "metadata.csv: 1 pictures are not in it: left out"
+    assert heard.texts[-1] == "metadata.csv: 1 picture is not in it: left out"
     (tmp_path / "set" / "metadata.csv").write_text("file_name,label\npictures/9.png,b\n")
     with pytest.raises(DataError, match=r"`metadata.csv`, row 1: there is no picture `.*9.png`"):
         _column(tmp_path / "set")
@@ -202,7 +202,7 @@ def test_an_empty_picture_is_named_and_other_files_too(tmp_path: Path) -> None:
         pytest.raises(DataError, match=r"the picture `.*/b/0.png` is empty"),
     ):
         _column(tmp_path)
-    assert heard.texts == [f"{tmp_path.name}: 1 other files are not read: `1.heic`"]
+    assert heard.texts == [f"{tmp_path.name}: 1 other file is not read: `1.heic`"]
 
 
 def test_documents_in_folders_of_classes(tmp_path: Path) -> None:

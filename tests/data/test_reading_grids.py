@@ -131,7 +131,7 @@ def test_electricity_transformers_are_cut_after_months(
         ({"date": ["yesterday"] * 300}, "column `date` of `s.csv` holds no dates"),
         ({"name": ["x"] * 300}, r"columns that are no series: `name` \(text\)"),
         ({"b": [*map(str, range(299)), "NA"]}, r"column `b` .* no number in row 300 \(`NA`\)"),
-        ({"b": [1.0] * 299 + [None]}, "column `b` of `s.csv` has 1 rows without a finite number"),
+        ({"b": [1.0] * 299 + [None]}, "column `b` of `s.csv` has 1 row without a finite number"),
     ],
 )
 def test_tables_that_are_no_series(columns: dict[str, Any], message: str, tmp_path: Path) -> None:

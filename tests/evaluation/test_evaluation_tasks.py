@@ -100,15 +100,15 @@ def test_classes_are_matched_by_name(tmp_path: Path) -> None:
     for folder in (numbered, named, other):
         prepared, model = ready("classification", folder, data)
         scores.append(numbers(prepared, model)["accuracy"])
-        facts.append(prepared.facts["labels_matched_by"])
-        notes.append(prepared.notes)
+        facts.append(prepared.prepared.facts["labels_matched_by"])
+        notes.append(prepared.prepared.notes)
     assert facts == ["index", "name", "index"]
     assert scores[1] == pytest.approx(1 - scores[0])  # the same weights, labels swapped
     assert scores[2] == scores[0]
     doubt = "the model calls its labels {}, the data `bad`, `good`; they are matched by their order"
     assert notes[0][0].startswith(doubt.format("`LABEL_0`, `LABEL_1`"))
     assert notes[2][0].startswith(doubt.format("`yes`, `no`"))
-    assert notes[1] == []
+    assert notes[1] == ()
 
 
 def test_numbers_for_labels_with_names_are_doubted(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_long_and_empty_texts(tmp_path: Path) -> None:
     texts = ["", "a red fox", "fox " * 100]
     data = rows_file(tmp_path / "data.jsonl", text=texts, label=[0, 1, 0])
     prepared, _, found = measured("classification", folder, data, 16)
-    assert prepared.facts["truncated"] == 1
+    assert prepared.prepared.facts["truncated"] == 1
     assert list(found) == ["accuracy", "macro_f1", "matthews"]
 
 
@@ -145,7 +145,7 @@ def embedding(folder: Path, text: str) -> np.ndarray:
 def test_pooling_is_told_of_and_unknown_pooling_is_refused(tmp_path: Path) -> None:
     data = pairs_file(tmp_path / "pairs.jsonl")
     folder = encoder(tmp_path / "first", pooling={"pooling_mode": "cls"})
-    assert ready("sts", folder, data)[0].facts["pooling"] == "cls"
+    assert ready("sts", folder, data)[0].prepared.facts["pooling"] == "cls"
     folder = encoder(tmp_path / "model", pooling={"pooling_mode": "attention"})
     with pytest.raises(DataError, match="is pooled by `attention`; known are cls, max"):
         ready("sts", folder, data)
@@ -202,7 +202,8 @@ def test_perplexity(pack: str, start: bool, tmp_path: Path) -> None:
             windows += [whole[at : at + 16] for at in range(0, len(whole) - 1, 15)]
     total, count = nats(folder, windows, context=1)
     # Every token is predicted once, whatever the windows.
-    assert count == prepared.facts["tokens"] == sum(map(len, plain)) + len(end) * (len(texts) - 1)
+    assert prepared.prepared.facts["tokens"] == count
+    assert count == sum(map(len, plain)) + len(end) * (len(texts) - 1)
     assert found["nats_per_token"] == pytest.approx(total / count, rel=1e-5)
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
     size = sum(len(text.encode()) for text in texts)
@@ -213,8 +214,9 @@ def test_perplexity_tells_of_unknown_words_and_its_options(tmp_path: Path) -> No
     folder = model_folder("gpt2", tmp_path / "model", processor=False)
     data = rows_file(tmp_path / "texts.jsonl", text=["a fox", "xyzzy runs", ""])
     prepared, _ = ready("perplexity", folder, data, 16)
-    assert prepared.notes == ["1 tokens stand for text that the tokenizer does not know"]
-    assert "windows of 16 tokens that begin with its own start token" in prepared.facts["packing"]
+    assert prepared.prepared.notes == ("1 token stands for text that the tokenizer does not know",)
+    packing = prepared.prepared.facts["packing"]
+    assert "windows of 16 tokens that begin with its own start token" in packing
     with pytest.raises(DataError, match="leave nothing to predict"):
         ready("perplexity", folder, data, 1)
 
@@ -279,7 +281,7 @@ def test_retrieval(tmp_path: Path) -> None:
         vector = embedding(folder, query)
         cosines = {text: float(vector @ other) for text, other in corpus.items()}
         places.append(sum(value >= cosines[document] for value in cosines.values()))
-    assert prepared.facts["documents"] == 14
+    assert prepared.prepared.facts["documents"] == 14
     assert found["recall@1"] == pytest.approx(np.mean([place == 1 for place in places]))
     assert found["mrr@10"] == pytest.approx(np.mean([(p <= 10) / p for p in places]))
 

@@ -19,7 +19,6 @@ from tcompress.planning.planner import covered, resized
 from tcompress.search import knapsack
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Site
-from tcompress.search.joint_width import joined
 from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions
 
@@ -216,7 +215,9 @@ class BudgetProblem:
         widths = self.predictions.widths if NARROWING in self.methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
+        sites = (
+            knapsack.joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
+        )
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:

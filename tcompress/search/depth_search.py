@@ -28,7 +28,7 @@ from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.search.substitution import tokens_of
+from tcompress.search.corrections import tokens_of
 
 SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
 MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together

@@ -31,8 +31,14 @@ from tcompress.planning.plain_widths import possible_widths, width_of, with_widt
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling, module_path
 from tcompress.search.budgets import TRIES, BudgetProblem, approach
-from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, SearchInputs, Site
-from tcompress.search.joint_width import forms_of
+from tcompress.search.candidates import (
+    NANOSECONDS,
+    PARAMETERS,
+    Candidate,
+    SearchInputs,
+    Site,
+    forms_of,
+)
 from tcompress.search.predictions import Predictions
 from tcompress.structures.modules.linear import PartLayout
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated

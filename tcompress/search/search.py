@@ -23,11 +23,10 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.sites import structure_of
 from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
-from tcompress.search.candidates import SearchInputs
-from tcompress.search.joint_width import with_losses
+from tcompress.search.candidates import SearchInputs, with_losses
+from tcompress.search.corrections import Factors, Substitute, SubstitutionWalk, factors_of, to_try
 from tcompress.search.predictions import Predictions, Predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
-from tcompress.search.substitution import Factors, Substitute, SubstitutionWalk, factors_of, to_try
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions

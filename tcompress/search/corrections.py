@@ -1,18 +1,20 @@
-"""Candidates put alone into the dense model: what the output changes by, on samples held out.
+"""Predicted losses corrected by trying candidates: put alone into the dense model, or fitted.
 
 Predictions of loss take tokens, and layers, for independent. Errors at the tokens of a text often
 go one way, most of all close to a mean that is taken over them: a last attention costs ten times
 what is predicted, and widths cost up to twice as much beside ranks. So some candidates of every
 site are fitted, and the model is run with each of them alone in its place. The predicted losses of
-all sizes are then scaled to what was found.
+all sizes are then scaled to what the output changes by, on samples held out.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from math import exp, fsum, inf, log
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,15 +29,27 @@ from tcompress.fitting.block_rewrite import (
     RewrittenBlock,
     dense_readings,
 )
-from tcompress.fitting.channel_orders import read_reductions
+from tcompress.fitting.channel_orders import LayerStatistics, read_reductions
+from tcompress.fitting.layer_fits import LayerMoments, LayerToFit, fit_layers
+from tcompress.linalg.moments import Moments
 from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
 from tcompress.planning.sites import couplings, roles_of
 from tcompress.roles import Attention, Block, Layer
-from tcompress.search.candidates import Candidate, SearchInputs, Site, WidthSite, of_one_layer
-from tcompress.search.joint_width import LossKey, all_couplings, forms_of, kept_sizes
+from tcompress.search.candidates import (
+    PARAMETERS,
+    Candidate,
+    LossKey,
+    SearchInputs,
+    Site,
+    WidthSite,
+    all_couplings,
+    forms_of,
+    kept_sizes,
+    of_one_layer,
+)
 from tcompress.structures import structure
 from tcompress.structures.base import SharesFactors
 
@@ -92,7 +106,9 @@ class SubstitutionWalk:
         data, attention = self.inputs.data, self.inputs.plan.attention
         assert data is not None
         batches = judged_batches(data, self._sampler, self.inputs.source, self.passes)
-        data = _to_fit(data)
+        part = data.part(FITTED)
+        places = tuple(part.place(index) for index in part.fitted)
+        data = replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
         fitted = [stream(batch) for batch in data.batches]
         # Up to its own block nothing changes.
         pairs = {index: (waiting, waiting) for index, waiting in enumerate(fitted)}
@@ -112,7 +128,7 @@ class SubstitutionWalk:
                                 self._fits, data, pairs, item.entries, attention
                             )
                             rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
-                            answers[item] = self._answers(rewritten, changed[item])
+                            answers[item] = [*self._answers(rewritten, changed[item])]
                     for waiting in fitted:
                         waiting.answer(readings.answer(waiting))
                     for index, exact in enumerate(unchanged):
@@ -134,22 +150,14 @@ class SubstitutionWalk:
         samples = sum(map(samples_in, batches))
         return [change / samples for change in changes.values()]
 
-    def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> list[Any]:
+    def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> Iterator[Any]:
         """Run the block of a substitute."""
-        routing, answers = rewritten.routing, []
+        routing = rewritten.routing
         for index, waiting in enumerate(passes):
             routing.current = index
             if routing.paths:  # experts follow the dense routing
                 self._model.answer_of(waiting)
-            answers.append(waiting.waiting.run(rewritten.forward))
-        return answers
-
-
-def _to_fit(data: CalibrationData) -> CalibrationData:
-    """Some of the samples that are not held out."""
-    part = data.part(FITTED)
-    places = tuple(part.place(index) for index in part.fitted)
-    return replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
+            yield waiting.waiting.run(rewritten.forward)
 
 
 def judged_batches(
@@ -236,21 +244,17 @@ def to_try(substitutes: Sequence[Substitute]) -> list[Substitute]:
     return [item for item in substitutes if item.block in blocks]
 
 
-@dataclass(frozen=True)
-class Factors:
+class Factors(NamedTuple):
     """Factors for predicted losses."""
 
-    by_key: Mapping[LossKey, float] = field(default_factory=dict)
-    usual: float | None = None
+    by_key: Mapping[LossKey, float]
+    usual: float | None
     """What the output changes by for a predicted loss of one; None where nothing was tried."""
 
     def scaled(self, site: Site) -> Site:
         """Return a layer with its losses in proportion."""
-        candidates = (
-            replace(item, loss=item.loss * self.by_key.get((item.method, site.key), 1.0))
-            for item in site.candidates
-        )
-        return replace(site, candidates=tuple(candidates))
+        factors = (self.by_key.get((item.method, site.key), 1.0) for item in site.candidates)
+        return site.losing(item.loss * f for item, f in zip(site.candidates, factors, strict=True))
 
 
 def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, float]) -> Factors:
@@ -262,15 +266,16 @@ def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, f
     ratios = {item: max(0.0, changes[item]) / item.predicted for item in to_try(substitutes)}
     usual = float(np.median([*ratios.values()])) if ratios else None
     if usual is None or not usual > 0:
-        return Factors(usual=usual)
+        return Factors({}, usual)
     curves: dict[tuple[str, ...], dict[int, float]] = {}
     for item, ratio in ratios.items():
         factor = min(MOST, max(LEAST, ratio / usual))
         curves.setdefault(item.kind, {})[order.index(item.block)] = factor
     factors: dict[LossKey, float] = {}
     for item in substitutes:
-        if item.kind in curves:
-            factor = _between(curves[item.kind], order.index(item.block))
+        if item.kind in curves:  # blocks between those tried get what lies between
+            tried, values = zip(*sorted(curves[item.kind].items()), strict=True)
+            factor = exp(np.interp(order.index(item.block), tried, np.log(values)))
             factors |= dict.fromkeys(item.keys, factor)
     return Factors(factors, usual)
 
@@ -279,13 +284,6 @@ def some_of(blocks: Sequence[str]) -> list[str]:
     """Take as many blocks as are tried, at equal distances, the first and the last one too."""
     count = min(len(blocks), BLOCKS)
     return [blocks[round(index)] for index in np.linspace(0, len(blocks) - 1, count)]
-
-
-def _between(factors: Mapping[int, float], index: int) -> float:
-    """Return the factor of a block, or what lies between those of the nearest ones."""
-    tried = sorted(factors)
-    logs = np.log([factors[block] for block in tried])
-    return float(np.exp(np.interp(index, tried, logs)))
 
 
 def count_of(
@@ -324,3 +322,87 @@ def _halves(block: Block) -> list[list[Layer]]:
 def _shares_factors(entry: LayerPlan) -> bool:
     layouts = (layout for part in entry.parts for layout in part.terms)
     return any(isinstance(structure(layout.structure), SharesFactors) for layout in layouts)
+
+
+# Real fits of layers of one or two blocks, which correct what sizes are predicted to lose.
+#
+# Without data no model can be run with a candidate in it. Quick predictions leave out what takes
+# long: fitted transforms, terms of a sum that make room for each other. This depends on the method
+# and on the role of a layer far more than on its depth; so the layers of one or two blocks are
+# fitted as the conversion will. The ratio of both losses corrects the predictions for all layers of
+# a role.
+
+MARGIN = 1.15  # a method that loses at most so much more than the best stays in question for a role
+AROUND = 4.0  # fractions that count for that: up to so many times less or more than the budget's
+LEAST_RATIO, MOST_RATIO = 0.02, 5.0  # bounds of a ratio that is believed
+
+
+def blocks_to_fit(blocks: Sequence[Block]) -> set[str]:
+    """Names the blocks to fit: of those alike the last and, of four or more, one in the middle."""
+    kinds: dict[frozenset[str], list[str]] = defaultdict(list)
+    for block in blocks:
+        kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
+    middles = {names[len(names) // 2] for names in kinds.values() if len(names) > 3}
+    return middles | {names[-1] for names in kinds.values()}
+
+
+@dataclass
+class WeightFits:
+    """What real fits gain over predictions, by method and role."""
+
+    fraction: float  # kept fraction that the budget comes to
+    dropped: set[tuple[str, str]] = field(default_factory=set)
+    """Methods, each with a role whose layers are not offered it any more."""
+    _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def fit(
+        self,
+        group: Sequence[tuple[LayerPlan, Candidate]],
+        sites: Mapping[str, Site],
+        statistics: Mapping[str, LayerStatistics],
+    ) -> None:
+        """Fit layers that read one input in the form of a candidate each, and compare losses."""
+        layers = []
+        for entry, _ in group:
+            measured = statistics[entry.name]
+            gram, mean = measured.gram, measured.mean
+            moments = [LayerMoments(Moments(gram, gram, gram, mean, mean, 1))]
+            layers.append(LayerToFit(entry, measured.weight, moments, is_judged=True))
+        fitted = fit_layers(layers, dtype=torch.float32, damping=0.0)
+        for (entry, candidate), layer in zip(group, fitted, strict=True):
+            site = sites[entry.key]
+            if candidate.loss > 0 and layer.loss is not None:
+                ratio = layer.loss * site.left_out / candidate.loss
+                ratios = self._ratios[candidate.method, site.role]
+                ratios.append(min(MOST_RATIO, max(LEAST_RATIO, ratio)))
+
+    def drop(self, sites: Iterable[Site], spared: Collection[str] = ()) -> None:
+        """Drop methods that lose clearly more than others for a role, at all sizes that count."""
+        for site in map(self.corrected, sites):
+            usual = self.fraction * site.dense[PARAMETERS]
+            for name in {*site.methods} - {*spared}:
+                rivals = [item for item in site.candidates if item.method != name]
+                if rivals and not any(_competes(item, rivals, usual) for item in site.of(name)):
+                    self.dropped.add((name, site.role))
+
+    def corrected(self, site: Site) -> Site:
+        """Return a layer with losses as real fits would have them."""
+        ratios = {name: self.ratio(name, site.role) for name in site.methods}
+        losses = (
+            min(item.loss * ratios[item.method], max(item.loss, site.left_out))
+            for item in site.candidates
+        )
+        return site.losing(losses)
+
+    def ratio(self, method: str, role: str) -> float:
+        """Return the factor for predicted losses: of the role, of all roles, or one."""
+        everywhere = (ratios for (name, _), ratios in self._ratios.items() if name == method)
+        ratios = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
+        return exp(fsum(map(log, ratios)) / len(ratios)) if ratios else 1.0
+
+
+def _competes(item: Candidate, rivals: Iterable[Candidate], usual: float) -> bool:
+    size = item.costs[PARAMETERS]
+    losses = (rival.loss for rival in rivals if rival.costs[PARAMETERS] <= size)
+    counts = 1 / AROUND * usual <= size <= AROUND * usual
+    return counts and item.loss <= MARGIN * min(losses, default=inf)

@@ -15,8 +15,8 @@ from tcompress.data.sentences import PLAIN
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.search import substitution
-from tcompress.search.substitution import Substitute, SubstitutionWalk
+from tcompress.search import corrections
+from tcompress.search.corrections import Substitute, SubstitutionWalk
 from tests.support.conversions import calibration, make
 from tests.support.depth import deep, drawn, idle_llama
 
@@ -148,7 +148,7 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     whole = errors("whole")
     assert len({*tried}) == 7
     tried.clear()
-    monkeypatch.setattr(substitution, "BLOCKS", 3)
+    monkeypatch.setattr(corrections, "BLOCKS", 3)
     some = errors("some")
     assert {block.rpartition(".")[2] for block in tried} == {"0", "3", "6"}
     assert some.layers == whole.layers

@@ -63,10 +63,6 @@ class Candidate:
         assert form is not None
         return form
 
-    def costing(self, unit: str, cost: int) -> Candidate:
-        """Return the same that takes so much of one more resource."""
-        return replace(self, costs={**self.costs, unit: cost})
-
 
 @dataclass(frozen=True)
 class Site:
@@ -101,7 +97,6 @@ class Site:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods of its candidates, in their order."""
         return tuple(dict.fromkeys(item.method for item in self.candidates))
 
     def of(self, method: str) -> tuple[Candidate, ...]:
@@ -111,6 +106,13 @@ class Site:
         """Return the same whose candidates lose this much, in their order."""
         pairs = zip(self.candidates, losses, strict=True)
         return replace(self, candidates=tuple(replace(item, loss=loss) for item, loss in pairs))
+
+    def costing(self, unit: str, costs: Iterable[int], dense: int) -> Self:
+        """Return the same whose candidates, and layers as they are, take this of a resource too."""
+        pairs = zip(self.candidates, costs, strict=True)
+        candidates = (replace(item, costs={**item.costs, unit: cost}) for item, cost in pairs)
+        counted = {**self.dense, unit: dense} if self.dense else {}
+        return replace(self, candidates=tuple(candidates), dense=counted)
 
     def offering(self, methods: Collection[str], *, may_stay: bool) -> Site:
         """Return the same with the candidates of these methods, in their order.
@@ -179,9 +181,9 @@ def width_sites(
         sizes = tuple(product(*(coupling.sizes for coupling in coupled)))
         candidates = []
         for chosen in sizes:
-            narrow = forms_of(dict(zip(coupled, chosen, strict=True)), entries)
-            forms = tuple((entry.key, form) for entry, form in narrow)
-            counted = [(sites[key], _parameters(form)) for key, form in forms]
+            narrow = [*narrow_layers(dict(zip(coupled, chosen, strict=True)), entries)]
+            forms = tuple((entry.key, LayerForm(entry.parts, entry.reads)) for entry in narrow)
+            counted = [(sites[e.key], e.inputs_left * e.outputs_left) for e in narrow]
             costs = {
                 name: round(sum(site.taken_by(size, name) for site, size in counted))
                 for name in counted[0][0].dense
@@ -195,14 +197,10 @@ def _loss(orders: Sequence[ChannelOrder], sizes: Sequence[int]) -> float:
     return sum(float(order.losses[size]) for order, size in zip(orders, sizes, strict=True))
 
 
-def _parameters(form: LayerForm) -> int:
-    return sum(part.terms[0].in_features * part.out_features for part in form.parts)
-
-
-def forms_of(
+def narrow_layers(
     chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
-) -> Iterator[tuple[LayerPlan, LayerForm]]:
-    """Give plain matrices of these sizes to all layers of some couplings; plans are by name."""
+) -> Iterator[LayerPlan]:
+    """Plan plain matrices of these sizes for all layers of some couplings; plans are by name."""
     all_reads, writes = channels_left(chosen)
     for layer in dict.fromkeys(layer for coupling in chosen for layer in coupling.layers):
         reads, parts = all_reads.get(layer.weight_name), []
@@ -212,7 +210,7 @@ def forms_of(
             outputs = channels.left if channels else part.size
             terms = (WidthLayout(in_features=inputs, out_features=outputs),)
             parts.append(PartLayout(name=part.name, terms=terms, channels=channels))
-        yield entries[layer.name], LayerForm(tuple(parts), reads)
+        yield entries[layer.name].model_copy(update={"parts": tuple(parts), "reads": reads})
 
 
 def with_losses(site: WidthSite, factors: Mapping[LossKey, float]) -> WidthSite:

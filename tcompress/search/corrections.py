@@ -46,8 +46,8 @@ from tcompress.search.candidates import (
     Site,
     WidthSite,
     all_couplings,
-    forms_of,
     kept_sizes,
+    narrow_layers,
     of_one_layer,
 )
 from tcompress.structures import structure
@@ -73,91 +73,79 @@ class Substitute:
     keys: tuple[LossKey, ...]  # of the losses that it tells of
 
 
-@dataclass
-class SubstitutionWalk:
-    """Passes that differ from the dense model's in one substitute each.
+def changes_with(
+    inputs: SearchInputs, passes: int, substitutes: Sequence[Substitute]
+) -> list[float]:
+    """Return the change of the output per sample with each substitute.
 
     A pass follows the dense one up to the block of its substitute, which is fitted there, and
-    computes from there on.
+    computes from there on. All processes make so many `passes` at most, and judge by the same
+    samples.
     """
+    source, device, moments = inputs.source, inputs.device, inputs.workdir.moments
+    assert inputs.data is not None
+    blocks = {block.name: block for block in roles_of(source).blocks}
+    model, sampler = PartialModel(source, [*blocks], device, head=True), sampler_of(source)
+    fits = FitInputs(
+        source,
+        inputs.recipe.calibration.damping,
+        moments,
+        reductions=lambda block: read_reductions(moments("channels", block)),
+        dtype_of=lambda _: torch.float32,
+        device=device,
+        is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
+    )
+    batches, part = judged_batches(inputs.data, sampler, source, passes), inputs.data.part(FITTED)
+    places = tuple(part.place(index) for index in part.fitted)
+    data = replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
+    fitted = [model.stream(batch) for batch in data.batches]
+    # Up to its own block nothing changes.
+    pairs = {index: (waiting, waiting) for index, waiting in enumerate(fitted)}
+    unchanged = [model.stream(batch, keep=True) for batch in batches]
+    changed = {it: [model.stream(batch, keep=True) for batch in batches] for it in substitutes}
+    reached: set[Substitute] = set()  # those whose passes differ by now
+    changes = dict.fromkeys(substitutes, 0.0)
+    with model.paused([*fitted, *unchanged, *chain(*changed.values())]):
+        while name := common_block([*fitted, *unchanged]):
+            with model.loaded(name) as dense:
+                readings = dense_readings(blocks[name], dense, model.forwards[name])
+                answers: dict[Substitute, list[Any]] = {}
+                for item in (it for it in substitutes if it.block == name):
+                    rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)
+                    rewritten = rewriter.rewrite(blocks[name], dense, readings)
+                    answers[item] = [*_answers(model, rewritten, changed[item])]
+                for waiting in fitted:
+                    waiting.answer(readings.answer(waiting))
+                for index, exact in enumerate(unchanged):
+                    answer = model.answer_of(exact)
+                    exact.answer(answer)
+                    for item, followers in changed.items():
+                        follower = followers[index]
+                        if item in reached:
+                            follower.answer(model.answer_of(follower))
+                        else:
+                            follower.answer(answers[item][index] if item in answers else answer)
+                        if exact.output is not None:
+                            change = sampler.change(exact.output, follower.output, exact.batch)
+                            changes[item] += change
+                            follower.output = None  # at once: logits are large
+                    exact.output = None
+                reached |= answers.keys()
+            inputs.progress.advance(1, name)
+    samples = sum(map(samples_in, batches))
+    return [change / samples for change in changes.values()]
 
-    inputs: SearchInputs  # what substitutes are fitted to and judged by
-    passes: int  # most that all processes make, which are to judge by the same samples
 
-    def __post_init__(self) -> None:
-        source, device = self.inputs.source, self.inputs.device
-        moments = self.inputs.workdir.moments
-        self._blocks = {block.name: block for block in roles_of(source).blocks}
-        self._model = PartialModel(source, [*self._blocks], device, head=True)
-        self._sampler = sampler_of(source)
-        self._fits = FitInputs(
-            source,
-            self.inputs.recipe.calibration.damping,
-            moments,
-            reductions=lambda block: read_reductions(moments("channels", block)),
-            dtype_of=lambda _: torch.float32,
-            device=device,
-            is_unfitted=lambda entry: entry.reads is None and entry.is_plain,
-        )
-
-    def changes(self, substitutes: Sequence[Substitute]) -> list[float]:
-        """Return the change of the output per sample with each substitute."""
-        stream, run = self._model.stream, self._model.answer_of
-        data, attention = self.inputs.data, self.inputs.plan.attention
-        assert data is not None
-        batches = judged_batches(data, self._sampler, self.inputs.source, self.passes)
-        part = data.part(FITTED)
-        places = tuple(part.place(index) for index in part.fitted)
-        data = replace(part, batches=part.fitted_batches, holdout=[], origins={}, places=places)
-        fitted = [stream(batch) for batch in data.batches]
-        # Up to its own block nothing changes.
-        pairs = {index: (waiting, waiting) for index, waiting in enumerate(fitted)}
-        unchanged = [stream(batch, keep=True) for batch in batches]
-        changed = {item: [stream(batch, keep=True) for batch in batches] for item in substitutes}
-        reached: set[Substitute] = set()  # those whose passes differ by now
-        changes = dict.fromkeys(substitutes, 0.0)
-        with self._model.paused([*fitted, *unchanged, *chain(*changed.values())]):
-            while name := common_block([*fitted, *unchanged]):
-                with self._model.loaded(name) as dense:
-                    forward = self._model.forwards[name]
-                    readings = dense_readings(self._blocks.get(name), dense, forward)
-                    answers: dict[Substitute, list[Any]] = {}
-                    for item in substitutes:
-                        if item.block == name:
-                            rewriter = BlockRewriter(
-                                self._fits, data, pairs, item.entries, attention
-                            )
-                            rewritten = rewriter.rewrite(self._blocks[name], dense, readings)
-                            answers[item] = [*self._answers(rewritten, changed[item])]
-                    for waiting in fitted:
-                        waiting.answer(readings.answer(waiting))
-                    for index, exact in enumerate(unchanged):
-                        answer = run(exact)
-                        exact.answer(answer)
-                        for item, followers in changed.items():
-                            follower = followers[index]
-                            if item in reached:
-                                follower.answer(run(follower))
-                            else:
-                                follower.answer(answers[item][index] if item in answers else answer)
-                            if exact.output is not None:
-                                outputs = (exact.output, follower.output)
-                                changes[item] += self._sampler.change(*outputs, exact.batch)
-                                follower.output = None  # at once: logits are large
-                        exact.output = None
-                    reached |= answers.keys()
-                self.inputs.progress.advance(1, name)
-        samples = sum(map(samples_in, batches))
-        return [change / samples for change in changes.values()]
-
-    def _answers(self, rewritten: RewrittenBlock, passes: Sequence[Stream]) -> Iterator[Any]:
-        """Run the block of a substitute."""
-        routing = rewritten.routing
-        for index, waiting in enumerate(passes):
-            routing.current = index
-            if routing.paths:  # experts follow the dense routing
-                self._model.answer_of(waiting)
-            yield waiting.waiting.run(rewritten.forward)
+def _answers(
+    model: PartialModel, rewritten: RewrittenBlock, passes: Sequence[Stream]
+) -> Iterator[Any]:
+    """Run the block of a substitute."""
+    routing = rewritten.routing
+    for index, waiting in enumerate(passes):
+        routing.current = index
+        if routing.paths:  # experts follow the dense routing
+            model.answer_of(waiting)
+        yield waiting.waiting.run(rewritten.forward)
 
 
 def judged_batches(
@@ -216,7 +204,9 @@ def layer_substitutes(
             pairs = [*chain.from_iterable(close_to(fraction, method, block, sized, entries))]
             members = tuple(entry for entry, _ in pairs)
             predicted = sum(candidate.loss for _, candidate in pairs)
-            if predicted > 0 and not any(map(_shares_factors, members)):
+            terms = (term for entry in members for part in entry.parts for term in part.terms)
+            shares = any(isinstance(structure(term.structure), SharesFactors) for term in terms)
+            if predicted > 0 and not shares:
                 kind = (method, *(entry.role for entry in members))
                 keys = tuple((method, entry.key) for entry in members)
                 yield Substitute(method, kind, block.name, members, predicted, keys)
@@ -228,12 +218,10 @@ def channel_substitutes(
     """Take some of the channels of a block and, where that is offered, none."""
     for order in chain.from_iterable(site.orders for site in sites):
         for size in kept_sizes(order.coupling, fraction):
-            forms = forms_of({order.coupling: size}, entries)
-            narrow = tuple(entry.model_copy(update=form._asdict()) for entry, form in forms)
+            narrow = tuple(narrow_layers({order.coupling: size}, entries))
             predicted = float(order.losses[size])
             if predicted > 0:
-                roles = (entry.role for entry in narrow)
-                kind = (NARROWING, *roles, "some" if size else "none")
+                kind = (NARROWING, *(e.role for e in narrow), "some" if size else "none")
                 keys = ((order.coupling, size > 0),)
                 yield Substitute(NARROWING, kind, block.name, narrow, predicted, keys)
 
@@ -252,9 +240,8 @@ class Factors(NamedTuple):
     """What the output changes by for a predicted loss of one; None where nothing was tried."""
 
     def scaled(self, site: Site) -> Site:
-        """Return a layer with its losses in proportion."""
-        factors = (self.by_key.get((item.method, site.key), 1.0) for item in site.candidates)
-        return site.losing(item.loss * f for item, f in zip(site.candidates, factors, strict=True))
+        factors = {name: self.by_key.get((name, site.key), 1.0) for name in site.methods}
+        return site.losing(item.loss * factors[item.method] for item in site.candidates)
 
 
 def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, float]) -> Factors:
@@ -317,11 +304,6 @@ def _halves(block: Block) -> list[list[Layer]]:
     coupled = set[Layer]().union(*linked)
     halves = united([*linked, *({*group} - coupled for group in block.groups)])
     return [[layer for layer in block.layers if layer in half] for half in halves if half]
-
-
-def _shares_factors(entry: LayerPlan) -> bool:
-    layouts = (layout for part in entry.parts for layout in part.terms)
-    return any(isinstance(structure(layout.structure), SharesFactors) for layout in layouts)
 
 
 # Real fits of layers of one or two blocks, which correct what sizes are predicted to lose.

@@ -101,9 +101,8 @@ class Predictions:
         """Add what everything takes of a resource, by its other costs."""
 
         def priced(site: AnySite) -> AnySite:
-            items = (item.costing(unit, cost(item.costs)) for item in site.candidates)
-            dense = {**site.dense, unit: cost(site.dense)} if site.dense else site.dense
-            return replace(site, candidates=tuple(items), dense=dense)
+            costs = (cost(item.costs) for item in site.candidates)
+            return site.costing(unit, costs, cost(site.dense) if site.dense else 0)
 
         return self.mapped(priced, priced)
 
@@ -218,23 +217,20 @@ class Predictor:
 
     def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
         """Keep what fits will need of a block's moments, by name in the model."""
-        data, entries, workdir = self.inputs.data, self.entries, self.inputs.workdir
+        data, workdir = self.inputs.data, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
         assert data is not None
         if calibration.output_moments is not False:
-            named = {entries[path].name: item for path, item in sums.items()}
-            curvatures = {
-                name: narrowed(item.curvature.total / item.rows) for name, item in named.items()
-            }
-            workdir.keep_moments("curvature", block, curvatures)
+            named = {self.entries[path].name: item for path, item in sums.items()}
+            curves = {n: narrowed(item.curvature.total / item.rows) for n, item in named.items()}
+            workdir.keep_moments("curvature", block, curves)
             weights = {
                 f"{name}/{data.fitted[batch]}": weight
                 for name, item in named.items()
                 for batch, weight in item.weights.items()
             }
             workdir.keep_moments("tokens", block, weights)
-        shared = damped_inputs(sums, entries, calibration.damping)
-        if shared:
+        if shared := damped_inputs(sums, self.entries, calibration.damping):
             workdir.keep_moments("inputs", block, shared)
 
     def _ruled(self, block: Block) -> set[Layer]:
@@ -295,26 +291,19 @@ class Predictor:
         site = Site((entry.key,), entry.role, dense, (), left_out, unit)
         sharing = next(len(group) for group in block.groups if layer in group)
         splits = zip((site_of(block, layer, part) for part in layer.parts), aims, strict=True)
-        candidates = partial(
-            layer_candidates,
-            site,
-            [*splits],
-            fractions=fine_fractions(entry) if budget and budget.limits_each else FRACTIONS,
-            residual_rank=recipe.residual_rank,
-            rows=rows,
-            readers=sharing * len(layer.parts),
-            calibrated=inputs.data is not None,
-        )
+        fractions = fine_fractions(entry) if budget and budget.limits_each else FRACTIONS
+        readers = sharing * len(layer.parts)
+        offered = partial(layer_candidates, inputs, site, [*splits], fractions, rows, readers)
         dropped = {name for name, role in self.fits.dropped if role == entry.role}
-        offered = [name for name in of_one_layer(self.offers) if name not in dropped]
-        beside = {name: candidates(name, self.offers[name]) for name in offered}
+        names = (name for name in of_one_layer(self.offers) if name not in dropped)
+        beside = {name: offered(name, self.offers[name]) for name in names}
         alone = {
             name: beside[name]
-            if name in offered and self.offers[name] == (self.singles[name],)
-            else candidates(name, (self.singles[name],))
+            if name in beside and self.offers[name] == (self.singles[name],)
+            else offered(name, (self.singles[name],))
             for name in of_one_layer(self.singles)
         }
-        first, second = (tuple(chain(*offered.values())) for offered in (beside, alone))
+        first, second = (tuple(chain(*of_methods.values())) for of_methods in (beside, alone))
         return replace(site, candidates=first), replace(site, candidates=second)
 
     def _fit(self, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics) -> None:
@@ -377,25 +366,24 @@ FitTarget = tuple[Target, float]
 
 
 def layer_candidates(
+    inputs: SearchInputs,
     site: Site,
     splits: Sequence[tuple[StructureSite, FitTarget]],
-    method: str,
-    specs: Sequence[Spec],
     fractions: Sequence[float],
-    *,
-    residual_rank: int,
     rows: int,
     readers: int,
-    calibrated: bool,
+    method: str,
+    specs: Sequence[Spec],
 ) -> tuple[Candidate, ...]:
     """List what a layer may become with one method; fractions ascend.
 
     Of the options the first that the layer's dimensions allow counts. Targets of its output splits
     are means over so many rows of data.
     """
+    calibrated = inputs.data is not None
 
     def planned(spec: Spec, fraction: float) -> Parts | None:
-        choice, parts = Choice(spec, residual_rank, fraction), []
+        choice, parts = Choice(spec, inputs.recipe.residual_rank, fraction), []
         for split, _ in splits:
             try:
                 terms = plan_terms(choice, split, readers, calibrated=calibrated)
@@ -406,7 +394,10 @@ def layer_candidates(
 
     for spec in specs:
         layouts = filter(None, (planned(spec, fraction) for fraction in fractions))
-        sized = [(parts, _parameters(parts, readers)) for parts, _ in groupby(layouts)]
+        sized = [
+            (parts, sum(term_cost(term, readers, 1) for part in parts for term in part.terms))
+            for parts, _ in groupby(layouts)
+        ]
         offered = [(parts, size) for parts, size in sized if size < site.dense[PARAMETERS]]
         if offered:
             losses = [
@@ -421,10 +412,6 @@ def layer_candidates(
                 candidates.append(Candidate(method, forms, loss, costs))
             return tuple(candidates)
     return ()
-
-
-def _parameters(parts: Parts, readers: int) -> float:
-    return sum(term_cost(layout, readers, 1) for part in parts for layout in part.terms)
 
 
 def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
@@ -442,8 +429,7 @@ def _split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list
     """
     pairs = [terms for terms in offered if len(terms) > 1]
     mains = [main for main, _ in pairs]
-    middle = len(pairs) // 2
-    of_pairs: list[float] = []
+    middle, of_pairs = len(pairs) // 2, list[float]()
     if len({*mains}) > 1:
         of_mains = _losses(aim, mains)
         [both] = _losses(_remainder(aim, mains[middle]), [pairs[middle][1]])

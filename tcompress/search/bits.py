@@ -51,7 +51,7 @@ class TableCandidate(Candidate):
 
     def within(self, plan: Plan) -> Plan:
         """Give a plan with tables like this."""
-        weights = plan.storage and plan.storage.weights
+        weights = None if plan.storage is None else plan.storage.weights
         storage = Storage(weights=weights, embeddings=self.rounding)
         rounds = weights is not None or self.rounding is not None
         changes = {"embeddings": self.embeddings, "storage": storage if rounds else None}

@@ -262,7 +262,7 @@ def factors_of(substitutes: Sequence[Substitute], changes: Mapping[Substitute, f
     for item in substitutes:
         if item.kind in curves:  # blocks between those tried get what lies between
             tried, values = zip(*sorted(curves[item.kind].items()), strict=True)
-            factor = exp(np.interp(order.index(item.block), tried, np.log(values)))
+            factor = float(np.exp(np.interp(order.index(item.block), tried, np.log(values))))
             factors |= dict.fromkeys(item.keys, factor)
     return Factors(factors, usual)
 

@@ -41,8 +41,8 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of
 from tcompress.roles import Block
 from tcompress.roles.find import attentions_of
+from tcompress.search.corrections import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.search.depth_search import MOST_BYTES, SAMPLES
-from tcompress.search.substitution import FITTED, JUDGED, JUDGED_TOKENS, count_of, some_of
 from tcompress.structures.base import (
     SIDES,
     FitCost,

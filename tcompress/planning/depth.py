@@ -100,26 +100,23 @@ def _check_droppable(stack: StackPlan, source: SourceModel) -> None:
 
 def _problems(request: Any, stack: StackPlan) -> list[str]:
     """Errors of a number of blocks to drop, or of a list of those to keep."""
-    blocks = stack.blocks
+    blocks, name = stack.blocks, stack.name
     if isinstance(request, int):
-        if 1 <= request < blocks:
-            return []
         allowed = f"allowed are 1 to {blocks - 1}"
-        return [f"{request} blocks of `{stack.name}` are to be dropped, {allowed}"]
-    where = f"of the {blocks} blocks of `{stack.name}`"
-    if not request:
-        return [f"`keep_layers` keeps none {where}"]
+        refusal = f"{request} blocks of `{name}` are to be dropped, {allowed}"
+        return [] if 1 <= request < blocks else [refusal]
     problems = []
     missing = sorted({index for index in request if not 0 <= index < blocks})
     if missing:
-        lost = ", ".join(map(str, missing))
-        problems.append(f"there is no block {lost}: `{stack.name}` has 0 to {blocks - 1}")
+        numbers = ", ".join(map(str, missing))
+        problems.append(f"there is no block {numbers}: `{name}` has 0 to {blocks - 1}")
     if list(request) != sorted(set(request)):
-        text = ", ".join(map(str, request))
+        numbers = ", ".join(map(str, request))
         expected = "expected are different blocks in ascending order"
-        problems.append(f"`keep_layers` is {text}, {expected}")
-    if not problems and len(request) == blocks:
-        problems.append(f"`keep_layers` keeps all {where}")
+        problems.append(f"`keep_layers` is {numbers}, {expected}")
+    if not problems and len(request) in (0, blocks):
+        which = "all" if request else "none"
+        problems.append(f"`keep_layers` keeps {which} of the {blocks} blocks of `{name}`")
     return problems
 
 

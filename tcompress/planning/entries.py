@@ -469,8 +469,7 @@ class Plan(Frozen):
     @property
     def compresses(self) -> bool:
         """True where anything is done: a plain model has fewer blocks or tokens, or is narrower."""
-        done = self.entries or self.attention or self.depth or self.storage or self.vocabulary
-        return bool(done)
+        return bool(self.entries or self.attention or self.depth or self.storage or self.vocabulary)
 
     @property
     def only_rounded(self) -> bool:

@@ -139,6 +139,6 @@ def _refusal(source: SourceModel, problems: list[str]) -> PlanError:
     kind = source.config.model_type
     return PlanError(
         f"a plain `{kind}` model cannot be narrower like this:{after_colon(problems)}",
-        "leave `--plain` out, for a model that loads with `import tcompress`, or what cannot be "
-        "said; `--drop-layers` alone makes plain models too",
+        "leave `plain` out, for a model that loads with `import tcompress`, or what cannot be "
+        "said; `drop_layers` alone makes plain models too",
     )

@@ -73,8 +73,8 @@ class _Planner:
     hints: set[str] = field(default_factory=set)
     clipped: dict[str, str] = field(default_factory=dict)
     # By name of the weight in the model, and those of its output splits.
-    choices: dict[str, tuple[str, Choice]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # why, by name of the weight
+    choices: dict[str, Choice] = field(default_factory=dict)
+    refused: dict[str, Refusal] = field(default_factory=dict)
     reads: dict[str, Channels] = field(default_factory=dict)
     writes: dict[tuple[str, str], Channels] = field(default_factory=dict)
     sharing: dict[tuple[str, str], Hashable] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class _Planner:
             try:
                 self.choices[layer.weight_name] = self._choice_of(layer)
             except Refusal as refusal:
-                self.refused[layer.weight_name] = str(refusal)
+                self.refused[layer.weight_name] = refusal
         coupled = (coupling for block in self.roles.blocks for coupling in couplings(block))
         self.reads, self.writes = channels_left({item: self._size_of(item) for item in coupled})
         alone: set[str] = set()  # weights that turned out to stay dense
@@ -111,7 +111,7 @@ class _Planner:
             # Experts use none: their moments differ, and one module applies them.
             if layer.kind == "experts" or layer.weight_name not in names:
                 continue
-            _, choice = self.choices[layer.weight_name]
+            choice = self.choices[layer.weight_name]
             kind = structure_of(choice.method)
             if not isinstance(kind, SharesFactors):
                 continue
@@ -142,7 +142,7 @@ class _Planner:
             return coupling.size
         recipe = self.recipe
         target = recipe.keep_neurons if coupling.kind == "neurons" else recipe.head_size
-        choices = [self.choices[name][1] for name in names]
+        choices = [self.choices[name] for name in names]
         fractions = [c.target for c in choices if c.method.narrows and c.target]
         if target is None and not recipe.fixes_width and fractions:
             target = min(fractions)
@@ -172,11 +172,11 @@ class _Planner:
         self.layers.extend(shared)
         self.skipped.extend(skipped)
 
-    def _choice_of(self, layer: Layer) -> tuple[str, Choice]:
-        """Name of a layer in the checkpoint, and what it becomes."""
+    def _choice_of(self, layer: Layer) -> Choice:
+        """What a layer becomes; it has a name in the checkpoint."""
         recipe, source = self.recipe, self.source
         try:
-            name = source.keymap.checkpoint_prefix(layer.name)
+            source.keymap.checkpoint_prefix(layer.name)
             source.keymap.sources(layer.weight_name)
             source.keymap.apart([layer.weight_name])
         except SourceError as error:
@@ -196,13 +196,12 @@ class _Planner:
                 choice = None if rule.keep else ruled
         if choice is None:
             raise Refusal(KEPT)
-        return name, choice
+        return choice
 
     def _entry(self, block: Block, layer: Layer, sharing: int) -> LayerPlan:
         if layer.weight_name in self.refused:
-            raise Refusal(self.refused[layer.weight_name])
-        name, choice = self.choices[layer.weight_name]
-        calibrated = not self.recipe.calibration.is_none
+            raise self.refused[layer.weight_name]
+        choice, calibrated = self.choices[layer.weight_name], not self.recipe.calibration.is_none
         copies = layer.experts or 1
         readers = sharing * len(layer.parts) * copies
         reads, parts = self.reads.get(layer.weight_name), []
@@ -221,7 +220,7 @@ class _Planner:
             )
             parts.append(PartLayout(name=site.role, terms=terms, channels=written))
         facts = {field: getattr(layer, field) for field in _OF_LAYER}
-        path = self.source.keymap.checkpoint_prefix(block.name)
+        name, path = map(self.source.keymap.checkpoint_prefix, (layer.name, block.name))
         entry = LayerPlan(name=name, block=path, parts=tuple(parts), reads=reads, **facts)
         share = kept_share(entry, sharing)
         if share > 1 or (share == 1 and not (entry.is_plain and calibrated)):
@@ -303,7 +302,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
             recipe, source, lambda target: _plan(recipe.with_target(target), source, label, storage)
         )
     plan = covered(plan, source)
-    notes = note_of_coverage(plan, (KEPT, STAYS)) if recipe.method else ()
+    notes = note_of_coverage(plan) if recipe.method else ()
     return plan.model_copy(update={"warnings": (*plan.warnings, *notes)})
 
 
@@ -483,9 +482,9 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     return plan.model_copy(update={"coverage": Coverage(total=total, left=stays, **counts)})
 
 
-def note_of_coverage(plan: Plan, chosen: Collection[str]) -> Iterator[str]:
+def note_of_coverage(plan: Plan) -> Iterator[str]:
     """Warn where most of a model cannot be rewritten, but for reasons that somebody has chosen."""
-    coverage = plan.coverage
+    coverage, chosen = plan.coverage, (KEPT, STAYS)
     assert coverage is not None
     layers = min(coverage.rewritten, plan.dense_rewritten)
     tables = coverage.embeddings + coverage.vocabulary + coverage.rewritten - layers

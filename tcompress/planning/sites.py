@@ -207,14 +207,10 @@ def _attention(options: Any, source: SourceModel, item: Attention) -> AttentionP
     layout, prefix = kind.layout(options, item), source.keymap.checkpoint_prefix
 
     def dense(layer: Layer) -> DenseLayer:
-        return DenseLayer(
-            name=prefix(layer.name),
-            role=layer.role,
-            in_features=layer.in_features,
-            out_features=layer.out_features,
-            bias=layer.bias,
-            transposed=layer.kind == "conv1d",
-        )
+        facts = {
+            key: getattr(layer, key) for key in ("role", "in_features", "out_features", "bias")
+        }
+        return DenseLayer(name=prefix(layer.name), transposed=layer.kind == "conv1d", **facts)
 
     try:
         output = dense(item.layers["o"])
@@ -293,23 +289,15 @@ def plan_forms(recipe: Convert, source: SourceModel, roles: Roles) -> tuple[Form
     p, this = int(getattr(recipe.method, "p", 1)), f"this `{roles.family}` model"
     entries: list[FormPlan] = []
     problems: list[str] = []
-    for option, form, plans, what in (
-        (
-            "positions",
-            recipe.positions,
-            _positions,
-            "a table of positions for tokens of text, and {} has none",
-        ),
-        (
-            "norm",
-            recipe.norm,
-            _norms,
-            "layer norms of all features, and the blocks of {} have none",
-        ),
+    no_table = f"a table of positions for tokens of text, and {this} has none"
+    no_norm = f"layer norms of all features, and the blocks of {this} have none"
+    for option, form, plans, problem in (
+        ("positions", recipe.positions, _positions, no_table),
+        ("norm", recipe.norm, _norms, no_norm),
     ):
         if form != "host":
             planned = list(plans(source, roles, form, p))
-            problems += [] if planned else [f"`{option}: {form}` is about {what.format(this)}"]
+            problems += [] if planned else [f"`{option}: {form}` is about {problem}"]
             entries += planned
     problems += [
         f"`{entry.name}` has {entry.shape[-1]} features, which p={p} does not divide"

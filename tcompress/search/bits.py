@@ -35,7 +35,7 @@ from tcompress.planning.sites import (
     untied_tables,
 )
 from tcompress.search.candidates import BYTES, Candidate, SearchInputs, Site
-from tcompress.search.substitution import judged_batches
+from tcompress.search.corrections import judged_batches
 from tcompress.structures import structure
 
 TABLE = "word embedding"  # name of the site in a budget

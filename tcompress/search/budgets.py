@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import copysign, fsum, inf
+from typing import NamedTuple
 
 from tcompress.errors import PlanError
 from tcompress.models import SourceModel
@@ -19,7 +20,6 @@ from tcompress.planning.planner import covered, resized
 from tcompress.search import knapsack
 from tcompress.search.bits import TableCandidate, TableSite
 from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Site
-from tcompress.search.joint_width import joined
 from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions
 
@@ -72,8 +72,7 @@ def approach(
             number += min(step, max(-step, move))
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """A plan that keeps to a budget."""
 
     plan: Plan
@@ -117,7 +116,7 @@ class BudgetProblem:
         uncorrected = self.predictions.uncorrected
         if several and uncorrected and all(site.candidates for site in uncorrected):
             with suppress(PlanError):  # sized as it would be without others on offer
-                answer = replace(answer, plan=self.alone(name, uncorrected).solve().plan)
+                answer = answer._replace(plan=self.alone(name, uncorrected).solve().plan)
         return _with_facts(self, answer, answers if several else {})
 
     @property
@@ -132,11 +131,9 @@ class BudgetProblem:
         return replace(self, methods=[method], predictions=predictions)
 
     def least(self, unit: str) -> int:
-        """Return what the candidates take that take least of a resource."""
         return _least(self.sites(may_stay=True), unit)
 
     def solve(self) -> Answer:
-        """Spend the budget on candidates of these methods."""
         if self.budget.is_size:
             return self._within()
         limit, sites, resource = self.budget.limit, self.sites(may_stay=True), self.resource
@@ -202,13 +199,11 @@ class BudgetProblem:
         return {
             (site.key, item.method)
             for site in self.predictions.layers
-            if site.key in dense
             for item in site.candidates
-            if item.form.parts == dense[site.key]
+            if item.form.parts == dense.get(site.key)
         }
 
     def sites(self, *, may_stay: bool, barred: Collection[tuple[str, str]] = ()) -> list[Site]:
-        """List what a budget chooses from."""
         layers = []
         for site in self.predictions.layers:
             methods = [name for name in self.methods if (site.key, name) not in barred]
@@ -216,7 +211,9 @@ class BudgetProblem:
         widths = self.predictions.widths if NARROWING in self.methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
+        sites = (
+            knapsack.joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
+        )
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:

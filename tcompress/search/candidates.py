@@ -1,37 +1,31 @@
 """What flows through a search: what it is about, sites, their candidates, and what these cost.
 
-What one layer may become is predicted here too. One label-free backward pass gives the moments of
-every layer's inputs and output gradients. With them the loss of every way to store a layer is known
-before anything is converted, in one unit for all layers (methods: Which error matters, and where to
-spend parameters).
+What several layers may become together is said here alone: fewer neurons, and fewer dimensions or
+heads of an attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, groupby, pairwise
+from itertools import product
 from math import log
+from typing import Self
 
 import torch
-from torch import Tensor
 
 from tcompress.data.calibration import CalibrationData
 from tcompress.fitting.channel_orders import ChannelOrder
-from tcompress.fitting.layer_fits import CURVATURE_DAMPING
 from tcompress.fitting.workdir import FitWorkplace
-from tcompress.linalg.fits import curved_constant, damped_curvature
 from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.costs import Choice, plan_terms, term_cost
 from tcompress.planning.entries import LayerForm, LayerPlan, Plan
+from tcompress.planning.sites import Coupling, channels_left, couplings, whole_heads
 from tcompress.progress import Progress
-from tcompress.structures import Layout, Refusal, Spec, Target, structure
-from tcompress.structures import Site as StructureSite
-from tcompress.structures.base import predicted_loss
+from tcompress.roles import Attention, Block
 from tcompress.structures.modules.linear import PartLayout
+from tcompress.structures.width import WidthLayout
 
 PARAMETERS, BYTES, NANOSECONDS = "parameters", "bytes", "nanoseconds"  # units of resources
 
@@ -69,10 +63,6 @@ class Candidate:
         assert form is not None
         return form
 
-    def costing(self, unit: str, cost: int) -> Candidate:
-        """Return the same that takes so much of one more resource."""
-        return replace(self, costs={**self.costs, unit: cost})
-
 
 @dataclass(frozen=True)
 class Site:
@@ -91,10 +81,9 @@ class Site:
         """Name of its first weight, for messages too."""
         return self.keys[0]
 
-    def costs_of(self, parameters: int) -> Costs:
-        """Return what so many parameters take of each resource that is counted here."""
-        units = {BYTES: self.unit}
-        return {name: round(parameters * units.get(name, 1)) for name in self.dense}
+    def taken_by(self, parameters: float, resource: str) -> float:
+        """Return what so many parameters take of a resource that shapes alone tell."""
+        return parameters * (self.unit if resource == BYTES else 1)
 
     @property
     def stays(self) -> Candidate:
@@ -106,13 +95,24 @@ class Site:
         """All candidates, to stay among them."""
         return (*self.candidates, self.stays) if self.may_stay else self.candidates
 
-    @cached_property
+    @property
     def methods(self) -> tuple[str, ...]:
-        """Methods of its candidates, in their order."""
         return tuple(dict.fromkeys(item.method for item in self.candidates))
 
     def of(self, method: str) -> tuple[Candidate, ...]:
         return tuple(item for item in self.candidates if item.method == method)
+
+    def losing(self, losses: Iterable[float]) -> Self:
+        """Return the same whose candidates lose this much, in their order."""
+        pairs = zip(self.candidates, losses, strict=True)
+        return replace(self, candidates=tuple(replace(item, loss=loss) for item, loss in pairs))
+
+    def costing(self, unit: str, costs: Iterable[int], dense: int) -> Self:
+        """Return the same whose candidates, and layers as they are, take this of a resource too."""
+        pairs = zip(self.candidates, costs, strict=True)
+        candidates = (replace(item, costs={**item.costs, unit: cost}) for item, cost in pairs)
+        counted = {**self.dense, unit: dense} if self.dense else {}
+        return replace(self, candidates=tuple(candidates), dense=counted)
 
     def offering(self, methods: Collection[str], *, may_stay: bool) -> Site:
         """Return the same with the candidates of these methods, in their order.
@@ -150,118 +150,85 @@ def of_one_layer(methods: Collection[str]) -> list[str]:
     return [name for name in methods if name != NARROWING]
 
 
-# Candidates of one layer, and what they are predicted to lose.
+# Candidates of several layers: fewer neurons, and fewer dimensions or heads of an attention.
 
 
-Parts = tuple[PartLayout, ...]
-
-FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
-
-FitTarget = tuple[Target, float]
-"""What the fit of one output split of a layer aims at, and what it costs to leave it out."""
+LossKey = tuple[str | Coupling, str | bool]
+"""A method and the weight name of a layer, or a coupling and whether some of its channels stay."""
 
 
-def layer_candidates(
-    site: Site,
-    splits: Sequence[tuple[StructureSite, FitTarget]],
-    method: str,
-    specs: Sequence[Spec],
-    fractions: Sequence[float],
-    *,
-    residual_rank: int,
-    rows: int,
-    readers: int,
-    calibrated: bool,
-) -> tuple[Candidate, ...]:
-    """List what a layer may become with one method; fractions ascend.
+def all_couplings(block: Block, attentions: Iterable[Attention]) -> list[Coupling]:
+    """List what layers of a block have in common, whole heads after what they are made of."""
+    heads = (whole_heads(item) for item in attentions if item.block == block.name)
+    return [*couplings(block), *filter(None, heads)]
 
-    Of the options the first that the layer's dimensions allow counts. Targets of its output splits
-    are means over so many rows of data.
+
+def width_sites(
+    groups: Iterable[Sequence[ChannelOrder]],
+    entries: Mapping[str, LayerPlan],
+    sites: Mapping[str, Site],
+) -> Iterator[WidthSite]:
+    """List what layers of couplings that are chosen together may become, if all are sized.
+
+    Plans (`entries`) are by name in the model, sites of single layers by weight name in the
+    checkpoint.
     """
-
-    def planned(spec: Spec, fraction: float) -> Parts | None:
-        choice, parts = Choice(spec, residual_rank, fraction), []
-        for split, _ in splits:
-            try:
-                terms = plan_terms(choice, split, readers, calibrated=calibrated)
-            except Refusal:
-                return None
-            parts.append(PartLayout(name=split.role, terms=terms))
-        return tuple(parts)
-
-    for spec in specs:
-        layouts = filter(None, (planned(spec, fraction) for fraction in fractions))
-        sized = [(parts, _parameters(parts, readers)) for parts, _ in groupby(layouts)]
-        offered = [(parts, size) for parts, size in sized if size < site.dense[PARAMETERS]]
-        if offered:
-            losses = [
-                _split_losses(aim, [parts[index].terms for parts, _ in offered])
-                for index, (_, aim) in enumerate(splits)
-            ]
-            totals = [max(0.0, sum(of_splits)) * rows for of_splits in zip(*losses, strict=True)]
-            return tuple(
-                Candidate(method, ((site.key, LayerForm(parts)),), loss, site.costs_of(round(size)))
-                for (parts, size), loss in zip(offered, totals, strict=True)
-            )
-    return ()
+    for orders in groups:
+        coupled = [order.coupling for order in orders]
+        layers = {layer for coupling in coupled for layer in coupling.layers}
+        if not {entries[layer.name].key for layer in layers} <= sites.keys():
+            continue
+        sizes = tuple(product(*(coupling.sizes for coupling in coupled)))
+        candidates = []
+        for chosen in sizes:
+            narrow = [*narrow_layers(dict(zip(coupled, chosen, strict=True)), entries)]
+            forms = tuple((entry.key, LayerForm(entry.parts, entry.reads)) for entry in narrow)
+            counted = [(sites[e.key], e.inputs_left * e.outputs_left) for e in narrow]
+            costs = {
+                name: round(sum(site.taken_by(size, name) for site, size in counted))
+                for name in counted[0][0].dense
+            }
+            candidates.append(Candidate(NARROWING, forms, _loss(orders, chosen), costs))
+        keys = tuple(key for key, _ in candidates[-1].forms)
+        yield WidthSite(keys, "", {}, tuple(candidates), orders=tuple(orders), sizes=sizes)
 
 
-def _parameters(parts: Parts, readers: int) -> float:
-    return sum(term_cost(layout, readers, 1) for part in parts for layout in part.terms)
+def _loss(orders: Sequence[ChannelOrder], sizes: Sequence[int]) -> float:
+    return sum(float(order.losses[size]) for order, size in zip(orders, sizes, strict=True))
 
 
-def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
-    """Kept fractions close enough that no rank is passed over."""
-    widths = [part.dense_features for part in entry.parts]
-    step = (entry.in_features + min(widths)) / (2.0 * entry.in_features * max(widths))
-    return tuple(step * n for n in range(1, int(1 / step) + 1))
+def narrow_layers(
+    chosen: Mapping[Coupling, int], entries: Mapping[str, LayerPlan]
+) -> Iterator[LayerPlan]:
+    """Plan plain matrices of these sizes for all layers of some couplings; plans are by name."""
+    all_reads, writes = channels_left(chosen)
+    for layer in dict.fromkeys(layer for coupling in chosen for layer in coupling.layers):
+        reads, parts = all_reads.get(layer.weight_name), []
+        inputs = reads.left if reads else layer.in_features
+        for part in layer.parts:
+            channels = writes.get((layer.weight_name, part.name))
+            outputs = channels.left if channels else part.size
+            terms = (WidthLayout(in_features=inputs, out_features=outputs),)
+            parts.append(PartLayout(name=part.name, terms=terms, channels=channels))
+        yield entries[layer.name].model_copy(update={"parts": tuple(parts), "reads": reads})
 
 
-def _split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[float]:
-    """Predicts the loss of every way to store one weight.
-
-    A low-rank summand beside another one is judged by what the other leaves over, once for all
-    ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
-    """
-    pairs = [terms for terms in offered if len(terms) > 1]
-    mains = [main for main, _ in pairs]
-    middle = len(pairs) // 2
-    of_pairs: list[float] = []
-    if len({*mains}) > 1:
-        of_mains = _losses(aim, mains)
-        [both] = _losses(_remainder(aim, mains[middle]), [pairs[middle][1]])
-        ratio = both / of_mains[middle] if of_mains[middle] > 0 else 0.0
-        of_pairs = [ratio * loss for loss in of_mains]
-    elif pairs:
-        of_pairs = _losses(_remainder(aim, mains[0]), [residual for _, residual in pairs])
-    singles = iter(_losses(aim, [terms[0] for terms in offered if len(terms) == 1]))
-    doubles = iter(of_pairs)
-    return [next(doubles if len(terms) > 1 else singles) for terms in offered]
+def with_losses(site: WidthSite, factors: Mapping[LossKey, float]) -> WidthSite:
+    """Scale what fewer channels lose, and none; nothing loses more than none of them."""
+    orders = []
+    for order in site.orders:
+        coupling, losses = order.coupling, order.losses.clone()
+        losses[:1] *= factors.get((coupling, False), 1.0)
+        losses[1:] *= factors.get((coupling, True), 1.0)
+        if (coupling, True) in factors and 0 in coupling.sizes:
+            losses = losses.clamp(max=float(losses[0]))
+        orders.append(replace(order, losses=losses))
+    site = site.losing(_loss(orders, sizes) for sizes in site.sizes)
+    return replace(site, orders=tuple(orders))
 
 
-def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
-    return structure(layouts[0].structure).losses(*aim, layouts) if layouts else []
-
-
-def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
-    """What the first summand leaves to the second."""
-    target, constant = aim
-    dense = structure(main.structure).quick_fit(target, main)
-    remainder = replace(target, product=target.product - dense @ target.full_gram())
-    return remainder, predicted_loss(dense, target, constant)
-
-
-def fit_targets_of(
-    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
-) -> list[FitTarget]:
-    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
-
-    The moments of inputs are damped, those of gradients are not.
-    """
-    aims = []
-    for start, stop in pairwise(accumulate((p.dense_features for p in entry.parts), initial=0)):
-        rows = weight[start:stop].double()
-        curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
-        target = Target(rows @ gram, gram, curvature=curve)
-        aims.append((target, float(curved_constant(rows, gram, curve))))
-    return aims
+def kept_sizes(coupling: Coupling, fraction: float) -> list[int]:
+    """List the sizes that are tried: none where that is offered, and that next to a fraction."""
+    inner = coupling.sizes[1:-1]
+    nearest = min(inner, key=lambda size: abs(size - fraction * coupling.size), default=0)
+    return [size for size in coupling.sizes if size in (0, nearest)]

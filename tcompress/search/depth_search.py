@@ -28,7 +28,7 @@ from tcompress.models.fewer_layers import fixed_blocks
 from tcompress.planning.entries import BlockLoss, DepthPlan, StackPlan
 from tcompress.planning.sites import roles_of
 from tcompress.progress import Progress
-from tcompress.search.substitution import tokens_of
+from tcompress.search.corrections import tokens_of
 
 SAMPLES = 128  # most samples to measure on; losses are scaled to all of them
 MOST_BYTES = 1 << 30  # activations that ways to leave blocks out may hold together
@@ -97,7 +97,7 @@ class DepthWalk:
         self._scale = sum(sizes) / sum(sizes[index] for index in chosen)
         self._batches = [self._sampler.with_variants(fitted[index]) for index in chosen]
 
-    def losses(self, blocks: Sequence[str], gone: Gone) -> list[BlockLoss]:
+    def losses(self, blocks: Sequence[str], gone: Gone) -> Iterator[BlockLoss]:
         """Measure the loss of each of these blocks together with those that are gone."""
         width = getattr(self._model.source.config.get_text_config(), "hidden_size", 0) or 1024
         tokens = sum(max(map(tokens_of, batch.values())) for batch in self._batches)
@@ -105,12 +105,10 @@ class DepthWalk:
         ways = [gone | {name} for name in blocks]
         parts = (ways[start : start + count] for start in range(0, len(ways), count))
         changes = chain.from_iterable(map(self._changes, parts))
-        losses = []
         for name, change in zip(blocks, changes, strict=True):
             weights = self._model.model.get_submodule(name).parameters()
             size = sum(item.numel() for item in weights)
-            losses.append(BlockLoss(path=name, loss=change * self._scale, parameters=size))
-        return losses
+            yield BlockLoss(path=name, loss=change * self._scale, parameters=size)
 
     def _changes(self, ways: Sequence[Gone]) -> list[float]:
         """Run the dense model beside all these ways, and compare what they put out."""
@@ -119,16 +117,16 @@ class DepthWalk:
             for batch in self._batches
         ]
         streams = [*chain.from_iterable(group.values() for group in passes)]
-        changes: dict[Gone, list[float]] = {way: [] for way in ways}
+        changes = dict.fromkeys(ways, 0.0)
         passed = DENSE
         with self._model.paused(streams):
             while name := common_block(streams):
                 with self._model.loaded(name):
                     for group in passes:
                         for way, change in self._answer(group, name, passed):
-                            changes[way].append(change)
+                            changes[way] += change
                 passed |= {name}
-        return [sum(of_batches) for of_batches in changes.values()]
+        return [*changes.values()]
 
     def _answer(
         self, streams: Mapping[Gone, Stream], name: str, passed: Gone

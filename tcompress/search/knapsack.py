@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from scipy.optimize import LinearConstraint, milp
 
 from tcompress.errors import PlanError
-from tcompress.search.candidates import Candidate, Costs, Site
+from tcompress.search.candidates import Candidate, Costs, Site, WidthSite
 
 ROUNDING = 1e-12  # sums of losses are compared up to this, relative to the largest loss
 
@@ -42,7 +42,6 @@ class Allocation:
 
     @classmethod
     def of(cls, choices: Iterable[Candidate], resource: str) -> Allocation:
-        """Add up what candidates cost and lose."""
         choices = tuple(choices)
         cost = sum(item.costs[resource] for item in choices)
         return cls(choices, cost, fsum(item.loss for item in choices))
@@ -151,6 +150,29 @@ def joint(sites: Sequence[Site], resource: str) -> list[Candidate]:
         costs = added(choice.costs for choice in choices)
         candidates.append(Candidate("", forms, fsum(choice.loss for choice in choices), costs))
     return candidates
+
+
+def joined(
+    sites: Sequence[Site], widths: Sequence[WidthSite], resource: str, *, may_stay: bool
+) -> list[Site]:
+    """Put the sites of layers that have channels in common together, attentions after their parts.
+
+    What layers may become by themselves stands beside fewer channels, the best of all of them
+    together.
+    """
+    by_keys = {site.keys: site for site in sites}
+    for site in widths:
+        contained = [keys for keys in by_keys if {*keys} <= {*site.keys}]
+        members = [by_keys.pop(keys) for keys in contained]
+        candidates = [*site.candidates]
+        if len(members) == 1:
+            candidates += members[0].candidates
+        elif any(member.candidates for member in members):
+            candidates += joint(members, resource)
+        keys = tuple(chain.from_iterable(contained))
+        dense: Costs = added(member.dense for member in members)
+        by_keys[keys] = Site(keys, "", dense, tuple(candidates), may_stay=may_stay)
+    return [*by_keys.values()]
 
 
 def added(costs: Iterable[Costs]) -> Costs:

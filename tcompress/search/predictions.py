@@ -7,15 +7,14 @@ layer counts alike, and so does every direction of its inputs and outputs.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from math import exp, fsum, inf, log
+from itertools import accumulate, chain, groupby, pairwise
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
@@ -28,47 +27,44 @@ from tcompress.fitting.channel_orders import (
     order_channels,
     stored_reductions,
 )
-from tcompress.fitting.layer_fits import (
-    MORE_DATA,
-    LayerMoments,
-    LayerToFit,
-    dense_matrix,
-    fit_layers,
-)
+from tcompress.fitting.layer_fits import CURVATURE_DAMPING, MORE_DATA, dense_matrix
 from tcompress.fitting.workdir import narrowed
-from tcompress.linalg.moments import Moments, with_ridge
+from tcompress.linalg.fits import curved_constant, damped_curvature
+from tcompress.linalg.moments import with_ridge
 from tcompress.models import SourceModel, read_finite
 from tcompress.options import Convert
 from tcompress.options.method_options import NARROWING, AutoSpec
-from tcompress.planning.costs import Choice, path_of, plan_terms, unit_of
-from tcompress.planning.entries import LayerPlan, Plan
+from tcompress.planning.costs import Choice, path_of, plan_terms, term_cost, unit_of
+from tcompress.planning.entries import LayerForm, LayerPlan, Plan
 from tcompress.planning.planner import follows_rules, site_of
 from tcompress.planning.sites import couplings, module_path, offered_by, roles_of, structure_of
 from tcompress.roles import Block, Layer
 from tcompress.roles.find import attentions_of
 from tcompress.search.candidates import (
     BYTES,
-    FRACTIONS,
     PARAMETERS,
     Candidate,
     Costs,
     SearchInputs,
     Site,
     WidthSite,
-    fine_fractions,
-    fit_targets_of,
-    layer_candidates,
+    all_couplings,
     of_one_layer,
+    width_sites,
 )
-from tcompress.search.joint_width import all_couplings, width_sites
-from tcompress.search.substitution import (
+from tcompress.search.corrections import (
     Substitute,
+    WeightFits,
+    blocks_to_fit,
     channel_substitutes,
     close_to,
     layer_substitutes,
     united,
 )
-from tcompress.structures import Refusal, Spec
+from tcompress.structures import Layout, Refusal, Spec, Target, structure
+from tcompress.structures import Site as StructureSite
+from tcompress.structures.base import predicted_loss
+from tcompress.structures.modules.linear import PartLayout
 
 USUAL = 0.25  # kept fraction for which structures are offered where a budget limits an error
 
@@ -105,9 +101,8 @@ class Predictions:
         """Add what everything takes of a resource, by its other costs."""
 
         def priced(site: AnySite) -> AnySite:
-            items = (item.costing(unit, cost(item.costs)) for item in site.candidates)
-            dense = {**site.dense, unit: cost(site.dense)} if site.dense else site.dense
-            return replace(site, candidates=tuple(items), dense=dense)
+            costs = (cost(item.costs) for item in site.candidates)
+            return site.costing(unit, costs, cost(site.dense) if site.dense else 0)
 
         return self.mapped(priced, priced)
 
@@ -165,7 +160,7 @@ class Predictor:
                 substitutes += channel_substitutes(block, narrower, self.entries, self.fraction)
             layers += sites.values()
             widths += narrower
-        roles, keeps = {site.role for site in layers}, self.fits.keeps
+        roles, dropped = {site.role for site in layers}, self.fits.dropped
         corrects = inputs.data is None
         return Predictions(
             layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
@@ -174,7 +169,7 @@ class Predictor:
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),
-            complete=tuple(n for n in self.offers if all(keeps(n, role) for role in roles)),
+            complete=tuple(n for n in self.offers if not dropped & {(n, role) for role in roles}),
             fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
@@ -222,23 +217,20 @@ class Predictor:
 
     def _keep_moments(self, block: str, sums: Mapping[str, Sensitivity]) -> None:
         """Keep what fits will need of a block's moments, by name in the model."""
-        data, entries, workdir = self.inputs.data, self.entries, self.inputs.workdir
+        data, workdir = self.inputs.data, self.inputs.workdir
         calibration = self.inputs.recipe.calibration
         assert data is not None
         if calibration.output_moments is not False:
-            named = {entries[path].name: item for path, item in sums.items()}
-            curvatures = {
-                name: narrowed(item.curvature.total / item.rows) for name, item in named.items()
-            }
-            workdir.keep_moments("curvature", block, curvatures)
+            named = {self.entries[path].name: item for path, item in sums.items()}
+            curves = {n: narrowed(item.curvature.total / item.rows) for n, item in named.items()}
+            workdir.keep_moments("curvature", block, curves)
             weights = {
                 f"{name}/{data.fitted[batch]}": weight
                 for name, item in named.items()
                 for batch, weight in item.weights.items()
             }
             workdir.keep_moments("tokens", block, weights)
-        shared = damped_inputs(sums, entries, calibration.damping)
-        if shared:
+        if shared := damped_inputs(sums, self.entries, calibration.damping):
             workdir.keep_moments("inputs", block, shared)
 
     def _ruled(self, block: Block) -> set[Layer]:
@@ -299,25 +291,19 @@ class Predictor:
         site = Site((entry.key,), entry.role, dense, (), left_out, unit)
         sharing = next(len(group) for group in block.groups if layer in group)
         splits = zip((site_of(block, layer, part) for part in layer.parts), aims, strict=True)
-        candidates = partial(
-            layer_candidates,
-            site,
-            [*splits],
-            fractions=fine_fractions(entry) if budget and budget.limits_each else FRACTIONS,
-            residual_rank=recipe.residual_rank,
-            rows=rows,
-            readers=sharing * len(layer.parts),
-            calibrated=inputs.data is not None,
-        )
-        kept = [name for name in of_one_layer(self.offers) if self.fits.keeps(name, entry.role)]
-        beside = {name: candidates(name, self.offers[name]) for name in kept}
+        fractions = fine_fractions(entry) if budget and budget.limits_each else FRACTIONS
+        readers = sharing * len(layer.parts)
+        offered = partial(layer_candidates, inputs, site, [*splits], fractions, rows, readers)
+        dropped = {name for name, role in self.fits.dropped if role == entry.role}
+        names = (name for name in of_one_layer(self.offers) if name not in dropped)
+        beside = {name: offered(name, self.offers[name]) for name in names}
         alone = {
             name: beside[name]
-            if name in kept and self.offers[name] == (self.singles[name],)
-            else candidates(name, (self.singles[name],))
+            if name in beside and self.offers[name] == (self.singles[name],)
+            else offered(name, (self.singles[name],))
             for name in of_one_layer(self.singles)
         }
-        first, second = (tuple(chain(*offered.values())) for offered in (beside, alone))
+        first, second = (tuple(chain(*of_methods.values())) for of_methods in (beside, alone))
         return replace(site, candidates=first), replace(site, candidates=second)
 
     def _fit(self, block: Block, sites: Mapping[str, Site], statistics: BlockStatistics) -> None:
@@ -368,90 +354,117 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
     return {name: spec for name, spec in suitable.items() if spec is not None}
 
 
-# Real fits of layers of one or two blocks, which correct what sizes are predicted to lose.
-#
-# Without data no model can be run with a candidate in it (see `substitution.py`). Quick predictions
-# leave out what takes long: fitted transforms, terms of a sum that make room for each other. This
-# depends on the method and on the role of a layer far more than on its depth; so the layers of one
-# or two blocks are fitted as the conversion will. The ratio of both losses corrects the predictions
-# for all layers of a role.
-
-MARGIN = 1.15  # a method that loses at most so much more than the best stays in question for a role
-AROUND = 4.0  # fractions that count for that: up to so many times less or more than the budget's
-LEAST, MOST = 0.02, 5.0  # bounds of a ratio that is believed
+# Candidates of one layer, and what they are predicted to lose.
 
 
-def blocks_to_fit(blocks: Sequence[Block]) -> set[str]:
-    """Names the blocks to fit: of those alike the last and, of four or more, one in the middle."""
-    kinds: dict[frozenset[str], list[str]] = defaultdict(list)
-    for block in blocks:
-        kinds[frozenset(layer.role for layer in block.layers)].append(block.name)
-    middles = {names[len(names) // 2] for names in kinds.values() if len(names) > 3}
-    return middles | {names[-1] for names in kinds.values()}
+Parts = tuple[PartLayout, ...]
+
+FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
+
+FitTarget = tuple[Target, float]
+"""What the fit of one output split of a layer aims at, and what it costs to leave it out."""
 
 
-@dataclass
-class WeightFits:
-    """What real fits gain over predictions, by method and role."""
+def layer_candidates(
+    inputs: SearchInputs,
+    site: Site,
+    splits: Sequence[tuple[StructureSite, FitTarget]],
+    fractions: Sequence[float],
+    rows: int,
+    readers: int,
+    method: str,
+    specs: Sequence[Spec],
+) -> tuple[Candidate, ...]:
+    """List what a layer may become with one method; fractions ascend.
 
-    fraction: float  # kept fraction that the budget comes to
-    _ratios: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
-    _dropped: set[tuple[str, str]] = field(default_factory=set)
+    Of the options the first that the layer's dimensions allow counts. Targets of its output splits
+    are means over so many rows of data.
+    """
+    calibrated = inputs.data is not None
 
-    def fit(
-        self,
-        group: Sequence[tuple[LayerPlan, Candidate]],
-        sites: Mapping[str, Site],
-        statistics: Mapping[str, LayerStatistics],
-    ) -> None:
-        """Fit layers that read one input in the form of a candidate each, and compare losses."""
-        layers = []
-        for entry, _ in group:
-            measured = statistics[entry.name]
-            gram, mean = measured.gram, measured.mean
-            moments = [LayerMoments(Moments(gram, gram, gram, mean, mean, 1))]
-            layers.append(LayerToFit(entry, measured.weight, moments, is_judged=True))
-        fitted = fit_layers(layers, dtype=torch.float32, damping=0.0)
-        for (entry, candidate), layer in zip(group, fitted, strict=True):
-            site = sites[entry.key]
-            if candidate.loss > 0 and layer.loss is not None:
-                ratio = layer.loss * site.left_out / candidate.loss
-                self._ratios[candidate.method, site.role].append(min(MOST, max(LEAST, ratio)))
+    def planned(spec: Spec, fraction: float) -> Parts | None:
+        choice, parts = Choice(spec, inputs.recipe.residual_rank, fraction), []
+        for split, _ in splits:
+            try:
+                terms = plan_terms(choice, split, readers, calibrated=calibrated)
+            except Refusal:
+                return None
+            parts.append(PartLayout(name=split.role, terms=terms))
+        return tuple(parts)
 
-    def drop(self, sites: Iterable[Site], spared: Collection[str] = ()) -> None:
-        """Drop methods that lose clearly more than others for a role, at all sizes that count."""
-        for site in map(self.corrected, sites):
-            for name in {*site.methods} - {*spared}:
-                rivals = [item for item in site.candidates if item.method != name]
-                if rivals and not self._competes(site, name, rivals):
-                    self._dropped.add((name, site.role))
+    for spec in specs:
+        layouts = filter(None, (planned(spec, fraction) for fraction in fractions))
+        sized = [
+            (parts, sum(term_cost(term, readers, 1) for part in parts for term in part.terms))
+            for parts, _ in groupby(layouts)
+        ]
+        offered = [(parts, size) for parts, size in sized if size < site.dense[PARAMETERS]]
+        if offered:
+            losses = [
+                _split_losses(aim, [parts[index].terms for parts, _ in offered])
+                for index, (_, aim) in enumerate(splits)
+            ]
+            totals = [max(0.0, sum(of_splits)) * rows for of_splits in zip(*losses, strict=True)]
+            candidates = []
+            for (parts, size), loss in zip(offered, totals, strict=True):
+                costs = {name: round(site.taken_by(round(size), name)) for name in site.dense}
+                forms = ((site.key, LayerForm(parts)),)
+                candidates.append(Candidate(method, forms, loss, costs))
+            return tuple(candidates)
+    return ()
 
-    def keeps(self, method: str, role: str) -> bool:
-        """Tell whether a method is still offered to layers of a role."""
-        return (method, role) not in self._dropped
 
-    def corrected(self, site: Site) -> Site:
-        """Return a layer with losses as real fits would have them."""
-        ratios = {name: self.ratio(name, site.role) for name in site.methods}
+def fine_fractions(entry: LayerPlan) -> tuple[float, ...]:
+    """Kept fractions close enough that no rank is passed over."""
+    widths = [part.dense_features for part in entry.parts]
+    step = (entry.in_features + min(widths)) / (2.0 * entry.in_features * max(widths))
+    return tuple(step * n for n in range(1, int(1 / step) + 1))
 
-        def loss(item: Candidate) -> float:
-            return min(item.loss * ratios[item.method], max(item.loss, site.left_out))
 
-        candidates = (replace(item, loss=loss(item)) for item in site.candidates)
-        return replace(site, candidates=tuple(candidates))
+def _split_losses(aim: FitTarget, offered: Sequence[tuple[Layout, ...]]) -> list[float]:
+    """Predicts the loss of every way to store one weight.
 
-    def ratio(self, method: str, role: str) -> float:
-        """Return the factor for predicted losses: of the role, of all roles, or one."""
-        everywhere = (ratios for (name, _), ratios in self._ratios.items() if name == method)
-        ratios = self._ratios.get((method, role)) or [*chain.from_iterable(everywhere)]
-        return exp(fsum(map(log, ratios)) / len(ratios)) if ratios else 1.0
+    A low-rank summand beside another one is judged by what the other leaves over, once for all
+    ranks. Where the other one differs, one pair is, and the rest by what the others lose alone.
+    """
+    pairs = [terms for terms in offered if len(terms) > 1]
+    mains = [main for main, _ in pairs]
+    middle, of_pairs = len(pairs) // 2, list[float]()
+    if len({*mains}) > 1:
+        of_mains = _losses(aim, mains)
+        [both] = _losses(_remainder(aim, mains[middle]), [pairs[middle][1]])
+        ratio = both / of_mains[middle] if of_mains[middle] > 0 else 0.0
+        of_pairs = [ratio * loss for loss in of_mains]
+    elif pairs:
+        of_pairs = _losses(_remainder(aim, mains[0]), [residual for _, residual in pairs])
+    singles = iter(_losses(aim, [terms[0] for terms in offered if len(terms) == 1]))
+    doubles = iter(of_pairs)
+    return [next(doubles if len(terms) > 1 else singles) for terms in offered]
 
-    def _competes(self, site: Site, method: str, rivals: Sequence[Candidate]) -> bool:
-        usual = self.fraction * site.dense[PARAMETERS]
-        for item in site.of(method):
-            size = item.costs[PARAMETERS]
-            losses = (rival.loss for rival in rivals if rival.costs[PARAMETERS] <= size)
-            near = 1 / AROUND * usual <= size <= AROUND * usual
-            if near and item.loss <= MARGIN * min(losses, default=inf):
-                return True
-        return False
+
+def _losses(aim: FitTarget, layouts: Sequence[Layout]) -> list[float]:
+    return structure(layouts[0].structure).losses(*aim, layouts) if layouts else []
+
+
+def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
+    """What the first summand leaves to the second."""
+    target, constant = aim
+    dense = structure(main.structure).quick_fit(target, main)
+    remainder = replace(target, product=target.product - dense @ target.full_gram())
+    return remainder, predicted_loss(dense, target, constant)
+
+
+def fit_targets_of(
+    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
+) -> list[FitTarget]:
+    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
+
+    The moments of inputs are damped, those of gradients are not.
+    """
+    aims = []
+    for start, stop in pairwise(accumulate((p.dense_features for p in entry.parts), initial=0)):
+        rows = weight[start:stop].double()
+        curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
+        target = Target(rows @ gram, gram, curvature=curve)
+        aims.append((target, float(curved_constant(rows, gram, curve))))
+    return aims

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -31,8 +31,14 @@ from tcompress.planning.plain_widths import possible_widths, width_of, with_widt
 from tcompress.planning.planner import make_plan
 from tcompress.planning.sites import Coupling, module_path
 from tcompress.search.budgets import TRIES, BudgetProblem, approach
-from tcompress.search.candidates import NANOSECONDS, PARAMETERS, Candidate, SearchInputs, Site
-from tcompress.search.joint_width import forms_of
+from tcompress.search.candidates import (
+    NANOSECONDS,
+    PARAMETERS,
+    Candidate,
+    SearchInputs,
+    Site,
+    narrow_layers,
+)
 from tcompress.search.predictions import Predictions
 from tcompress.structures.modules.linear import PartLayout
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
@@ -158,7 +164,6 @@ class Time(Resource):
 
     @cached_property
     def times(self) -> LayerTimes:
-        """Clock of layers by themselves."""
         return self.clock.layer_times(min(entry.in_features for entry in self.entries.values()))
 
     @property
@@ -204,17 +209,15 @@ class Time(Resource):
                     each = [seconds_of[order.coupling.kind] for order in site.orders]
                     beside = [fixed + sum(map(mul, each, sizes)) for sizes in site.sizes]
                     extra[site.key] += beside[-1] - fixed
-                candidates = (
-                    item.costing(self.unit, round(self._products(item) + _NANO * seconds))
-                    for item, seconds in zip(site.candidates, beside, strict=True)
-                )
-                timed[index] = replace(site, candidates=tuple(candidates))
+                pairs = zip(site.candidates, beside, strict=True)
+                costs = (round(self._products(item) + _NANO * seconds) for item, seconds in pairs)
+                timed[index] = site.costing(self.unit, costs, 0)
 
             def of_layer(site: Site) -> Site:
                 entry, nanos = self.entries[site.key], round(_NANO * extra.get(site.key, 0.0))
-                of = (self._timed(entry, site.of(name), nanos) for name in site.methods)
-                dense = {**site.dense, self.unit: round(_NANO * self._unchanged(entry)) + nanos}
-                return replace(site, candidates=tuple(chain.from_iterable(of)), dense=dense)
+                of_methods = (self._timed(entry, site.of(name)) for name in site.methods)
+                costs = [round(_NANO * seconds) + nanos for seconds in chain(*of_methods)]
+                return site.costing(self.unit, costs, round(_NANO * self._unchanged(entry)) + nanos)
 
             return replace(predictions.mapped(of_layer), widths=tuple(timed))
 
@@ -229,11 +232,9 @@ class Time(Resource):
         inner = {c: c.near(0.25) for c in couplings if c.kind in ("values", "scores")}
         source, planned = self.clock.source, self.entries.values()
         entries = {module_path(source, entry.name): entry for entry in planned}
-        plans = []
-        for sizes in (neurons, heads, inner):
-            forms = forms_of(sizes, entries)
-            layers = (entry.model_copy(update=form._asdict()) for entry, form in forms)
-            plans.append(Plan(layers=tuple(layers)))
+        plans = [
+            Plan(layers=tuple(narrow_layers(sizes, entries))) for sizes in (neurons, heads, inner)
+        ]
         speeds = iter(self.clock.speedups(*(plan for plan in plans if plan.layers)))
         saved = [
             self.clock.seconds * (1 - 1 / next(speeds)) if plan.layers else 0.0 for plan in plans
@@ -259,20 +260,17 @@ class Time(Resource):
             self._unchanged(entry) - self._matrix(entry, entry.parts) for entry in plan.layers
         )
 
-    def _timed(
-        self, entry: LayerPlan, candidates: Sequence[Candidate], nanos: int
-    ) -> Iterator[Candidate]:
-        """Add what forms of a layer take, and so many nanoseconds."""
-        sizes = [item.costs[PARAMETERS] for item in candidates]
-        timed = interpolated(
-            sizes, lambda index: self.times.of(candidates[index].form, entry.bias), POINTS
-        )
-        for item, seconds in zip(candidates, timed, strict=True):
-            yield item.costing(self.unit, round(_NANO * seconds) + nanos)
+    def _timed(self, entry: LayerPlan, candidates: Sequence[Candidate]) -> list[float]:
+        """Seconds that forms of a layer take; few are timed."""
+
+        def measure(index: int) -> float:
+            return self.times.of(candidates[index].form, entry.bias)
+
+        return interpolated([item.costs[PARAMETERS] for item in candidates], measure, POINTS)
 
     def _products(self, item: Candidate) -> float:
-        layers = ((self.entries[key], form.parts) for key, form in item.forms if form)
-        return _NANO * sum(self._matrix(*layer) for layer in layers)
+        forms = ((self.entries[key], form.parts) for key, form in item.forms if form)
+        return _NANO * sum(self._matrix(*form) for form in forms)
 
     def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)

@@ -9,8 +9,7 @@ blocks, the answers are tried: fitted, and judged by the change of the output on
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -23,11 +22,10 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.sites import structure_of
 from tcompress.search.bits import TableSite, table_site
 from tcompress.search.budgets import BudgetProblem
-from tcompress.search.candidates import SearchInputs
-from tcompress.search.joint_width import with_losses
+from tcompress.search.candidates import SearchInputs, with_losses
+from tcompress.search.corrections import Factors, Substitute, changes_with, factors_of, to_try
 from tcompress.search.predictions import Predictions, Predictor
 from tcompress.search.resources import RESOURCES, Resource, Time, plan_in_time
-from tcompress.search.substitution import Factors, Substitute, SubstitutionWalk, factors_of, to_try
 
 FAR = 1.5  # answers predicted to lose so many times as much as the best are not tried
 HOPELESS = 2.5  # the same before candidates are tried, which changes predictions
@@ -44,7 +42,6 @@ class Measurements:
 
     @cached_property
     def predictions(self) -> Predictions:
-        """Candidates and what they are predicted to lose."""
         return Predictor(self.inputs).run()
 
     def priced(self, unit: str) -> tuple[Resource, Predictions]:
@@ -65,10 +62,10 @@ class Measurements:
         if untried:
             blocks = len({item.block for item in chosen})
             inputs.progress.stage(f"trying {len(untried)} candidates", blocks, "blocks")
-            walk = SubstitutionWalk(inputs, len(untried) + 1)
             count = processes.count()
             shares = [untried[start::count] for start in range(min(count, len(untried)))]
-            results = processes.shared_out(walk.changes, shares, inputs.device)
+            work = partial(changes_with, inputs, len(untried) + 1)
+            results = processes.shared_out(work, shares, inputs.device)
             for share, changes in zip(shares, results, strict=True):
                 self.changes.update(zip(share, changes, strict=True))
         return factors_of(substitutes, self.changes)
@@ -166,29 +163,25 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
     refused: list[PlanError] = []
     different: dict[str, Plan] = {}
     for name, item in problems.items():
-        with _noted(refused):
+        try:
             plan = item.best()
-            if all(plan.layers != earlier.layers for earlier in different.values()):
-                different[name] = plan
+        except PlanError as error:
+            refused.append(error)
+            continue
+        if all(plan.layers != earlier.layers for earlier in different.values()):
+            different[name] = plan
     first = next(iter(different.values()), problem.plan)
     plans = {name: plan for name, plan in different.items() if _in_question(plan, first)}
     if resource is not None:  # whole models are measured for those in question alone
         names, plans = [*plans] or [label], {}
         for name in names:
-            with _noted(refused):
+            try:
                 plans[name] = resource.reach(problems[name])
+            except PlanError as error:
+                refused.append(error)
     if not plans:
         raise refused[-1]
     return plans
-
-
-@contextmanager
-def _noted(refused: list[PlanError]) -> Iterator[None]:
-    """Go on after a plan that cannot be made, and keep why."""
-    try:
-        yield
-    except PlanError as error:
-        refused.append(error)
 
 
 def _worth_trying(problem: BudgetProblem, unit: str) -> BudgetProblem:

@@ -217,7 +217,10 @@ def test_what_no_config_can_say(
 ) -> None:
     with pytest.raises(PlanError, match=words) as refused:
         make(family, tmp_path, aware=True, plain=True, **{**HALF, **changes})
-    assert "leave `--plain` out" in (refused.value.hint or "")
+    hint = refused.value.hint or ""
+    assert "leave `plain` out" in hint
+    assert "`drop_layers` alone" in hint
+    assert "--" not in hint  # options have other names in Python
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from tcompress.data.sentences import PLAIN
 from tcompress.options import Convert
 from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
-from tcompress.search import substitution
-from tcompress.search.substitution import Substitute, SubstitutionWalk
+from tcompress.search import corrections, search
+from tcompress.search.candidates import SearchInputs
+from tcompress.search.corrections import Substitute, changes_with
 from tests.support.conversions import calibration, make
 from tests.support.depth import deep, drawn, idle_llama
 
@@ -68,14 +69,13 @@ def test_substitutes_in_idle_blocks_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[str, float]] = []
-    own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
-        made = own(walk, items)
+    def changes(inputs: SearchInputs, passes: int, items: Sequence[Substitute]) -> list[float]:
+        made = changes_with(inputs, passes, items)
         found.extend((item.block, one) for item, one in zip(items, made, strict=True))
         return made
 
-    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+    monkeypatch.setattr(search, "changes_with", changes)
     idle_llama(tmp_path / "dense")
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
     convert(str(tmp_path / "dense"), recipe, tmp_path / "out", data=drawn(deep("llama", 5), 16))
@@ -90,13 +90,12 @@ def test_a_substitute_changes_what_the_model_with_it_does(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float] = []
-    own = SubstitutionWalk.changes
 
-    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
-        seen.extend(own(walk, items))
+    def changes(inputs: SearchInputs, passes: int, items: Sequence[Substitute]) -> list[float]:
+        seen.extend(changes_with(inputs, passes, items))
         return [0.0] * len(items)
 
-    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+    monkeypatch.setattr(search, "changes_with", changes)
     made = make("bert", tmp_path, aware=True, method={"name": method}, target=0.5)
     assert min(seen) > 0
     assert made.plan.budget.error > 0  # predictions stand where nothing was found
@@ -110,11 +109,11 @@ def test_a_dry_run_says_how_many_candidates_are_tried(
     source = sources(family)
     tried: list[int] = []
 
-    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+    def changes(inputs: SearchInputs, passes: int, items: Sequence[Substitute]) -> list[float]:
         tried.append(len(items))
         return [0.0] * len(items)
 
-    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+    monkeypatch.setattr(search, "changes_with", changes)
     method = {"name": "auto", "offer": ["svd", "width"], "trials": False}
     recipe = Convert.model_validate({"method": method, "target": 0.5})
     planned = estimate(make_plan(recipe, source), source, recipe)
@@ -132,13 +131,13 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     recipe = Convert.model_validate({"method": {"name": "svd"}, "target": 0.4})
     tried: list[str] = []
 
-    def changes(walk: SubstitutionWalk, items: Sequence[Substitute]) -> list[float]:
+    def changes(inputs: SearchInputs, passes: int, items: Sequence[Substitute]) -> list[float]:
         tried.extend(item.block for item in items)
         blocks = [int(item.block.rpartition(".")[2]) for item in items]
         # Scores, values and neurons alike.
         return [i.predicted * 4.0 ** (block / 6) for i, block in zip(items, blocks, strict=True)]
 
-    monkeypatch.setattr(SubstitutionWalk, "changes", changes)
+    monkeypatch.setattr(search, "changes_with", changes)
 
     def errors(folder: str) -> Plan:
         return convert(
@@ -148,7 +147,7 @@ def test_blocks_between_those_that_are_tried_get_what_lies_between(
     whole = errors("whole")
     assert len({*tried}) == 7
     tried.clear()
-    monkeypatch.setattr(substitution, "BLOCKS", 3)
+    monkeypatch.setattr(corrections, "BLOCKS", 3)
     some = errors("some")
     assert {block.rpartition(".")[2] for block in tried} == {"0", "3", "6"}
     assert some.layers == whole.layers

@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as distributed_checkpoint
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -80,7 +81,7 @@ def _apart(model: nn.Module, blocks: list[str]) -> list[str]:
     ]
 
 
-def class_of(model: nn.Module) -> type[nn.Module]:
+def class_of(model: nn.Module) -> type:
     """Class of a model, which `fully_shard` derives another one from."""
     return next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
 
@@ -118,13 +119,13 @@ def with_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> N
 
 def _save(model: nn.Module, optimizer: Any, _: Any, weights: list[Any], folder: str) -> None:
     weights.clear()  # nothing is left to save for accelerate, which would save one part
-    distributed_checkpoint.save(_state(model, optimizer), checkpoint_id=Path(folder) / _SHARDS)
+    save(_state(model, optimizer), checkpoint_id=Path(folder) / _SHARDS)
 
 
 def _load(model: nn.Module, optimizer: Any, models: list[Any], folder: str) -> None:
     models.clear()
     state = _state(model, optimizer)
-    distributed_checkpoint.load(state, checkpoint_id=Path(folder) / _SHARDS)
+    load(state, checkpoint_id=Path(folder) / _SHARDS)
     set_state_dict(
         model,
         optimizer,

@@ -64,6 +64,7 @@ class LiveView:
         self._job, self._note = Job("", 0, ""), ""
 
     def learn(self, name: str, value: float) -> None:
+        """A number of the model so far is known, in place of an older one."""
         self._learned = {**self._learned, name: value}
 
     # Of the jobs in a stage

@@ -58,6 +58,7 @@ class StaticModule(nn.Module):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of values, scales and weights."""
         return sum(buffer.nbytes for buffer in self.buffers())
 
     def forward(

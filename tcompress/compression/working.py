@@ -177,6 +177,7 @@ class Work:
         return opened
 
     def bytes_read(self, folder: Path, runtime: RuntimeName) -> int:
+        """Bytes of what the runtime reads."""
         file = file_of(read_manifest(folder), runtime)
         if file is not None:
             return file.bytes

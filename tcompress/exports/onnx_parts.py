@@ -122,6 +122,7 @@ class CausalPart(Part):
         self.past = dict(zip(past, widths, strict=True))
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute scores, and the cache with the new tokens in it."""
         given = [inputs[name] for name in self.past]
         cache = DynamicCache([*zip(given[::2], given[1::2], strict=True)])
         plain = {name: value for name, value in inputs.items() if name not in self.past}
@@ -146,6 +147,7 @@ class CausalPart(Part):
         return empty | {"input_ids": ids, "attention_mask": mask}
 
     def axes(self, name: str) -> dict[int, str]:
+        """Name the free axes of an input."""
         if name in self.past:
             return {0: BATCH, 2: PAST}
         return {0: BATCH, 1: TOTAL if name == "attention_mask" else LENGTH}
@@ -157,6 +159,7 @@ class EncoderPart(Part):
     file = "encoder_model"
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute the hidden states that the decoder reads."""
         return (self.model.get_encoder()(**inputs, return_dict=True)["last_hidden_state"],)
 
 
@@ -172,6 +175,7 @@ class DecoderPart(Part):
         self.width = width
 
     def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Compute scores of the tokens that come next."""
         states = BaseModelOutput(last_hidden_state=inputs["encoder_hidden_states"])
         masks = {}
         if "encoder_attention_mask" in inputs:

@@ -96,10 +96,12 @@ class Compress(Section):
 
     @property
     def most_bytes(self) -> int | None:
+        """The size as a number."""
         return None if self.size is None else bytes_of(self.size)
 
     @property
     def most_minutes(self) -> float:
+        """Minutes of all of it."""
         return min(self.minutes, SMOKE_MINUTES) if self.smoke else self.minutes
 
     @property

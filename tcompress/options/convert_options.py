@@ -115,6 +115,7 @@ class Calibration(Section):
 
     @property
     def is_none(self) -> bool:
+        """True without data."""
         return self.source == ("none",)
 
     @property

@@ -99,26 +99,32 @@ class Budget:
 
     @property
     def is_size(self) -> bool:
+        """True for a size, which shapes alone tell."""
         return self._limit.what == "size"
 
     @property
     def is_resource(self) -> bool:
+        """True for a resource, which has to be measured, such as the time of a pass."""
         return self._limit.what == "resource"
 
     @property
     def is_error(self) -> bool:
+        """True for an error."""
         return self._limit.what == "error"
 
     @property
     def is_fraction(self) -> bool:
+        """True for a share of the rewritten layers; other sizes are of the whole model."""
         return self._limit.share
 
     @property
     def limits_each(self) -> bool:
+        """True for a limit on the error of each layer; other errors are sums over all layers."""
         return self._limit.each
 
     @property
     def unit(self) -> str:
+        """Unit of the limit."""
         return self._limit.unit
 
     def __str__(self) -> str:

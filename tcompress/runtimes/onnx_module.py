@@ -29,10 +29,12 @@ class OnnxModule(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of inputs and outputs."""
         return torch.device("cpu")
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of inputs and outputs that are no ids."""
         return torch.float32
 
     @property

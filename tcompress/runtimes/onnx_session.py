@@ -59,6 +59,7 @@ class OnnxModel:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the file, and of weights beside it."""
         return bytes_of(self.path)
 
     @cached_property

@@ -131,9 +131,11 @@ class BudgetProblem:
         return replace(self, methods=[method], predictions=predictions)
 
     def least(self, unit: str) -> int:
+        """Return what the candidates take that take least of a resource."""
         return _least(self.sites(may_stay=True), unit)
 
     def solve(self) -> Answer:
+        """Spend the budget on candidates of these methods."""
         if self.budget.is_size:
             return self._within()
         limit, sites, resource = self.budget.limit, self.sites(may_stay=True), self.resource
@@ -204,6 +206,7 @@ class BudgetProblem:
         }
 
     def sites(self, *, may_stay: bool, barred: Collection[tuple[str, str]] = ()) -> list[Site]:
+        """List what a budget chooses from."""
         layers = []
         for site in self.predictions.layers:
             methods = [name for name in self.methods if (site.key, name) not in barred]

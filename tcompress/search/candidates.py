@@ -97,6 +97,7 @@ class Site:
 
     @property
     def methods(self) -> tuple[str, ...]:
+        """Methods of its candidates, in their order."""
         return tuple(dict.fromkeys(item.method for item in self.candidates))
 
     def of(self, method: str) -> tuple[Candidate, ...]:

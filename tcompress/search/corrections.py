@@ -239,6 +239,7 @@ class Factors(NamedTuple):
     """What the output changes by for a predicted loss of one; None where nothing was tried."""
 
     def scaled(self, site: Site) -> Site:
+        """Return a layer with its losses in proportion."""
         factors = {name: self.by_key.get((name, site.key), 1.0) for name in site.methods}
         return site.losing(item.loss * factors[item.method] for item in site.candidates)
 

@@ -42,6 +42,7 @@ class Allocation:
 
     @classmethod
     def of(cls, choices: Iterable[Candidate], resource: str) -> Allocation:
+        """Add up what candidates cost and lose."""
         choices = tuple(choices)
         cost = sum(item.costs[resource] for item in choices)
         return cls(choices, cost, fsum(item.loss for item in choices))

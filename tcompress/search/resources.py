@@ -164,6 +164,7 @@ class Time(Resource):
 
     @cached_property
     def times(self) -> LayerTimes:
+        """Clock of layers by themselves."""
         return self.clock.layer_times(min(entry.in_features for entry in self.entries.values()))
 
     @property

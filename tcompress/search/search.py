@@ -42,6 +42,7 @@ class Measurements:
 
     @cached_property
     def predictions(self) -> Predictions:
+        """Candidates and what they are predicted to lose."""
         return Predictor(self.inputs).run()
 
     def priced(self, unit: str) -> tuple[Resource, Predictions]:

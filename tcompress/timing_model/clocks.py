@@ -232,6 +232,7 @@ class LayerTimes:
         return {"dtype": self.dtype, "device": self.device}
 
     def of(self, form: LayerForm, bias: bool = True) -> float:
+        """Time one layer of a form."""
 
         def build() -> nn.Module:
             options = self._factory_options

@@ -279,7 +279,7 @@ def draw_texts(texts: Sequence[str], count: int, seed: int) -> list[str]:
 
 def _distinct(items: Iterator[str | bytes | None], count: int) -> Iterator[str | bytes]:
     hashes: set[bytes] = set()
-    for item in filter(None, items):
+    for item in (item for item in items if item):
         same = item.strip().encode() if isinstance(item, str) else item
         key = hashlib.sha256(same).digest()
         if key not in hashes:

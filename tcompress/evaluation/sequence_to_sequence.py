@@ -99,8 +99,8 @@ class Seq2Seq(EvaluationTask):
         if self._generates:
             longest = int(counts.max()) + _SPARE
             limit = longest_text(self.source, self.reader.encoder.inputs)
-            tokens = longest if limit is None else min(longest, limit)
-            generating = Generating.of(runner.model, tokens, self.reader.tokenizer)
+            longest = longest if limit is None else min(longest, limit)
+            generating = Generating.of(runner.model, longest, self.reader.tokenizer)
         for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
             labels = batch.pop("labels")
             logits = runner.model(**batch, use_cache=False).logits

@@ -224,7 +224,7 @@ def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
 
 def test_pairs_of_which_none_is_whole(tmp_path: Path) -> None:
     for rows, message in ((1, "the only pair of `p.tsv` has"), (2, "all 2 pairs of `p.tsv` have")):
-        path = _write(tmp_path / "p.tsv", _joined("\t", [["a", "", 1.0]] * rows))
+        path = _write(tmp_path / "p.tsv", _joined("\t", [["a", " ", 1.0]] * rows))
         with (
             listening(heard := Told()),
             pytest.raises(DataError, match=f"{message} an empty text"),

@@ -266,7 +266,7 @@ def fallback_metric(report: ModelReport) -> Metric:
         return Metric(name=AGREEMENT, value=fmean(facts.agreement.values()), protocol=protocol)
     protocol = {"task": "conversion", "data": facts.name if facts else None}
     if "held_out" in report.errors:
-        last = report.layers[-1]
+        last = next(layer for layer in reversed(report.layers) if "held_out" in layer.errors)
         name, value = "held-out error of the last layer", last.errors["held_out"]
         protocol |= {"layer": last.name}
     else:

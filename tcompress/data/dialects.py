@@ -382,7 +382,8 @@ def _says_quotes(path: Path, dialect: Dialect) -> bool:
     opened = re.findall(f'{start}"', text, re.MULTILINE)
     if not cells or len(opened) > len(cells):
         return False
-    rows = csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)
+    with _large_cells():
+        rows = [*csv.reader(lines, delimiter=dialect.separator, quoting=csv.QUOTE_NONE)]
     columns = zip(*rows, strict=False)
     needs = all(re.search(rf'""|[\r\n{separator}]', item[1:-1]) for item in cells)
     return needs or any(

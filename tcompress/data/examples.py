@@ -404,7 +404,8 @@ def _pairs(table: Table, data: dict[str, list[Any]], chosen: Mapping[str, str]) 
         raise DataError(f"{each} an empty text", "name other columns, or give other data")
     if count == total:
         return data
-    tell(f"{table.label}: {total - count:,} of {total:,} pairs have an empty text: left out")
+    have = "has" if total - count == 1 else "have"
+    tell(f"{table.label}: {total - count:,} of {total:,} pairs {have} an empty text: left out")
     return {name: [cells[row] for row in rows] for name, cells in data.items()}
 
 

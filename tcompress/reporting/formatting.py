@@ -250,7 +250,8 @@ def speed_notes(speeds: Sequence[Speed]) -> list[str]:
     """Says how times and memory are to be read."""
     counted = [speed.weight_bytes is not None for speed in speeds]
     spread, noisy = [s.spread is not None for s in speeds], [s.is_noisy for s in speeds]
-    steps = {str(s.protocol.get("new_tokens")) for s in speeds if s.phase == "decode"}
+    counts = (s.protocol.get("new_tokens") for s in speeds if s.phase == "decode")
+    steps = [*dict.fromkeys(map(str, counts))]
     cached = ", with its cache" if steps else ""
     notes = {
         f"decode is one token after the prompt, the mean of {' or '.join(steps)}": any(steps),

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
-from tcompress.errors import TrainingError
+from tcompress.errors import TrainingError, counted
 from tcompress.training.checkpoints import RunState
 from tcompress.training.losses import Losses, examples_in, is_out_of_memory
 from tcompress.training.objectives import Batch
@@ -48,7 +48,7 @@ class FittingLosses:
             state.parts *= 2
             clear_device_cache()
             self.say(
-                f"memory ran out; going on with {-(-count // state.parts)} examples at a time, "
+                f"memory ran out; going on with {counted(-(-count // state.parts), 'example')} at a time, "
                 "which changes nothing else"
             )
 
@@ -80,7 +80,7 @@ def _check_memory(error: RuntimeError, step: int, count: int, *, final: bool) ->
         raise error
     if final:
         raise TrainingError(
-            f"memory ran out at step {step + 1:,} with {count} examples at a time",
+            f"memory ran out at step {step + 1:,} with {counted(count, 'example')} at a time",
             "shorten texts (`--max-length`), lower `--batch-size`, or compute blocks twice: "
             "`--gradient-checkpointing`",
         ) from error

@@ -218,7 +218,7 @@ def test_what_a_file_was_taken_for_is_told(tmp_path: Path) -> None:
         load_examples(path, "train", PAIRS)
     assert heard.texts == [
         "p.tsv: 9 rows, tab-separated, without quoting, columns `sentence1`, `sentence2`, `score`",
-        "p.tsv: 1 of 9 pairs have an empty text: left out",
+        "p.tsv: 1 of 9 pairs has an empty text: left out",
     ]
 
 
@@ -233,6 +233,14 @@ def test_pairs_of_which_none_is_whole(tmp_path: Path) -> None:
         assert heard.texts[0].startswith(f"p.tsv: {counted(rows, 'row')}, tab-separated")
     assert [counted(n, "row") for n in (0, 1, 2000)] == ["0 rows", "1 row", "2,000 rows"]
     assert [counted(n, "file is", "files are") for n in (1, 2)] == ["1 file is", "2 files are"]
+
+
+def test_a_long_cell_in_quotes(tmp_path: Path) -> None:
+    """Longer than a cell may be for Python's reader by itself."""
+    text = "word " * 40_000
+    path = _write(tmp_path / "p.tsv", f'text\tlabel\n"{text}"\tx\n"short"\ty\n')
+    with opened(path, "train") as table:
+        assert table.rows["text"][:] == [text, "short"]
 
 
 def test_tables_of_a_folder_are_read_alike(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def test_memory_that_never_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(TrainingError) as failed:
         train(folder, tmp_path / "out", data=texts(tmp_path), **options)
     assert tried == [4, 2, 1]
-    assert failed.value.message == "memory ran out at step 1 with 1 examples at a time"
+    assert failed.value.message == "memory ran out at step 1 with 1 example at a time"
     assert "--max-length" in (failed.value.hint or "")
     assert "--gradient-checkpointing" in (failed.value.hint or "")
     assert not (tmp_path / "out").exists()

@@ -47,9 +47,9 @@ class FittingLosses:
             self.optimizer.zero_grad(set_to_none=True)
             state.parts *= 2
             clear_device_cache()
+            examples = counted(-(-count // state.parts), "example")
             self.say(
-                f"memory ran out; going on with {counted(-(-count // state.parts), 'example')} at a time, "
-                "which changes nothing else"
+                f"memory ran out; going on with {examples} at a time, which changes nothing else"
             )
 
     def validate(self, state: RunState) -> float:

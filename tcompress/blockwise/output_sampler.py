@@ -332,15 +332,13 @@ class OutputComparison:
 
     def add(self, source: str, dense: Any, new: Any, batch: Batch, index: int = 0) -> float:
         """Add what both models put out for a batch, and return its change per sample."""
-        change = self.sampler.change(dense, new, batch)
+        change, samples = self.sampler.change(dense, new, batch), len(next(iter(batch.values())))
         kind, pairs = self.sampler.pairs(dense, new, batch)
-        rows = VARIANTS if kind == "embeddings" else 1  # of each sample
-        samples = len(next(iter(batch.values()))) // rows
         same = scored = 0
         vectors: list[tuple[Tensor, Tensor]] = []
         for exact, changed, mask in pairs:
             if kind != "scores":
-                count = len(exact) // rows
+                count = len(exact) // (VARIANTS if kind == "embeddings" else 1)
                 vectors.append((_mean(exact[:count], mask), _mean(changed[:count], mask)))
             elif self.sampler.independent or exact.shape[-1] > 1:
                 alike = self.sampler.agreements(exact, changed, mask)

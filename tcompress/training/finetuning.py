@@ -16,11 +16,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import (
+    AutocastKwargs,
     DistributedType,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
     patch_environment,
+    set_seed,
 )
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -136,7 +138,32 @@ def finetune(
         model = open_checked(model, token=token)
     check_apart(output, model.origin or model.folder, "the model's own folder")
     check_output(output, force=force)
-    options = _as_launched(options)
+    # Accelerate's launcher may say that weights are to be shared out, which is done here: where
+    # Transformers reads the same, one process alone would load them.
+    shard = options.shard or os.environ.get(_BY_LAUNCHER, "").lower() in ("true", "1")
+    options = options.model_copy(update={"shard": shard})
+    with patch_environment(**{_BY_LAUNCHER: "false"}):
+        run = _prepared(model, options, output, token, progress, say, force=force, begun=begun)
+        return run.go(progress or Silent(), say or (lambda text: None))
+
+
+_OTHER_WAYS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+_BY_LAUNCHER = "ACCELERATE_USE_FSDP"
+_RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "sources"}
+
+
+def _prepared(
+    model: SourceModel,
+    options: Finetune,
+    output: Path,
+    token: str | None,
+    progress: Progress | None,
+    say: Say | None,
+    *,
+    force: bool,
+    begun: float,
+) -> _Run:
+    """Open models and data, and refuse what cannot be."""
     accelerator = _accelerator(options, output)
     manifest = read_manifest(model.folder)
     teachers = find_teachers(options.teacher, manifest, token, trust=model.trust_remote_code)
@@ -145,22 +172,17 @@ def finetune(
     heard = progress if accelerator.is_main_process else None
     setup = set_up(model, teachers, options, manifest, heard)
     if options.shard:
-        check_shardable(accelerator, setup.roundings.values())
+        check_shardable(setup.model, accelerator, setup.roundings.values())
     if options.gradient_checkpointing:
         contexts = partial(_contexts, accelerator)
         setup.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-    say = say or (lambda text: None)
-    for note in setup.data.notes:
-        say(note)
+    notes = [*setup.data.notes]
     for name in stray_links(model.folder, model.trust_remote_code):
-        say(f"`{name}` is a link out of the model's folder and is not carried along")
-    run = _Run(model, teachers, setup, accelerator, output, manifest, force, begun)
-    return run.go(progress or Silent(), say)
-
-
-_OTHER_WAYS = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-_BY_LAUNCHER = "ACCELERATE_USE_FSDP"  # set by `accelerate launch --use_fsdp`, and its settings
-_RECORDED = {"samples", "tokens", "best_step", "best", "curve", "share", "sources"}
+        notes.append(f"`{name}` is a link out of the model's folder and is not carried along")
+    if say is not None:
+        for note in notes:
+            say(note)
+    return _Run(model, teachers, setup, accelerator, output, manifest, force, begun)
 
 
 @dataclass
@@ -269,6 +291,7 @@ class _Run:
         changed = gathered(self.setup.changed, self.accelerator)
         if not self.accelerator.is_main_process:
             return self.setup.model
+        set_seed(self.setup.options.seed)  # a head that stays as it was drawn is drawn again
         model = self.setup.load()
         tell_padding(model, self.setup.data.pad)
         values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -331,16 +354,6 @@ class _Run:
                 raise differs(name, "its values are others")
 
 
-def _as_launched(options: Finetune) -> Finetune:
-    """Take from accelerate's launcher that weights are to be shared out, which is done here.
-
-    The variable is taken away: Transformers, which reads it too, would load nothing in all
-    processes but one.
-    """
-    launched = os.environ.pop(_BY_LAUNCHER, "false").lower() in ("true", "1")
-    return options.model_copy(update={"shard": options.shard or launched})
-
-
 def _accelerator(options: Finetune, output: Path) -> Accelerator:
     device = pick_device(options.device)
     # Processes find one another only if accelerate is told that they are on a CPU.
@@ -364,7 +377,11 @@ def _accelerator(options: Finetune, output: Path) -> Accelerator:
                 mixed_precision=precision,
                 log_with=list(options.trackers) or None,
                 # One process alone may work for hours while the others wait.
-                kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+                # Of weights that are gathered for a block no copies are to stay.
+                kwargs_handlers=[
+                    InitProcessGroupKwargs(timeout=PATIENCE),
+                    AutocastKwargs(cache_enabled=not options.shard),
+                ],
                 project_config=ProjectConfiguration(
                     project_dir=str(partial_folder(output)),
                     logging_dir=str(output.parent / f"{output.name}-logs"),

@@ -86,12 +86,15 @@ class Muon(torch.optim.AdamW):
 
     def _move(self, parameters: list[Tensor], rate: float, decay: float) -> None:
         alike: dict[Any, list[int]] = defaultdict(list)
-        updates = [as_matrices(whole(update)) for update in self._momenta(parameters)]
+        updates = [*self._momenta(parameters)]
         for index, update in enumerate(updates):
-            alike[_batch_shape(update), update.device].append(index)
+            matrices = as_matrices(torch.empty(update.shape, device="meta"))
+            alike[_batch_shape(matrices, update.device), update.device].append(index)
         for (shape, _), indices in alike.items():
-            matrices = orthogonalised_together([updates[index] for index in indices], shape)
-            for index, update in zip(indices, matrices, strict=True):
+            together = [as_matrices(whole(updates[index])) for index in indices]
+            for index, update in zip(
+                indices, orthogonalised_together(together, shape), strict=True
+            ):
                 pattern = parameters[index]
                 updates[index] = like(update.reshape(pattern.shape), pattern)
         torch._foreach_mul_(parameters, 1 - rate * decay)
@@ -109,15 +112,15 @@ class Muon(torch.optim.AdamW):
         return torch._foreach_lerp(gradients, momenta, _MOMENTUM)
 
 
-def _batch_shape(matrices: Tensor) -> tuple[int, ...]:
-    """Shape of the batch that matrices are orthogonalised in.
+def _batch_shape(matrices: Tensor, device: torch.device) -> tuple[int, ...]:
+    """Shape of the batch that matrices are orthogonalised in on a device.
 
     Ranks differ from layer to layer. A GPU takes about as long to begin a small product as to
     compute it, so that there matrices lie on their side and are filled up with zeros, which stay
     zero, to few shapes; a CPU would only compute more.
     """
     rows, columns = matrices.shape[-2:]
-    if matrices.device.type == "cpu":
+    if device.type == "cpu":
         return rows, columns
     return tuple(-(-size // _GRAIN) * _GRAIN for size in sorted((rows, columns)))
 

@@ -1,6 +1,7 @@
 """What is read off a model while it runs, and blocks that are trained alone."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tcompress.training.objectives import (
     loaded_roles,
     token_mask,
 )
+from tcompress.training.sharding import _apart
 from tests.support.converted import converted
 from tests.support.evaluation import labelled_file
 from tests.support.tiny import TINY
@@ -197,3 +199,20 @@ def test_states_of_convolutions_have_channels_first() -> None:
     seen = [[Observed(None, [item]) for item in pair] for pair in ((state, target), rows)]
     first, second = (Hidden(Setting()).loss({}, *pair) for pair in seen)
     assert_close(first, second)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "apart"),
+    [
+        ({"method": {"name": "tucker", "share": "layers"}, "target": 0.5}, [1]),
+        ({"method": {"name": "svd"}, "target": 0.5}, [0, 1]),
+    ],
+)
+def test_blocks_whose_weights_others_use_are_not_sharded_apart(
+    recipe: dict[str, Any], apart: list[int], tmp_path: Path
+) -> None:
+    """Factors of a bank stand in the first layer's block, and those of the others borrow them."""
+    source = SourceModel.open(str(small("bert", tmp_path, **recipe)), converted=True)
+    model = load_model(source)
+    blocks = [block.name for block in loaded_roles(source, model).blocks]
+    assert _apart(model, blocks) == [blocks[index] for index in apart]

@@ -330,8 +330,8 @@ def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
             teachers.model.to(device)  # type: ignore[arg-type]
         model, optimizer = accelerator.prepare(setup.model, optimizer_of(setup, fused=fused))
         return model, optimizer
-    beside = teachers.observers if isinstance(teachers, TokenTeachers) else [teachers]
-    for observer in filter(None, (setup.observer, *beside)):
+    observers = teachers.observers if isinstance(teachers, TokenTeachers) else [teachers]
+    for observer in filter(None, (setup.observer, *observers)):
         shard(observer.model, observer.blocks, accelerator)
     optimizer = optimizer_of(setup, fused=fused)
     with_shards(accelerator, setup.model, optimizer)

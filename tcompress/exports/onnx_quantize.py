@@ -308,8 +308,9 @@ def block_tables(graph: Graph) -> None:
             cut = [graph.add(f"{name}_{what}", np.array([at])) for at, what in ends]
             follow.append(_node("Slice", [value, *cut], [out], f"{node.name}_cut"))
         if graph.tensors[parts[1]].data_type == _HALF:
-            half = f"{out}_half"
-            follow.insert(0, _to_float(half, value, f"{node.name}_cast"))
+            half, unscaled = f"{out}_half", f"{out}_unscaled"
+            unit = _node("Mul", [unscaled, f"{parts[1]}_unit"], [value], f"{node.name}_unit")
+            follow[:0] = [_to_float(half, unscaled, f"{node.name}_cast"), unit]
             value = half
         lookup = _node(
             "GatherBlockQuantized",
@@ -329,7 +330,8 @@ def _in_blocks(graph: Graph, name: str, rows: Array, *, half: bool = False) -> t
     """Store rows in blocks of four bits, once; gives the names of codes and of scales.
 
     Scales have eight bits of precision and codes three, so that `half` of the bytes holds
-    scales and their products with codes exactly, unless they are tiny or huge.
+    scales and their products with codes exactly: in a unit, a power of two, that is stored beside
+    them, and unless the largest is 2**26 times the least.
     """
     import torch
 
@@ -341,12 +343,15 @@ def _in_blocks(graph: Graph, name: str, rows: Array, *, half: bool = False) -> t
         codes, scales = quantize(torch.from_numpy(rows.copy()), 4, BLOCK)
         padded = torch.nn.functional.pad(codes, (0, -width % BLOCK))
         packed = pack_codes(padded, 4).reshape(count, -1, BLOCK // 2)
-        sizes = scales.float().abs()
-        range_ = torch.finfo(torch.float16)
-        fits = (sizes == 0) | ((sizes >= range_.tiny) & (sizes < range_.max / 8))
-        dtype = torch.float16 if half and bool(fits.all()) else torch.float32
+        scales = scales.float()
+        sizes = scales.abs()
+        # Products with codes, of which the largest is 8, end below the largest float16.
+        unit = 2.0 ** max(-126, int(torch.frexp(sizes.max())[1]) - 12)
+        if half and bool(((sizes == 0) | (sizes / unit >= torch.finfo(torch.float16).tiny)).all()):
+            graph.add(f"{parts[1]}_unit", np.array(unit, dtype=np.float32))
+            scales = (scales / unit).half()
         graph.add(parts[0], packed.numpy())
-        graph.add(parts[1], scales.to(dtype).numpy())
+        graph.add(parts[1], scales.numpy())
     return parts
 
 

@@ -189,12 +189,16 @@ def test_four_bits_lose_nothing_of_weights_that_have_four(tmp_path: Path) -> Non
     assert np.array_equal((codes * scales[..., None]).reshape(w.shape), w.numpy())
 
 
-@pytest.mark.parametrize(("width", "scale", "bytes_"), [(80, 1.0, 2), (64, 1e-7, 4)])
+@pytest.mark.parametrize(
+    ("width", "scale", "spread", "bytes_"),
+    [(80, 1.0, 1.0, 2), (64, 1e-7, 1e-3, 2), (64, 1e6, 1.0, 2), (64, 1.0, 1e-9, 4)],
+)
 def test_tables_of_four_bits_give_the_rows_of_four_bits(
-    width: int, scale: float, bytes_: int, tmp_path: Path
+    width: int, scale: float, spread: float, bytes_: int, tmp_path: Path
 ) -> None:
     """Of any width; scales take two bytes where those hold them and what they give exactly."""
     table = torch.from_numpy(_drawn(WORDS, width)) * scale
+    table[1] *= spread
     rounding = Rounding.usual(4)
     rows = nearest(table, quantize(table, 4, rounding.group)[1], rounding)
     nodes = [("Gather", ["table", "ids"], "y")]

@@ -14,7 +14,7 @@ from tcompress.planning.entries import Plan
 from tcompress.planning.planner import make_plan
 from tcompress.progress import Silent
 from tcompress.search.candidates import SearchInputs
-from tcompress.search.resources import RESOURCES
+from tcompress.search.resources import CLOSE, RESOURCES
 from tcompress.search.search import Measurements
 from tests.support.conversions import calibration, make
 from tests.support.counted_clock import counted_clock
@@ -63,8 +63,15 @@ def test_candidates_and_what_is_beside_them_add_up_to_the_model(
 
 @FIRST
 @ROW
-def test_a_plan_takes_no_more_than_is_allowed(name: str, tmp_path: Path) -> None:
+def test_a_plan_takes_no_more_than_is_allowed(sources: Any, name: str, tmp_path: Path) -> None:
+    source, recipe = sources("bert"), Convert.model_validate({**WIDTH, name: ROWS[name][0]})
     plan = make("bert", tmp_path, aware=True, **WIDTH, **{name: ROWS[name][0]}).plan
+    budget = recipe.resource_budget
+    assert budget is not None
+    whole = make_plan(recipe, source)
+    resource = RESOURCES[budget.unit].of(source, recipe, whole, torch.device("cpu"))
+    least = (1 - CLOSE) * resource.reduction(budget)
+    assert resource.ratio(Plan(layers=())) < least <= resource.ratio(plan)
     assert plan.budget is not None
     assert plan.budget.kind == name
     assert plan.budget.chosen == "loss"

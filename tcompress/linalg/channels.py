@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import safe_cholesky
+from tcompress.linalg.moments import balanced, safe_cholesky
 
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
 _LARGE, _DENSE = 2048, 0.75  # neurons; the share of them below which matrices are cut down
@@ -162,10 +162,6 @@ def head_bases(moments: Tensor, curvature: Tensor) -> HeadBases:
     _, values, right = torch.linalg.svd(outputs.mT @ inputs)
     lift = inputs @ right.mT
     reduce = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
-    scale = (reduce.norm(dim=-1) / lift.norm(dim=-2)).sqrt()
+    lift, reduce = balanced(lift, reduce)
     lost = values.square().flip(-1).cumsum(-1).flip(-1).sum(0)
-    return HeadBases(
-        reduce / scale[..., None],
-        lift * scale[..., None, :],
-        torch.cat([lost, lost.new_zeros(1)]),
-    )
+    return HeadBases(reduce, lift, torch.cat([lost, lost.new_zeros(1)]))

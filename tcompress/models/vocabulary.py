@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -58,13 +59,10 @@ class Vocabulary(BaseModel):
 
 def as_runs(ids: Iterable[int]) -> str:
     """Write ids, in their order, as runs such as `0 100-103 1996`."""
-    runs: list[list[int]] = []
-    for index in ids:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    # An id less its place is the same all along a run.
+    groups = groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in group] for _, group in groups]
+    return " ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _listed(runs: str) -> Iterator[int]:

@@ -194,13 +194,9 @@ def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
     divisors = (p for p in range(2, common + 1) if not common % p)
     sizes = [p for p in divisors if not linalg.check_transform(kind, p)]
     near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
-    hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
+    listed = " or ".join(", ".join(map(str, near)).rsplit(", ", 1))
+    hint = "choose another method" + (f", or p={listed}" if near else "")
     return hint + (", or `pad: true` in the method's options of a recipe" if padded else "")
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):

@@ -290,6 +290,9 @@ class WeightStore:
     def keys(self) -> list[str]:
         return sorted(self._where)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._where
+
     @property
     def files(self) -> list[str]:
         return sorted(self._shards)

@@ -70,6 +70,7 @@ def test_every_tensor_of_every_shard_is_read(sharded: Path) -> None:
         assert store.dtype(key) == tensor.dtype
         assert store.nbytes(key) == tensor.nbytes
         assert key in load_file(sharded / store.file_of(key))
+        assert key in store
     assert store.total_bytes == sum(tensor.nbytes for tensor in expected.values())
 
 

@@ -9,8 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import transformers
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
@@ -26,8 +28,8 @@ from tcompress.project import INSTALL, REPOSITORY
 Key = Callable[[Any], object]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Section(BaseModel, extra="forbid"):
+    """Part of a manifest."""
 
 
 class SourceFacts(_Section):
@@ -287,9 +289,6 @@ class Manifest(_Section):
 
 def environment() -> dict[str, str]:
     """Versions that a number may depend on."""
-    import torch
-    import transformers
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -545,8 +544,6 @@ def loading_code(folder: Path, architecture: str | None, *, plain: bool) -> str:
 
 def loader_of(architecture: str | None) -> str:
     """Name the class of Transformers that loads a model with its head, by its architecture."""
-    import transformers
-
     for head in _HEADS:
         mapping = getattr(getattr(transformers, f"AutoModel{head}", None), "_model_mapping", None)
         if mapping is None:

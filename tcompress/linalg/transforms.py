@@ -137,14 +137,9 @@ class Stages:
     count: int  # stages, contiguous and strided in turn
 
     @property
-    def groups(self) -> int:
-        """Blocks in one stage."""
-        return self.features // self.block
-
-    @property
     def generators_shape(self) -> tuple[int, int, int]:
-        """Shape of the stored numbers: (stages, groups, b (b - 1) / 2)."""
-        return (self.count, self.groups, self.block * (self.block - 1) // 2)
+        """Shape of the stored numbers: (stages, blocks in a stage, b (b - 1) / 2)."""
+        return (self.count, self.features // self.block, self.block * (self.block - 1) // 2)
 
 
 def nearest_block(features: int, wanted: int) -> int:

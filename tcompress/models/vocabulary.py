@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Vocabulary(BaseModel):
+class Vocabulary(BaseModel, extra="forbid", frozen=True):
     """The tokens that are left of a model's vocabulary, and how they were chosen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     before: int  # rows of the dense model's word embedding
     kept: str  # ids in the dense model of the tokens 0, 1, 2, ..., as runs: `0 100-103 1996`

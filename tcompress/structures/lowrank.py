@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
@@ -78,9 +79,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (x @ tensors["b"].mT) @ tensors["a"].mT
 
-    def looks_up(self, layout: LowRankLayout) -> bool:
-        return True
-
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         from torch.nn.functional import embedding
 
@@ -90,18 +88,14 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        from tcompress.linalg.moments import fit_lowrank
-
-        a, b = fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
         return {"a": a, "b": b}
 
     def rounded(
         self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
-        from tcompress.linalg.calibrated import rounded_factors
-
         factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
-        a, b = rounded_factors(target.product, target.full_gram(), factors, widths)
+        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
@@ -115,10 +109,8 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
     """Predicts what the best factors of these ranks lose."""
     assert target.curvature is not None
-    from tcompress.linalg.fits import lowrank_losses, lowrank_spectrum
-
-    spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-    losses = lowrank_losses(spectrum, constant)
+    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = linalg.lowrank_losses(spectrum, constant)
     return [float(losses[rank]) for rank in ranks]
 
 

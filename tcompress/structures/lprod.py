@@ -315,7 +315,10 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
     ) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
         if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs
-            return linalg.rounded_to_nearest(tensors, roundings)
+            return {
+                name: linalg.rounded(tensor, roundings[name]) if name in roundings else tensor
+                for name, tensor in tensors.items()
+            }
         grams = linalg.diagonal_blocks(gram, layout.p)
         if layout.tubal_rank is None:
             rounding = roundings.get("slices")

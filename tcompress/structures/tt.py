@@ -209,9 +209,6 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
                 )
         return linalg.tt_rows(words, cores)[:, : layout.in_features][places]
 
-    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: TTLayout) -> None:
-        return None  # a row is made of what other rows are made of too
-
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
         matrix = _matrix(_cores(tensors, layout), layout)  # ([chains,] out, in)
         if layout.chains == 1:
@@ -231,11 +228,12 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
         one = layout.chain
         fits: dict[int, list[Tensor]] = {}
         # Chains that share out the inputs begin with the others at the dense weight.
-        matrices = list(_parts(_free_weight(target), layout))
+        matrices = list(_parts(_free_weight(target), layout)) if layout.turned else []
         for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
             own = _target_of(target, layout, index, matrices)
             fits[index] = self._fitted(own, one, curved_sweeps)
-            matrices[index] = _matrix(fits[index], one)
+            if layout.turned:
+                matrices[index] = _matrix(fits[index], one)
         return [torch.stack(cores) for cores in zip(*fits.values(), strict=True)]
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:

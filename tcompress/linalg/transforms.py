@@ -117,8 +117,7 @@ def rotate_strided(x: Tensor, blocks: Tensor) -> Tensor:
     """
     groups, size, _ = blocks.shape
     parts = x.unflatten(1, (size, groups)).permute(2, 0, 1)  # (m, tokens, b)
-    out = batched_product(parts, blocks.transpose(1, 2), _STRIDED)
-    return out.permute(1, 2, 0).flatten(1)
+    return batched_product(parts, blocks.transpose(1, 2), _STRIDED).permute(1, 2, 0).flatten(1)
 
 
 # Orthogonal transforms of a few block-diagonal stages: the fitted transform of ``lprod``.

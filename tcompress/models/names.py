@@ -490,8 +490,7 @@ def _module_folders(folder: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        modules: Any = json.loads(path.read_text(encoding="utf-8"))
-        names = [str(module["path"]) for module in modules]
+        names = [str(module["path"]) for module in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         hint = "repair it, or delete it to convert the transformer alone"
         raise SourceError(f"`{path}` is no list of sentence-transformers modules", hint) from error

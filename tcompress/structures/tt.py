@@ -379,8 +379,7 @@ def _modes(spec: TTSpec, into: int, out: int) -> tuple[Modes, Modes]:
                 "give two factors or more, whose product is the width, or a little above",
             )
     order = spec.order or max(map(len, given.values()), default=2)
-    defaults = linalg.matrix_modes(into, out, order)
-    pairs = zip(widths, defaults, strict=True)
+    pairs = zip(widths, linalg.matrix_modes(into, out, order), strict=True)
     in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(

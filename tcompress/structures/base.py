@@ -257,9 +257,13 @@ class Structure(ABC, Generic[S, L]):
     def fit(self, target: Target, layout: L) -> dict[str, Tensor]:
         """Fits the layer's own tensors, float64."""
 
-    @abstractmethod
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+        """Draws random tensors that keep the scale of unit-variance inputs, float32.
+
+        Here each of them is multiplied by inputs along its last axis.
+        """
+        shapes = self.tensors(layout)
+        return random_tensors(shapes, generator, {name: size[-1] for name, size in shapes.items()})
 
     def dense(self, tensors: Tensors, layout: L) -> Tensor:
         """Returns the dense weight of these tensors.  # (..., out, in)."""

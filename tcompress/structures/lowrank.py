@@ -23,12 +23,10 @@ from tcompress.structures.base import (
     Tensors,
     chosen_rank,
     clip_note,
-    random_tensors,
     register,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -100,10 +98,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
         return rank_losses(target, constant, [layout.rank for layout in layouts])
-
-    def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        variances = {"a": layout.rank, "b": layout.in_features}
-        return random_tensors(self.tensors(layout), generator, variances)
 
 
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:

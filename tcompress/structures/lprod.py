@@ -28,7 +28,6 @@ from tcompress.structures.base import (
     Transformed,
     dense_of,
     first_operators,
-    random_tensors,
     register,
     svd_flops,
 )
@@ -346,8 +345,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
         return {"generators": found}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        shapes = self.tensors(layout)
-        tensors = random_tensors(shapes, generator, {name: s[-1] for name, s in shapes.items()})
+        tensors = super().start(layout, generator)
         if layout.transform == "dft":  # paired coefficients are sums of two products
             tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
         return tensors

@@ -302,9 +302,8 @@ class StructuredLinear(nn.Module):
         return tensors, self._operators(part, term, next(iter(tensors.values())))
 
     def _operators(self, part: int, term: int, like: Tensor) -> dict[Side, Any]:
-        modules: Any = self._input_transform(term), self._output_transform(part, term)
-        pairs = zip(SIDES, modules, strict=True)
-        return {side: module.operator(like) for side, module in pairs if module is not None}
+        modules = ((side, self._transform(side, part, term)) for side in SIDES)
+        return {side: module.operator(like) for side, module in modules if module is not None}
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -316,7 +315,7 @@ class StructuredLinear(nn.Module):
         """Applies every term's input transform.  # (..., in) -> one (tokens, in') per term."""
         inputs = []
         for term, layout in enumerate(self.parts[0].terms):
-            module = self._input_transform(term)
+            module = self._transform("in", 0, term)
             if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
                 flat = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
@@ -325,12 +324,9 @@ class StructuredLinear(nn.Module):
                 inputs.append(module(x, id(self)))
         return inputs
 
-    def _input_transform(self, term: int) -> nn.Module | None:
-        owner = self._input_owner[0]
-        return owner._modules.get(transform_name(owner.parts, "in", 0, term))
-
-    def _output_transform(self, part: int, term: int) -> nn.Module | None:
-        return self._modules.get(transform_name(self.parts, "out", part, term))
+    def _transform(self, side: Side, part: int, term: int) -> Any:
+        owner = self._input_owner[0] if side == "in" else self
+        return owner._modules.get(transform_name(owner.parts, side, part, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -352,7 +348,7 @@ class StructuredLinear(nn.Module):
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
             terms = []
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
-                module = self._output_transform(index, term)
+                module = self._transform("out", index, term)
                 terms.append(decoded(layout, u) if module is None else module(u))
             outputs.append(reduce(torch.add, terms))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
@@ -386,7 +382,7 @@ class StructuredLinear(nn.Module):
         """Modules whose tensors the weight depends on, those of other layers among them."""
         found = [*self._modules.values()]
         if self._input_owner[0] is not self:
-            found += [self._input_transform(term) for term in range(len(self.parts[0].terms))]
+            found += [self._transform("in", 0, term) for term in range(len(self.parts[0].terms))]
         found += [module for module in self.factors.values() if module not in found]
         return [self, *(module for module in found if module is not None)]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tcompress.linalg.fits import diagonal_blocks
 from tcompress.linalg.moments import balanced, safe_cholesky
 
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
@@ -118,9 +119,7 @@ def order_groups(gram: Tensor, target: Tensor, constant: float, size: int) -> Ne
     left = torch.ones(groups, dtype=torch.bool, device=gram.device)
     order, gains = [], []
     for _ in range(groups):
-        own = gram.unflatten(0, (groups, size)).unflatten(2, (groups, size))
-        own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[left]  # (groups left, size, size)
-        roots = safe_cholesky(own)
+        roots = safe_cholesky(diagonal_blocks(gram, groups)[left])  # (groups left, size, size)
         sought = target.mT.unflatten(0, (groups, size))[left]
         gain = torch.linalg.solve_triangular(roots, sought, upper=False).square().sum((1, 2))
         best = int(gain.argmax())

@@ -101,8 +101,7 @@ class TTProblem:
     @cached_property
     def scale(self) -> float:
         """Mean curvature of the loss over all elements of the weight."""
-        moments = (self.padded_gram, self.padded_curvature)
-        return prod(float(moment.diagonal().mean()) for moment in moments)
+        return prod(float(m.diagonal().mean()) for m in (self.padded_gram, self.padded_curvature))
 
     @cached_property
     def padded_gram(self) -> Tensor:

@@ -221,12 +221,10 @@ def _asked(model: nn.Module, question: str) -> nn.Module | None:
 
 
 def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) -> tuple[str, ...]:
-    families = sorted({site.family for site in sites})
     warnings = [
         f"family `{name}` has no table of roles: its linear layers were found by their place in a"
         " numbered list, so that roles, shared inputs and order of execution are unknown"
-        for name in families
-        if name not in FAMILIES
+        for name in sorted({site.family for site in sites} - FAMILIES.keys())
     ]
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:

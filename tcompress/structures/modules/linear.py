@@ -37,9 +37,6 @@ from tcompress.structures.modules.shared import (
     version_of,
 )
 
-_Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
-"""Where a tensor is looked up, the tensor, its address and its version."""
-
 
 @dataclass(frozen=True, eq=False)
 class CachedWeight:
@@ -50,7 +47,8 @@ class CachedWeight:
     """
 
     weight: Tensor
-    sources: list[_Source]
+    # Where each tensor is looked up, the tensor, its address and its version.
+    sources: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]]
     transforms: list[tuple[TransformModule, int]]  # with their counts of changes
 
     @property

@@ -126,8 +126,7 @@ class DampedMoments:
         moments = self.moments
         if moments.lift is not None:
             return moments.cross + self.level * moments.lift.to(moments.cross)
-        same = moments.cross is moments.gram
-        return self.gram if same else with_ridge(moments.cross, self.level)
+        return self.gram if moments.cross is moments.gram else with_ridge(moments.cross, self.level)
 
     @property
     def dense(self) -> Tensor:

@@ -297,8 +297,7 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
 def own_section(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Give the section of a `config.json` that tcompress wrote; None where there is none."""
     section = settings.get("quantization_config")
-    ours = isinstance(section, dict) and section.get("quant_method") in METHODS
-    return section if ours else None
+    return section if isinstance(section, dict) and section.get("quant_method") in METHODS else None
 
 
 def is_only_rounded(section: Any) -> bool:

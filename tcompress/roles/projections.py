@@ -138,8 +138,7 @@ def _may_be(module: nn.Module, condition: str, wanted: bool) -> bool:
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     parent = parents.get(node)
     if isinstance(parent, ast.Attribute):
-        data = parent.attr == "data"
-        return parent.attr in _HARMLESS or (data and _is_harmless(parent, parents))
+        return parent.attr in _HARMLESS or (parent.attr == "data" and _is_harmless(parent, parents))
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
     called = parent.func if isinstance(parent, ast.Call) else None

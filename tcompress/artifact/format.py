@@ -281,11 +281,6 @@ class Stored:
             return self.rounding.nbytes(self.shape)
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element of what is in the file."""
-        return 1 if self.rounding is not None else self.dtype.itemsize
-
     def read_back(self, value: Tensor) -> Tensor:
         """Give the value that is read again, once this one is written."""
         value = value.to(self.dtype)
@@ -302,7 +297,7 @@ class Shard:
     @classmethod
     def of(cls, file: str, tensors: Iterable[Stored]) -> Shard:
         """Put wide elements first: every tensor then starts at a multiple of its element size."""
-        return cls(file, tuple(sorted(tensors, key=lambda item: -item.itemsize)))
+        return cls(file, tuple(sorted(tensors, key=lambda item: -_in_file(item).itemsize)))
 
 
 def plan_shards(tensors: Sequence[Stored], largest: str) -> list[Shard]:

@@ -9,8 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+import transformers
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from huggingface_hub import metadata_load
+from pydantic import BaseModel, Field
 
 import tcompress
 from tcompress.artifact.checksums import ZEROS, read_sealed
@@ -26,8 +29,8 @@ from tcompress.project import INSTALL, REPOSITORY
 Key = Callable[[Any], object]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+class _Section(BaseModel, extra="forbid"):
+    """Part of a manifest."""
 
 
 class SourceFacts(_Section):
@@ -287,9 +290,6 @@ class Manifest(_Section):
 
 def environment() -> dict[str, str]:
     """Versions that a number may depend on."""
-    import torch
-    import transformers
-
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -502,7 +502,6 @@ def _sentence(facts: TrainingFacts) -> str:
     )
 
 
-_MARK = "---"
 # In the order in which heads are written; tags come last.
 _CARRIED = ("library_name", "base_model", "license", "license_name", "license_link")
 
@@ -510,13 +509,9 @@ _CARRIED = ("library_name", "base_model", "license", "license_name", "license_li
 def head_of(folder: Path) -> dict[str, Any]:
     """Read licence, library, base model and tags from a card; what cannot be read is left out."""
     try:
-        text = (folder / CARD).read_text(encoding="utf-8-sig")
-        lines = [line.rstrip() for line in text.splitlines()]
-        end = lines.index(_MARK, 1) if lines[:1] == [_MARK] else 0
-        facts = yaml.safe_load("\n".join(lines[1:end]))
+        facts = metadata_load(folder / CARD) or {}
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    facts = facts if isinstance(facts, dict) else {}
     head = {key: facts[key] for key in (*_CARRIED, "tags") if _is_words(facts.get(key))}
     if isinstance(head.get("tags"), str):
         head["tags"] = [head["tags"]]
@@ -545,8 +540,6 @@ def loading_code(folder: Path, architecture: str | None, *, plain: bool) -> str:
 
 def loader_of(architecture: str | None) -> str:
     """Name the class of Transformers that loads a model with its head, by its architecture."""
-    import transformers
-
     for head in _HEADS:
         mapping = getattr(getattr(transformers, f"AutoModel{head}", None), "_model_mapping", None)
         if mapping is None:
@@ -566,7 +559,7 @@ def render_head(head: Mapping[str, Any], tags: Iterable[str], base_model: str | 
     facts = {"library_name": "transformers", **head, **base}
     ordered = {key: facts[key] for key in _CARRIED if key in facts}
     ordered["tags"] = list(dict.fromkeys((*head.get("tags", ()), *tags)))
-    return f"{_MARK}\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}{_MARK}"
+    return f"---\n{yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True)}---"
 
 
 def _is_words(value: Any) -> bool:

@@ -188,8 +188,7 @@ class Workplace:
             _check_contents(self.output, force=force)
             return False, self._prepare(identity)
         except BaseException:
-            begun = (self.folder / "identity").is_file()
-            self.close() if begun else self.discard()
+            self.close() if (self.folder / "identity").is_file() else self.discard()
             raise
 
     def _locked(self) -> FileLock:

@@ -202,8 +202,7 @@ class TCompressQuantizer(HfQuantizer):  # type: ignore[misc]
         conversions = getattr(model, "_weight_conversions", None) or ()
         model._weight_conversions = [item for item in conversions if not _fuses(item, names)]
         for name in ("hf_quantizer", "quantization_method"):
-            if hasattr(model, name):
-                delattr(model, name)
+            vars(model).pop(name, None)
         return model
 
     @staticmethod

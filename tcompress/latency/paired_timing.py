@@ -156,7 +156,10 @@ class PairedTiming:
             if cell.mode == "eager" or cell.mode == "compiled":
                 passes = [self._warmed(item, cell, inputs) for item in (timed, self.baseline)]
             else:
-                timed, same = (self._opened(item, cell.mode) for item in (timed, self.baseline))
+                timed, same = (
+                    TimedModel(item.name, item.source, self.in_runtime(item.source, cell.mode))
+                    for item in (timed, self.baseline)
+                )
                 pairs = ((timed, cell), (self.baseline, cell._replace(mode="eager")), (same, cell))
                 warmed = [self._warmed(item, how, inputs) for item, how in pairs]
                 # Threads of a runtime wait actively for a while after a pass. So that none is timed
@@ -208,9 +211,6 @@ class PairedTiming:
 
     def _batch(self, batch: int, length: int) -> dict[str, Tensor]:
         return self.inputs.batch(batch, length, self.settings.seed, self.device, self.dtype)
-
-    def _opened(self, timed: TimedModel, runtime: RuntimeName) -> TimedModel:
-        return TimedModel(timed.name, timed.source, self.in_runtime(timed.source, runtime))
 
     def _warmed(self, timed: TimedModel, cell: Cell, inputs: dict[str, Tensor]) -> Pass:
         """A pass that was run before: compiled, and with warm caches."""

@@ -35,7 +35,9 @@ def rounded_in_norm(weight: Tensor, gram: Tensor, rounding: Rounding) -> Tensor:
     if group is None or matrix_shape(weight.shape)[1] != size:
         return rounded(weight, rounding)
     left = weight.double().clone()
-    upper = _compensation(gram.double())
+    lower = torch.linalg.cholesky(damped_curvature(gram.double(), _DAMPING))
+    # Row i says what the columns after i take over.
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     grid = torch.empty_like(left)
     lowest, highest = code_bounds(rounding.bits)
     for start in range(0, size, group):
@@ -78,9 +80,3 @@ def rounded_factors(
     inner = b @ gram.double() @ b.mT
     a = torch.linalg.solve(damped_curvature(inner, 1e-10), b @ product.double().mT).mT
     return (a if roundings[0] is None else rounded_in_norm(a, inner, roundings[0])), b
-
-
-def _compensation(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse: row i says what the columns after i take over."""
-    lower = torch.linalg.cholesky(damped_curvature(gram, _DAMPING))
-    return torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tcompress.linalg.moments import safe_cholesky
+from tcompress.linalg.fits import diagonal_blocks
+from tcompress.linalg.moments import balanced, safe_cholesky
 
 _GROUP, _POOL = 64, 4  # neurons taken between two updates of all others; how many times as many vie
 _LARGE, _DENSE = 2048, 0.75  # neurons; the share of them below which matrices are cut down
@@ -118,9 +119,7 @@ def order_groups(gram: Tensor, target: Tensor, constant: float, size: int) -> Ne
     left = torch.ones(groups, dtype=torch.bool, device=gram.device)
     order, gains = [], []
     for _ in range(groups):
-        own = gram.unflatten(0, (groups, size)).unflatten(2, (groups, size))
-        own = own.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[left]  # (groups left, size, size)
-        roots = safe_cholesky(own)
+        roots = safe_cholesky(diagonal_blocks(gram, groups)[left])  # (groups left, size, size)
         sought = target.mT.unflatten(0, (groups, size))[left]
         gain = torch.linalg.solve_triangular(roots, sought, upper=False).square().sum((1, 2))
         best = int(gain.argmax())
@@ -162,10 +161,6 @@ def head_bases(moments: Tensor, curvature: Tensor) -> HeadBases:
     _, values, right = torch.linalg.svd(outputs.mT @ inputs)
     lift = inputs @ right.mT
     reduce = torch.linalg.solve_triangular(inputs.mT, right.mT, upper=True).mT
-    scale = (reduce.norm(dim=-1) / lift.norm(dim=-2)).sqrt()
+    lift, reduce = balanced(lift, reduce)
     lost = values.square().flip(-1).cumsum(-1).flip(-1).sum(0)
-    return HeadBases(
-        reduce / scale[..., None],
-        lift * scale[..., None, :],
-        torch.cat([lost, lost.new_zeros(1)]),
-    )
+    return HeadBases(reduce, lift, torch.cat([lost, lost.new_zeros(1)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, isfinite
 
@@ -24,6 +24,7 @@ _TILE = 256  # columns of a Gram matrix that are taken at a time
 ROWS_AT_ONCE = 2048  # whose products are added at a time
 _PAIRS = (0, 0), (1, 0), (1, 1)  # whose moments are taken: 0 is x', 1 is x
 WIDE = 2048  # inputs from which a sum is kept in float32 where no fit depends on it
+_NOT_FINITE = "calibration activations hold NaN or infinity"
 SMALLEST, LARGEST = 1e-15, 1e15  # whose products, and sums of very many of them, float32 holds
 
 
@@ -42,13 +43,6 @@ class Moments:
     rows: int  # number of tokens they were taken over; of equal weight, as many as tell the same
     lift: Tensor | None = None  # takes channels that are left to all; None for the same  # (d, d')
 
-    @classmethod
-    def identity(cls, features: int) -> Moments:
-        """Returns G = C = D = I: with it a fit is the data-free one."""
-        eye = torch.eye(features, dtype=torch.float64)
-        zero = torch.zeros(features, dtype=torch.float64)
-        return cls(eye, eye, eye, zero, zero, 0)
-
     def damped(self, damping: float) -> DampedMoments:
         """Adds the same multiple of the identity, times the mean diagonal of G, to all moments.
 
@@ -56,11 +50,6 @@ class Moments:
         instead of to zero.
         """
         return DampedMoments(self, ridge_level(self.gram, damping))
-
-    def to(self, device: torch.device | str) -> Moments:
-        """Moves all tensors to a device."""
-        own = ("gram", "cross", "dense", "mean", "dense_mean")
-        return replace(self, **{name: getattr(self, name).to(device) for name in own})
 
     def norm(self, weight: Tensor) -> float:
         """Returns E||W x||^2.  # (out, d)."""
@@ -137,8 +126,7 @@ class DampedMoments:
         moments = self.moments
         if moments.lift is not None:
             return moments.cross + self.level * moments.lift.to(moments.cross)
-        same = moments.cross is moments.gram
-        return self.gram if same else with_ridge(moments.cross, self.level)
+        return self.gram if moments.cross is moments.gram else with_ridge(moments.cross, self.level)
 
     @property
     def dense(self) -> Tensor:
@@ -208,24 +196,20 @@ class ProductSum:
         """Tell whether nothing was added."""
         return self._sum is None and not self._waiting
 
-    @property
-    def total(self) -> Tensor:
-        """The sum so far."""
-        return self._take()
-
     def add(self, left: Tensor, right: Tensor) -> None:
         """Adds rows, which the caller does not change afterwards; the same twice for a Gram."""
         self._waiting.append((left, right))
         if sum(len(own) for own, _ in self._waiting) >= ROWS_AT_ONCE:
-            self._take()
+            self.total()
 
     def merge(self, other: ProductSum) -> ProductSum:
         """Adds another sum."""
         if not other.is_empty:
-            self.total.add_(other.total)
+            self.total().add_(other.total())
         return self
 
-    def _take(self) -> Tensor:
+    def total(self) -> Tensor:
+        """Sum up all rows so far."""
         if self._sum is None:
             self._sum = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
         if self._waiting:
@@ -236,14 +220,6 @@ class ProductSum:
                 self._sum += torch.cat(left).T @ torch.cat(right)
             self._waiting.clear()
         return self._sum
-
-
-def centre_of(rows: Tensor, weights: Tensor) -> Tensor:
-    """Returns the weighed mean of rows, float32; moments about it do not cancel, nor round.
-
-    (rows, d), (rows,) -> (d,)
-    """
-    return (weights @ rows.double() / weights.sum()).float()
 
 
 def token_weights(gradients: Tensor) -> Tensor:
@@ -272,7 +248,8 @@ class MomentSums:
         ]
         self._same = ProductSum((new, new), device)  # of rows that are part of all three
         self._means = [torch.zeros(n, dtype=torch.float64, device=device) for n in (new, dense)]
-        self._centres: list[Tensor] = []  # means of the first rows, of both streams
+        # Means of the first rows, of both streams: moments about them do not cancel, nor round.
+        self._centres: list[Tensor] = []
         self.rows = 0  # of tokens, so far
         self._weight = self._squares = 0.0  # sums of their weights, and of the weights' squares
 
@@ -286,7 +263,8 @@ class MomentSums:
         pair = new.float(), dense.float()
         weights = _ones(new) if weights is None else weights
         if not self.rows:
-            self._centres = [centre_of(rows, weights) for rows in pair]
+            means = [weights @ rows.double() / weights.sum() for rows in pair]
+            self._centres = [mean.float() for mean in means]
         root = weights.sqrt()
         same = new is dense and torch.equal(*self._centres)
         scaled = [
@@ -320,7 +298,7 @@ class MomentSums:
         for ours, theirs, (i, j) in totals:
             # sum w (x + s) (y + t)^T = sum w x y^T + (sum w x) t^T + s (sum w y + w t)^T
             right = other._means[j] + other._weight * shifts[j]
-            total = ours.merge(theirs).total
+            total = ours.merge(theirs).total()
             for left, row in ((other._means[i], shifts[j]), (shifts[i], right)):
                 total.addr_(left.to(total), row.to(total))
         for mean, more, shift in zip(self._means, other._means, shifts, strict=True):
@@ -345,13 +323,13 @@ class MomentSums:
             raise FitError("no calibration rows reached this layer")
         pairs: Sequence[tuple[int, int]] = _PAIRS
         if all(products.is_empty for products in self._sums):
-            totals, pairs = [self._same.total], _PAIRS[:1]  # one for all three
+            totals, pairs = [self._same.total()], _PAIRS[:1]  # one for all three
         else:
-            totals = [products.total for products in self._sums]
+            totals = [products.total() for products in self._sums]
             if not self._same.is_empty:
-                totals = [total + self._same.total.to(total) for total in totals]
+                totals = [total + self._same.total().to(total) for total in totals]
         if not all(bool(torch.isfinite(total).all()) for total in totals):
-            raise _not_finite()
+            raise FitError(_NOT_FINITE, REPAIR)
         shifts, means = [total / self._weight for total in self._means], self.means
         parts = []
         for total, (one, two) in zip(totals, pairs, strict=True):
@@ -393,7 +371,7 @@ class PairedRows:
         if last:
             self._parts.clear()
         if not (is_finite(dense) and is_finite(new)):
-            raise _not_finite()
+            raise FitError(_NOT_FINITE, REPAIR)
         shares = weights / weights.sum()
         root, pair = shares.sqrt().float()[:, None], (dense.float(), new.float())
         means = [(shares if centred else 0 * shares) @ rows.double() for rows in pair]
@@ -403,10 +381,6 @@ class PairedRows:
 
 def _ones(rows: Tensor) -> Tensor:
     return torch.ones(len(rows), dtype=torch.float64, device=rows.device)
-
-
-def _not_finite() -> FitError:
-    return FitError("calibration activations hold NaN or infinity", REPAIR)
 
 
 def safe_cholesky(gram: Tensor) -> Tensor:

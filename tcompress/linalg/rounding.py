@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from tcompress.errors import SourceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -110,16 +110,6 @@ def rounded(weight: Tensor, rounding: Rounding) -> Tensor:
     """Round a tensor as it is when it was stored and read again; its shape and dtype stay."""
     codes, scales = quantize(weight, rounding.bits, rounding.group)
     return dequantize(codes, scales, rounding.group).to(weight.dtype).reshape(weight.shape)
-
-
-def rounded_to_nearest(
-    tensors: Mapping[str, Tensor], roundings: Mapping[str, Rounding]
-) -> dict[str, Tensor]:
-    """Round those of some tensors that have a rounding."""
-    return {
-        name: rounded(tensor, roundings[name]) if name in roundings else tensor
-        for name, tensor in tensors.items()
-    }
 
 
 def usual_scales(weight: Tensor, bits: int, group: int | None = None) -> Tensor:

@@ -117,8 +117,7 @@ def rotate_strided(x: Tensor, blocks: Tensor) -> Tensor:
     """
     groups, size, _ = blocks.shape
     parts = x.unflatten(1, (size, groups)).permute(2, 0, 1)  # (m, tokens, b)
-    out = batched_product(parts, blocks.transpose(1, 2), _STRIDED)
-    return out.permute(1, 2, 0).flatten(1)
+    return batched_product(parts, blocks.transpose(1, 2), _STRIDED).permute(1, 2, 0).flatten(1)
 
 
 # Orthogonal transforms of a few block-diagonal stages: the fitted transform of ``lprod``.
@@ -137,14 +136,9 @@ class Stages:
     count: int  # stages, contiguous and strided in turn
 
     @property
-    def groups(self) -> int:
-        """Blocks in one stage."""
-        return self.features // self.block
-
-    @property
     def generators_shape(self) -> tuple[int, int, int]:
-        """Shape of the stored numbers: (stages, groups, b (b - 1) / 2)."""
-        return (self.count, self.groups, self.block * (self.block - 1) // 2)
+        """Shape of the stored numbers: (stages, blocks in a stage, b (b - 1) / 2)."""
+        return (self.count, self.features // self.block, self.block * (self.block - 1) // 2)
 
 
 def nearest_block(features: int, wanted: int) -> int:

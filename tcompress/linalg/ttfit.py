@@ -101,8 +101,7 @@ class TTProblem:
     @cached_property
     def scale(self) -> float:
         """Mean curvature of the loss over all elements of the weight."""
-        moments = (self.padded_gram, self.padded_curvature)
-        return prod(float(moment.diagonal().mean()) for moment in moments)
+        return prod(float(m.diagonal().mean()) for m in (self.padded_gram, self.padded_curvature))
 
     @cached_property
     def padded_gram(self) -> Tensor:
@@ -200,8 +199,7 @@ def update_core(problem: TTProblem, left: Tensor, core: Tensor, right: Tensor) -
     if bool(residual.norm() <= ROUNDING * wanted.norm()):
         return core  # what is left is rounding; where moments see nothing, steps along it are long
     steps = STEPS if problem.curvature is None else CURVED_STEPS
-    unseen = FLOOR * problem.scale
-    return descend(image, core, residual, solve, steps, enough=ENOUGH, unseen=unseen)
+    return descend(image, core, residual, solve, steps, enough=ENOUGH, unseen=FLOOR * problem.scale)
 
 
 def pull_back(matrix: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -43,10 +43,6 @@ class Tucker(TuckerFactors):
         """Returns sum_k A_lk C_k.  # (n, r2, r3)."""
         return mixed_cores(self.mixing, self.cores)
 
-    def matrices(self) -> Tensor:
-        """Returns the matrices that the factors stand for.  # (n, out, d)."""
-        return self.left @ self.middles() @ self.right.mT
-
 
 def clip_shared_ranks(count: int, d_out: int, d_in: int, ranks: Ranks) -> Ranks:
     """Lowers ranks to what the shape admits: beyond that they only add parameters."""

@@ -114,8 +114,7 @@ def _classes(kind: Any, adapter: Path) -> Iterator[Any]:
 
     name = _KINDS.get(str(_settings(adapter).get("task_type")), "")
     auto: Any = getattr(transformers, name, None)
-    mapping: Any = getattr(auto, "_model_mapping", {})
-    fitting: Any = mapping.get(kind.config_class, ())
+    fitting: Any = getattr(auto, "_model_mapping", {}).get(kind.config_class, ())
     kinds = fitting if isinstance(fitting, tuple | list) else (fitting,)
     if kinds and kind not in kinds:
         yield auto

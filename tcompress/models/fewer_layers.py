@@ -254,20 +254,14 @@ def _stored_prefix(source: SourceModel, path: str) -> str:
         except SourceError as error:
             raise _refusal(source, [error.message]) from error
         inside = [key for key in keymap.model.state_dict() if key.startswith(f"{path}.{name}.")]
-        keys = [key for item in inside for key in _stored(source, item)]
+        stored = [keymap.sources(item).keys for item in inside if keymap.has(item)]
+        keys = [key for item in stored for key in item]
         if number != name or any(not key.startswith(f"{prefix}.{name}.") for key in keys):
             raise _refusal(source, [f"the checkpoint does not number the blocks of `{path}`"])
         found.add(prefix)
     if len(found) != 1:
         raise _refusal(source, [f"the checkpoint keeps the blocks of `{path}` in several places"])
     return found.pop()
-
-
-def _stored(source: SourceModel, name: str) -> tuple[str, ...]:
-    try:
-        return source.keymap.sources(name).keys
-    except SourceError:
-        return ()  # a buffer that no checkpoint holds
 
 
 def _renamed(names: Mapping[str, str], prefix: str, indices: Sequence[int]) -> dict[str, str]:
@@ -289,10 +283,12 @@ def _carried(
     """Tensors of the first block that serve all of them, where that block is dropped."""
     if indices[0] == 0:
         return {}
-    old = source.keymap.model.get_submodule(f"{path}.{indices[0]}").state_dict()
+    keymap = source.keymap
+    old = keymap.model.get_submodule(f"{path}.{indices[0]}").state_dict()
     new = model.get_submodule(f"{path}.0").state_dict()
     missing = [f"{path}.0.{name}" for name in new if name not in old]
-    return {key: key for name in missing for key in _stored(source, name)}
+    stored = [keymap.sources(name).keys for name in missing if keymap.has(name)]
+    return {key: key for keys in stored for key in keys}
 
 
 def _refusal(source: SourceModel, problems: Sequence[str]) -> PlanError:

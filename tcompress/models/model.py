@@ -89,7 +89,7 @@ class RandomStore(WeightStore):
     def __init__(self, folder: Path, kind: Any, config: Any, seed: int) -> None:
         self.seed, file = seed, "model.safetensors"
         self._shard = _RandomShard(folder / file, kind, config, seed)
-        super().__init__(folder, {file: self._shard}, dict.fromkeys(self._shard.infos, file))
+        super().__init__(folder, {file: self._shard}, {k: (file, k) for k in self._shard.infos})
 
     def fingerprint(self) -> str:
         return self._shard.digest().hex()

@@ -297,8 +297,7 @@ def missing_path(name: str, what: str) -> tuple[str, str]:
 def own_section(settings: Mapping[str, Any]) -> dict[str, Any] | None:
     """Give the section of a `config.json` that tcompress wrote; None where there is none."""
     section = settings.get("quantization_config")
-    ours = isinstance(section, dict) and section.get("quant_method") in METHODS
-    return section if ours else None
+    return section if isinstance(section, dict) and section.get("quant_method") in METHODS else None
 
 
 def is_only_rounded(section: Any) -> bool:
@@ -490,8 +489,7 @@ def _module_folders(folder: Path) -> list[str]:
     if not path.is_file():
         return []
     try:
-        modules: Any = json.loads(path.read_text(encoding="utf-8"))
-        names = [str(module["path"]) for module in modules]
+        names = [str(module["path"]) for module in json.loads(path.read_text(encoding="utf-8"))]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         hint = "repair it, or delete it to convert the transformer alone"
         raise SourceError(f"`{path}` is no list of sentence-transformers modules", hint) from error

@@ -62,9 +62,8 @@ def find_keys(
         elif right:
             others = [name for name in changed if name not in right]
             other = next((name for name in others if name in tensors), others[0])
-            beside[f"`{key}` in its config would change `{other}` too, which is to stay"] = len(
-                right
-            )
+            text = f"`{key}` in its config would change `{other}` too, which is to stay"
+            beside[text] = len(right)
     missing = [name for name in wanted if name not in reached]
     if missing:
         reasons = [text for text, _ in beside.most_common(2)]

@@ -227,16 +227,11 @@ class WeightStore:
     """The tensors of a checkpoint by name, each read from disk when it is asked for."""
 
     def __init__(
-        self,
-        folder: Path,
-        shards: Mapping[str, Shard],
-        where: Mapping[str, str],
-        inside: Mapping[str, str] | None = None,
+        self, folder: Path, shards: Mapping[str, Shard], where: Mapping[str, tuple[str, str]]
     ) -> None:
+        """Take files by name, and for each tensor its file and its name in there."""
         self.folder = folder
-        self._shards = dict(shards)
-        self._where = dict(where)
-        self._inside = dict(inside or {})  # names in the files, where they differ
+        self._shards, self._where = dict(shards), dict(where)
         self._last: Shard | None = None
 
     @staticmethod
@@ -275,8 +270,7 @@ class WeightStore:
     def renamed(self, names: Mapping[str, str]) -> WeightStore:
         """Give a view with some tensors only, by names here under new ones; same fingerprint."""
         where = {new: self._where[old] for new, old in names.items()}
-        inside = {new: self.name_inside(old) for new, old in names.items()}
-        return WeightStore(self.folder, self._shards, where, inside)
+        return WeightStore(self.folder, self._shards, where)
 
     def viewed(self, view: Callable[[Shard, Mapping[str, str]], Shard]) -> WeightStore:
         """Give the same tensors read in another way, by a view of each file; same fingerprint.
@@ -284,23 +278,20 @@ class WeightStore:
         `view` takes a file and the names in it of its tensors, by their names here.
         """
         names: dict[str, dict[str, str]] = {file: {} for file in self._shards}
-        for key, file in self._where.items():
-            names[file][key] = self.name_inside(key)
+        for key, (file, name) in self._where.items():
+            names[file][key] = name
         shards = {file: view(shard, names[file]) for file, shard in self._shards.items()}
-        return WeightStore(self.folder, shards, self._where, self._inside)
+        return WeightStore(self.folder, shards, self._where)
 
     def name_inside(self, key: str) -> str:
         """Name of a tensor in its file; another one only in a renamed view."""
-        return self._inside.get(key, key)
+        return self._where[key][1]
 
     def keys(self) -> list[str]:
         return sorted(self._where)
 
     def __contains__(self, key: object) -> bool:
         return key in self._where
-
-    def __len__(self) -> int:
-        return len(self._where)
 
     @property
     def files(self) -> list[str]:
@@ -327,17 +318,18 @@ class WeightStore:
         return self._info(key).rounding
 
     def file_of(self, key: str) -> str:
-        return self._where[key]
+        return self._where[key][0]
 
     def tensor(self, key: str) -> Tensor:
         """Read a tensor, as stored, into memory of its own; one file is open for further reads."""
         self._info(key)
-        shard = self._shards[self._where[key]]
+        file, name = self._where[key]
+        shard = self._shards[file]
         if self._last is not None and self._last is not shard:
             self._last.close()
         self._last = shard
         with timed(READING):
-            return shard.read(self.name_inside(key))
+            return shard.read(name)
 
     def times(self) -> list[tuple[str, int]]:
         return [(name, (self.folder / name).stat().st_mtime_ns) for name in self.files]
@@ -355,7 +347,8 @@ class WeightStore:
             near = get_close_matches(key, self._where, n=3)
             hint = f"near names are {listed(near)}"
             raise SourceError(f"the checkpoint in `{self.folder}` has no tensor `{key}`", hint)
-        return self._shards[self._where[key]].infos[self.name_inside(key)]
+        file, name = self._where[key]
+        return self._shards[file].infos[name]
 
 
 def _no_weights(folder: Path) -> SourceError:
@@ -395,17 +388,18 @@ def _is_inside(file: str) -> bool:
 
 def _locate(
     shards: Mapping[str, Shard], index: Mapping[str, str], problems: list[str]
-) -> dict[str, str]:
+) -> dict[str, tuple[str, str]]:
     """Say which file holds each tensor; like Transformers, take tensors the index left out."""
-    found: dict[str, str] = {}
+    found: dict[str, tuple[str, str]] = {}
     for file, shard in shards.items():
         absent = [key for key, place in index.items() if place == file and key not in shard.infos]
         if absent:
             problems.append(f"the index places {listed(absent)} in `{file}`, where it is not")
         for key in shard.infos:
             # Which of two would count depends on the version of Transformers.
-            if found.setdefault(key, file) != file:
-                problems.append(f"`{key}` is both in `{found[key]}` and in `{file}`")
+            first, _ = found.setdefault(key, (file, key))
+            if first != file:
+                problems.append(f"`{key}` is both in `{first}` and in `{file}`")
     return found
 
 

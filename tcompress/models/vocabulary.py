@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from tcompress.models.store import Shard, TensorInfo, WeightStore
 
@@ -14,10 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-class Vocabulary(BaseModel):
+class Vocabulary(BaseModel, extra="forbid", frozen=True):
     """The tokens that are left of a model's vocabulary, and how they were chosen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     before: int  # rows of the dense model's word embedding
     kept: str  # ids in the dense model of the tokens 0, 1, 2, ..., as runs: `0 100-103 1996`
@@ -58,13 +57,10 @@ class Vocabulary(BaseModel):
 
 def as_runs(ids: Iterable[int]) -> str:
     """Write ids, in their order, as runs such as `0 100-103 1996`."""
-    runs: list[list[int]] = []
-    for index in ids:
-        if runs and index == runs[-1][1] + 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return " ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    # An id less its place is the same all along a run.
+    groups = groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in group] for _, group in groups]
+    return " ".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _listed(runs: str) -> Iterator[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from tcompress.roles.families import (
     parts_of,
 )
 from tcompress.roles.projections import (
-    Shape,
     direct_uses,
     is_block,
     is_pointwise,
@@ -187,22 +186,21 @@ def _match(site: _Site, names: list[str]) -> tuple[Style, dict[Role, str]]:
 
 
 def _layer(
-    site: _Site, role: Role, name: str, style: Style | None, shape: Shape | None = None
+    site: _Site, role: Role, name: str, style: Style | None, shape: Layer | None = None
 ) -> Layer:
     path = site.path(name)
     shape = shape or shape_of(site.block.get_submodule(name), role, path)
-    parts: tuple[Part, ...] = (Part(role, shape.out_features),)
-    group, calls = path if shape.experts is None else f"{path}.{shape.parameter}", 1
-    if shape.halves:
-        parts = Part("gate", shape.out_features // 2), Part("up", shape.out_features // 2)
+    parts = shape.parts or (Part(role, shape.out_features),)
+    facts: dict[str, Any] = {}
     if style is not None:
         if shape.experts is None:
             parts = parts_of(path, role, shape.out_features, style, site.config)
-        group, calls = GROUP_OF_ROLE[role], calls_of(site.family, role, site.config)
+        facts = {"calls": calls_of(site.family, role, site.config), "bilinear": style.bilinear}
+        group = GROUP_OF_ROLE[role]
+    else:
+        group = path if shape.experts is None else f"{path}.{shape.parameter}"
     head = head_width(site.block, name, role, site.config)
-    fields = {key: value for key, value in shape._asdict().items() if key not in ("role", "halves")}
-    fields |= {"head": head, "bilinear": style is not None and style.bilinear}
-    return Layer(path, role, parts=parts, group=group, calls=calls, **fields)
+    return replace(shape, name=path, role=role, parts=parts, group=group, head=head, **facts)
 
 
 def _embeddings(model: nn.Module) -> tuple[str, ...]:
@@ -223,12 +221,10 @@ def _asked(model: nn.Module, question: str) -> nn.Module | None:
 
 
 def _warnings(family: str, sites: Collection[_Site], blocks: Collection[Block]) -> tuple[str, ...]:
-    families = sorted({site.family for site in sites})
     warnings = [
         f"family `{name}` has no table of roles: its linear layers were found by their place in a"
         " numbered list, so that roles, shared inputs and order of execution are unknown"
-        for name in families
-        if name not in FAMILIES
+        for name in sorted({site.family for site in sites} - FAMILIES.keys())
     ]
     again = sorted({layer.role for block in blocks for layer in block.layers if layer.calls > 1})
     if again:

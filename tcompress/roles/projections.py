@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from transformers.pytorch_utils import Conv1D
 
 from tcompress.errors import InputError
-from tcompress.roles.families import Kind, Role
+from tcompress.roles.families import Kind, Layer, Part, Role
 
 # Methods that build a model, not such that compute.
 _BUILDING = ("__init__", "_init", "init_", "reset_", "tie_", "_tie", "resize", "_resize", "load")
@@ -138,8 +138,7 @@ def _may_be(module: nn.Module, condition: str, wanted: bool) -> bool:
 def _is_harmless(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
     parent = parents.get(node)
     if isinstance(parent, ast.Attribute):
-        data = parent.attr == "data"
-        return parent.attr in _HARMLESS or (data and _is_harmless(parent, parents))
+        return parent.attr in _HARMLESS or (parent.attr == "data" and _is_harmless(parent, parents))
     if isinstance(parent, ast.Compare):
         return all(isinstance(operator, ast.Is | ast.IsNot) for operator in parent.ops)
     called = parent.func if isinstance(parent, ast.Call) else None
@@ -203,21 +202,6 @@ _ROUTES = "it routes tokens to experts, which a small error changes"
 _SELECTS = "it selects the tokens to attend to, which a small error changes"
 
 
-class Shape(NamedTuple):
-    """Form in which a projection is stored, as `Layer` has it."""
-
-    kind: Kind
-    in_features: int
-    out_features: int
-    bias: bool
-    experts: int | None = None
-    parameter: str = "weight"
-    transposed: bool = False
-    role: Role = "linear"  # of a stack that Transformers describes; else `linear`
-    halves: bool = False  # whether the first half of the outputs is a gate for the second
-    axes: int = 0
-
-
 def projections(block: nn.Module) -> dict[str, nn.Module]:
     """Return linear layers, pointwise convolutions, stacked experts and routers, by path."""
     modules = {name: module for name, module in block.named_modules() if name}
@@ -246,20 +230,29 @@ def is_pointwise(module: nn.Module) -> bool:
     )
 
 
-def shapes_of(module: nn.Module) -> tuple[Shape, ...]:
-    """Read the shapes of a projection: one, or one for each stack of weights, in order of use."""
+def shapes_of(module: nn.Module) -> tuple[Layer, ...]:
+    """Read the shapes of a projection: one, or one for each stack of weights, in order of use.
+
+    What its place in a model says of it is not filled in.
+    """
     if isinstance(module, nn.Linear):
-        return (Shape("linear", module.in_features, module.out_features, module.bias is not None),)
+        sizes = module.in_features, module.out_features
+        return (_shape("linear", *sizes, module.bias is not None),)
     if isinstance(module, Conv1D):
-        return (Shape("conv1d", module.nx, module.nf, True),)
+        return (_shape("conv1d", module.nx, module.nf, True),)
     if isinstance(module, _ConvNd):
         sizes = module.in_channels, module.out_channels
-        return (Shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
+        return (_shape("pointwise", *sizes, module.bias is not None, axes=len(module.kernel_size)),)
     ways, stacks = _ways(module).items(), _stacks(module)
     return tuple(_stack(module, name, transposed=way) for name, way in ways if name in stacks)
 
 
-def shape_of(module: nn.Module, role: Role, path: str) -> Shape:
+def _shape(kind: Kind, inputs: int, outputs: int, bias: bool, **facts: Any) -> Layer:
+    blank: dict[str, Any] = {"name": "", "role": "linear", "parts": (), "group": ""}
+    return Layer(kind=kind, in_features=inputs, out_features=outputs, bias=bias, **(blank | facts))
+
+
+def shape_of(module: nn.Module, role: Role, path: str) -> Layer:
     """Read the shape of the projection of a module that has a role."""
     for shape in shapes_of(module):
         if shape.role == role or not role.startswith("experts_"):
@@ -325,15 +318,16 @@ def _stacks(module: nn.Module, path: str = "") -> tuple[str, ...]:
     return tuple(name for name in deep if name in ways)
 
 
-def _stack(module: nn.Module, name: str, *, transposed: bool) -> Shape:
+def _stack(module: nn.Module, name: str, *, transposed: bool) -> Layer:
     experts, *sizes = getattr(module, name).shape
     rows, columns = sizes[::-1] if transposed else sizes
-    described = bool(_described(module))
-    up = name in ("gate_up_proj", "up_proj")
-    role: Role = "linear" if not described else "experts_gate_up" if up else "experts_down"
-    halves = described and name == "gate_up_proj" and bool(module.is_concatenated)
-    bias = hasattr(module, f"{name}_bias")
-    return Shape("experts", columns, rows, bias, experts, name, transposed, role, halves)
+    facts: dict[str, Any] = {"experts": experts, "parameter": name, "transposed": transposed}
+    if _described(module):
+        up = name in ("gate_up_proj", "up_proj")
+        facts["role"] = "experts_gate_up" if up else "experts_down"
+        if name == "gate_up_proj" and module.is_concatenated:
+            facts["parts"] = Part("gate", rows // 2), Part("up", rows // 2)
+    return _shape("experts", columns, rows, hasattr(module, f"{name}_bias"), **facts)
 
 
 def _described(module: nn.Module) -> dict[str, bool]:

@@ -193,7 +193,7 @@ class Predictor:
                 weight = dense_matrix(source, entry, inputs.device)  # one copy at a time
                 gram = of_layer.inputs.moments(centred=entry.bias).gram
                 mean, rows = of_layer.inputs.means[0], of_layer.rows
-                curvature = of_layer.curvature.total / rows
+                curvature = of_layer.curvature.total() / rows
                 statistics[layer] = LayerStatistics(entry, weight, gram, mean, curvature, rows)
             sums.clear()
             yield by_name[name], statistics
@@ -222,7 +222,7 @@ class Predictor:
         assert data is not None
         if calibration.output_moments is not False:
             named = {self.entries[path].name: item for path, item in sums.items()}
-            curves = {n: narrowed(item.curvature.total / item.rows) for n, item in named.items()}
+            curves = {n: narrowed(item.curvature.total() / item.rows) for n, item in named.items()}
             workdir.keep_moments("curvature", block, curves)
             weights = {
                 f"{name}/{data.fitted[batch]}": weight

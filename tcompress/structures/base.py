@@ -10,8 +10,9 @@ from itertools import cycle
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
+from tcompress import linalg
 from tcompress.errors import RecipeError
 from tcompress.fields import FRACTION, Options, option
 
@@ -124,10 +125,8 @@ def chosen_rank(
     return rank
 
 
-class Frozen(BaseModel):
+class Frozen(BaseModel, extra="forbid", frozen=True):
     """A record of the artefact: it does not change, and has no fields but its own."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Layout(Frozen):
@@ -210,11 +209,9 @@ def random_tensors(
 
 def predicted_loss(fitted: Tensor, target: Target, constant: float) -> float:
     """Returns what a weight costs the model, to second order.  # (out, in)."""
-    from tcompress.linalg.fits import curved_loss
-
     assert target.curvature is not None
     gram = target.full_gram()
-    return constant + float(curved_loss(fitted, target.product, gram, target.curvature))
+    return constant + float(linalg.curved_loss(fitted, target.product, gram, target.curvature))
 
 
 S = TypeVar("S", bound=Spec)
@@ -260,9 +257,13 @@ class Structure(ABC, Generic[S, L]):
     def fit(self, target: Target, layout: L) -> dict[str, Tensor]:
         """Fits the layer's own tensors, float64."""
 
-    @abstractmethod
     def start(self, layout: L, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draws random tensors that keep the scale of unit-variance inputs, float32."""
+        """Draws random tensors that keep the scale of unit-variance inputs, float32.
+
+        Here each of them is multiplied by inputs along its last axis.
+        """
+        shapes = self.tensors(layout)
+        return random_tensors(shapes, generator, {name: size[-1] for name, size in shapes.items()})
 
     def dense(self, tensors: Tensors, layout: L) -> Tensor:
         """Returns the dense weight of these tensors.  # (..., out, in)."""
@@ -347,17 +348,17 @@ NO_OPERATORS: Mapping[Side, Any] = {}
 class LooksUp(ABC):
     """Builds rows of its weight on demand, so that a table of embeddings may be stored so."""
 
-    @abstractmethod
     def looks_up(self, layout: Any) -> bool:
         """Return whether a layout has all that its rows are made of."""
+        return True
 
     @abstractmethod
     def rows(self, index: Tensor, tensors: Tensors, layout: Any) -> Tensor:
         """Builds rows of the dense weight.  # (n,) -> (n, in)."""
 
-    @abstractmethod
     def scale_rows(self, tensors: Tensors, scales: Tensor, layout: Any) -> dict[str, Tensor] | None:
         """Multiplies the rows of the dense weight, if these tensors can say so.  # (out,)."""
+        return None  # a row is made of what other rows are made of too
 
 
 class RoundsInNorm(ABC):

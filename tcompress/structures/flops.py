@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.structures.base import (
     SIDES,
@@ -17,9 +21,6 @@ from tcompress.structures.base import (
     transform_of,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class Macs(NamedTuple):
     """Multiply-adds of one term in a pass, as torch counts them on the meta device."""
@@ -32,9 +33,6 @@ class Macs(NamedTuple):
 @lru_cache(maxsize=4096)
 def macs_of(layout: Layout, tokens: int) -> Macs:
     """Counts one term in a pass over so many tokens; building its transforms counts nothing."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     x = torch.empty(tokens, layout.in_features, device="meta")
     transforms = (transform_of(layout, side) for side in SIDES)
     into, out = (None if t is None else t.build(_empty(t.shapes), x) for t in transforms)
@@ -53,9 +51,6 @@ def macs_of(layout: Layout, tokens: int) -> Macs:
 @lru_cache(maxsize=1024)
 def lookup_macs(layout: Layout) -> int:
     """Counts looking up one row of a term."""
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
-
     kind = structure(layout.structure)
     if not isinstance(kind, LooksUp):
         return 0
@@ -71,6 +66,4 @@ def _all_tensors(layout: Layout) -> dict[str, Tensor]:
 
 
 def _empty(shapes: Shapes) -> dict[str, Tensor]:
-    import torch
-
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}

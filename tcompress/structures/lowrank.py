@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from tcompress import linalg
 from tcompress.fields import option
 from tcompress.structures.base import (
     TOL,
@@ -22,12 +23,10 @@ from tcompress.structures.base import (
     Tensors,
     chosen_rank,
     clip_note,
-    random_tensors,
     register,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -78,9 +77,6 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
     def apply(self, x: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         return (x @ tensors["b"].mT) @ tensors["a"].mT
 
-    def looks_up(self, layout: LowRankLayout) -> bool:
-        return True
-
     def rows(self, index: Tensor, tensors: Tensors, layout: LowRankLayout) -> Tensor:
         from torch.nn.functional import embedding
 
@@ -90,35 +86,25 @@ class LowRank(Structure[LowRankSpec, LowRankLayout], LooksUp, RoundsInNorm):
         return {"a": tensors["a"] * scales[:, None], "b": tensors["b"]}
 
     def fit(self, target: Target, layout: LowRankLayout) -> dict[str, Tensor]:
-        from tcompress.linalg.moments import fit_lowrank
-
-        a, b = fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
+        a, b = linalg.fit_lowrank(target.product, target.gram, layout.rank, target.curvature)
         return {"a": a, "b": b}
 
     def rounded(
         self, target: Target, layout: LowRankLayout, tensors: Tensors, roundings: Roundings
     ) -> dict[str, Tensor]:
-        from tcompress.linalg.calibrated import rounded_factors
-
         factors, widths = (tensors["a"], tensors["b"]), (roundings.get("a"), roundings.get("b"))
-        a, b = rounded_factors(target.product, target.full_gram(), factors, widths)
+        a, b = linalg.rounded_factors(target.product, target.full_gram(), factors, widths)
         return {"a": a, "b": b}
 
     def losses(self, target: Target, constant: float, layouts: Sequence[Any]) -> list[float]:
         return rank_losses(target, constant, [layout.rank for layout in layouts])
 
-    def start(self, layout: LowRankLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        variances = {"a": layout.rank, "b": layout.in_features}
-        return random_tensors(self.tensors(layout), generator, variances)
-
 
 def rank_losses(target: Target, constant: float, ranks: Sequence[int]) -> list[float]:
     """Predicts what the best factors of these ranks lose."""
     assert target.curvature is not None
-    from tcompress.linalg.fits import lowrank_losses, lowrank_spectrum
-
-    spectrum = lowrank_spectrum(target.product, target.full_gram(), target.curvature)
-    losses = lowrank_losses(spectrum, constant)
+    spectrum = linalg.lowrank_spectrum(target.product, target.full_gram(), target.curvature)
+    losses = linalg.lowrank_losses(spectrum, constant)
     return [float(losses[rank]) for rank in ranks]
 
 

@@ -28,7 +28,6 @@ from tcompress.structures.base import (
     Transformed,
     dense_of,
     first_operators,
-    random_tensors,
     register,
     svd_flops,
 )
@@ -194,13 +193,9 @@ def _usable(kind: str, spec: LprodSpec, site: Site, *, padded: bool) -> str:
     divisors = (p for p in range(2, common + 1) if not common % p)
     sizes = [p for p in divisors if not linalg.check_transform(kind, p)]
     near = sorted(sorted(sizes, key=lambda p: abs(log2(p) - log2(spec.p)))[:4])
-    hint = "choose another method" + (f", or p={_one_of(near)}" if near else "")
+    listed = " or ".join(", ".join(map(str, near)).rsplit(", ", 1))
+    hint = "choose another method" + (f", or p={listed}" if near else "")
     return hint + (", or `pad: true` in the method's options of a recipe" if padded else "")
-
-
-def _one_of(numbers: Sequence[int]) -> str:
-    *others, last = map(str, numbers)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
@@ -319,7 +314,10 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
     ) -> dict[str, Tensor]:
         product, gram = _turned_target(target, layout)
         if gram is None or layout.transform == "dft":  # pairs of slices read one another's inputs
-            return linalg.rounded_to_nearest(tensors, roundings)
+            return {
+                name: linalg.rounded(tensor, roundings[name]) if name in roundings else tensor
+                for name, tensor in tensors.items()
+            }
         grams = linalg.diagonal_blocks(gram, layout.p)
         if layout.tubal_rank is None:
             rounding = roundings.get("slices")
@@ -347,8 +345,7 @@ class Lprod(Structure[LprodSpec, LprodLayout], Transformed, RoundsInNorm):
         return {"generators": found}
 
     def start(self, layout: LprodLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        shapes = self.tensors(layout)
-        tensors = random_tensors(shapes, generator, {name: s[-1] for name, s in shapes.items()})
+        tensors = super().start(layout, generator)
         if layout.transform == "dft":  # paired coefficients are sums of two products
             tensors["slices"][1 : 1 + 2 * ((layout.p - 1) // 2)] /= 2**0.5
         return tensors

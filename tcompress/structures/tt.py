@@ -209,9 +209,6 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
                 )
         return linalg.tt_rows(words, cores)[:, : layout.in_features][places]
 
-    def scale_rows(self, tensors: Tensors, scales: Tensor, layout: TTLayout) -> None:
-        return None  # a row is made of what other rows are made of too
-
     def dense(self, tensors: Tensors, layout: TTLayout) -> Tensor:
         matrix = _matrix(_cores(tensors, layout), layout)  # ([chains,] out, in)
         if layout.chains == 1:
@@ -231,11 +228,12 @@ class TensorTrain(Structure[TTSpec, TTLayout], LooksUp):
         one = layout.chain
         fits: dict[int, list[Tensor]] = {}
         # Chains that share out the inputs begin with the others at the dense weight.
-        matrices = list(_parts(_free_weight(target), layout))
+        matrices = list(_parts(_free_weight(target), layout)) if layout.turned else []
         for index in [*range(layout.chains)] * (CHAIN_SWEEPS if layout.turned else 1):
             own = _target_of(target, layout, index, matrices)
             fits[index] = self._fitted(own, one, curved_sweeps)
-            matrices[index] = _matrix(fits[index], one)
+            if layout.turned:
+                matrices[index] = _matrix(fits[index], one)
         return [torch.stack(cores) for cores in zip(*fits.values(), strict=True)]
 
     def quick_fit(self, target: Target, layout: TTLayout) -> Tensor:
@@ -381,8 +379,7 @@ def _modes(spec: TTSpec, into: int, out: int) -> tuple[Modes, Modes]:
                 "give two factors or more, whose product is the width, or a little above",
             )
     order = spec.order or max(map(len, given.values()), default=2)
-    defaults = linalg.matrix_modes(into, out, order)
-    pairs = zip(widths, defaults, strict=True)
+    pairs = zip(widths, linalg.matrix_modes(into, out, order), strict=True)
     in_modes, out_modes = (given.get(width, modes) for width, modes in pairs)
     if len(in_modes) != len(out_modes):
         raise Refusal(

@@ -42,6 +42,7 @@ from tcompress.structures.base import (
     clip_note,
     random_tensors,
     register,
+    shared_shapes,
     svd_flops,
 )
 from tcompress.structures.lowrank import rank_losses
@@ -293,15 +294,12 @@ class TuckerForm(Structure[TuckerSpec, TuckerLayout], SharesFactors, LooksUp):
         return FitCost(flops, 8 * layout.blocks * (6 * a * b + moments))
 
     def start_shared(self, layout: TuckerLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        found = self.shared(layout)
-        if found is None:
-            return {}
         (a, b), (left, right) = layout.block, layout.ranks
         # Mixing weights know whether rows or columns of their blocks are read.
         widths = {"u": (a * left) ** 0.5, "cores": (left * right) ** 0.5, "v": (b * right) ** 0.5}
         if layout.plain:
             widths = {"v": float(b)}
-        return random_tensors(found.shapes, generator, widths)
+        return random_tensors(shared_shapes(layout), generator, widths)
 
 
 def _with_shared_input(spec: TuckerSpec, site: Site, budget: int | None) -> TuckerLayout:

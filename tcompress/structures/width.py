@@ -21,12 +21,10 @@ from tcompress.structures.base import (
     Structure,
     Target,
     Tensors,
-    random_tensors,
     register,
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -48,11 +46,6 @@ class WidthLayout(Layout):
     out_features: int = Field(ge=0)
 
     is_plain: ClassVar[bool] = True
-
-
-def plain_layout(inputs: int, outputs: int) -> WidthLayout:
-    """Lay out an ordinary matrix of so many inputs and outputs."""
-    return WidthLayout(in_features=inputs, out_features=outputs)
 
 
 class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
@@ -88,9 +81,6 @@ class Width(Structure[WidthSpec, WidthLayout], RoundsInNorm):
         if "w" not in roundings:
             return dict(tensors)
         return {"w": linalg.rounded_in_norm(tensors["w"], target.full_gram(), roundings["w"])}
-
-    def start(self, layout: WidthLayout, generator: torch.Generator) -> dict[str, Tensor]:
-        return random_tensors(self.tensors(layout), generator, {"w": layout.in_features})
 
 
 register(Width())

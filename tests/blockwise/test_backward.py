@@ -99,7 +99,7 @@ def _assert_alike(found: dict[str, Sensitivity], wanted: dict[str, Sensitivity])
     assert set(found) == set(wanted)
     for name, worth in wanted.items():
         assert found[name].rows == worth.rows, name
-        assert _distance(found[name].curvature.total, worth.curvature.total) < 1e-5, name
+        assert _distance(found[name].curvature.total(), worth.curvature.total()) < 1e-5, name
         moments = (item.inputs.moments(centred=False).gram for item in (found[name], worth))
         assert _distance(*moments) < 1e-5, name
 

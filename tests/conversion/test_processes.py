@@ -212,7 +212,7 @@ def test_sensitivities_add_up_to_the_whole() -> None:
     for exact, found in (
         (whole.inputs.moments(centred=True).gram, total.inputs.moments(centred=True).gram),
         (whole.inputs.moments(centred=False).gram, total.inputs.moments(centred=False).gram),
-        (whole.curvature.total, total.curvature.total),
+        (whole.curvature.total(), total.curvature.total()),
     ):
         torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
@@ -223,7 +223,7 @@ def test_a_sum_that_moves_goes_on_where_it_is() -> None:
     moved = processes.moved(product, "cpu")
     rows = torch.randn(6, 4)
     moved.add(rows, rows)
-    torch.testing.assert_close(moved.total, (rows.T @ rows).double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(moved.total(), (rows.T @ rows).double(), rtol=1e-5, atol=1e-5)
 
 
 def test_every_batch_is_in_one_run() -> None:

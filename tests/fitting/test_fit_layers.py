@@ -25,7 +25,7 @@ from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Site, structure
 from tcompress.structures.base import transform_of
 from tcompress.structures.modules.linear import PartLayout, StructuredLinear, tensor_prefix
-from tests.support.structures import fitted_weight, make_moments, randn
+from tests.support.structures import fitted_weight, identity_moments, make_moments, randn
 
 WIDTH, OUTPUTS = 24, 16
 LOW = ("lowrank", {"rank": 3})
@@ -164,7 +164,7 @@ def test_more_rounds_never_make_a_sum_worse(
     terms: list[Method], data: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entry, weight, errors = _plan(terms), randn(OUTPUTS, WIDTH), []
-    moments = make_moments(WIDTH, 80) if data else Moments.identity(WIDTH)
+    moments = make_moments(WIDTH, 80) if data else identity_moments(WIDTH)
     for rounds in (0, 1, 2, 5):
         monkeypatch.setattr(fitting, "ROUNDS", rounds)
         fitted = _fit(entry, weight, LayerMoments(moments if data else None))

@@ -45,7 +45,7 @@ from tcompress.linalg.transforms import (
 )
 from tcompress.structures import Site, structure
 from tests.support.numerics import quick
-from tests.support.structures import TUBES, dense_reference, randn, rotation
+from tests.support.structures import TUBES, dense_reference, identity_moments, randn, rotation
 
 WIDTH, OUTPUTS, ROWS = 12, 8, 60
 
@@ -121,7 +121,7 @@ def test_sums_neither_overflow_nor_vanish(size: float) -> None:
         (x.T * weights) @ x / weights.sum(),
         **near,
     )
-    assert_close(worth.curvature.total / square, back.T @ back, **near)
+    assert_close(worth.curvature.total() / square, back.T @ back, **near)
 
 
 def test_rows_of_a_weight_count_as_so_many() -> None:
@@ -232,7 +232,7 @@ def test_error_of_moments_is_that_of_rows() -> None:
     assert m.error(weight, fitted) == pytest.approx(float(wanted))
     assert m.error(torch.zeros_like(weight), fitted) == 1.0
     assert m.error(torch.zeros_like(weight), 0 * fitted) == 0.0
-    identity = Moments.identity(WIDTH)
+    identity = identity_moments(WIDTH)
     free = (weight - fitted).square().sum() / weight.square().sum()
     assert identity.error(weight, fitted) == pytest.approx(float(free))
     alike = Moments(m.dense, m.dense, m.dense, zero, zero, ROWS)

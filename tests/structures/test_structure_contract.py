@@ -17,7 +17,6 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 from tcompress.errors import RecipeError
-from tcompress.linalg.moments import Moments
 from tcompress.planning.entries import LayerPlan
 from tcompress.structures import Layout, Refusal, Spec, Structure, structure, structures
 from tcompress.structures.base import (
@@ -45,6 +44,7 @@ from tests.support.structures import (
     REFERENCES,
     dense_reference,
     fitted_weight,
+    identity_moments,
     make_layer,
     make_moments,
     randn,
@@ -241,7 +241,7 @@ def test_error_never_grows_with_capacity(ladder: list[Case], seed: int) -> None:
     first = ladder[0]
     weight = randn(first.outputs, first.inputs, seed=seed)
     moments = make_moments(first.inputs, 50, seed=seed + 1)
-    measured = Moments.identity(first.inputs)
+    measured = identity_moments(first.inputs)
     for data, evaluation in ((None, measured), (moments, moments)):
         errors = []
         for case in ladder:
@@ -290,7 +290,7 @@ def test_fit_is_an_optimum(case: Case, rows: int) -> None:
     operators = random_operators(layout)
     kind, bank = structure(layout.structure), random_bank(layout)
     tensors = kind.fit(target_of(weight, moments, bank, operators), layout)
-    evaluation = moments or Moments.identity(case.inputs)
+    evaluation = moments or identity_moments(case.inputs)
     best = evaluation.error(weight, dense_of(layout, {**tensors, **bank}, operators))
     for draw in range(20):
         step = 10.0 ** -(1 + draw % 4)
@@ -303,7 +303,7 @@ def test_fit_is_an_optimum(case: Case, rows: int) -> None:
 def test_without_data_the_moments_are_the_identity(case: Case) -> None:
     layout, weight = case.layout(), randn(case.outputs, case.inputs)
     operators = random_operators(layout)
-    identity = Moments.identity(case.inputs)
+    identity = identity_moments(case.inputs)
     free = fitted_weight(layout, weight, None, operators)
     assert_close(free, fitted_weight(layout, weight, identity, operators), rtol=1e-6, atol=1e-9)
 

@@ -135,7 +135,7 @@ def quietly(module: nn.Module, x: Tensor) -> Tensor:
 
 def built(layer: StructuredLinear) -> Tensor | None:
     """The weight that the layer holds in memory."""
-    return layer._kept._weight
+    return None if layer._kept is None else layer._kept.weight
 
 
 @pytest.mark.parametrize("case", six_cases(), ids=str)

@@ -268,6 +268,13 @@ def make_moments(features: int, rows: int, *, noise: float = 0.2, seed: int = 0)
     return Moments(new.T @ new / rows, x.T @ new / rows, x.T @ x / rows, zero, zero, rows)
 
 
+def identity_moments(features: int) -> Moments:
+    """G = C = D = I: with them a fit is the data-free one."""
+    eye = torch.eye(features, dtype=torch.float64)
+    zero = torch.zeros(features, dtype=torch.float64)
+    return Moments(eye, eye, eye, zero, zero, 0)
+
+
 def random_bank(layout: Layout, seed: int = 0) -> dict[str, Tensor]:
     """Draws the tensors of the bank that a layout uses."""
     shared = shared_of(layout)

@@ -196,11 +196,10 @@ class _DenseStack:
     def __call__(self, encoded: Sequence[Tensor]) -> list[list[Tensor]]:
         return [[encoded[0] @ self._weight.mT]]
 
-    def decode(self, results: Sequence[Sequence[Tensor]]) -> Tensor:
+    def decode(self, results: Sequence[Sequence[Tensor]], shape: Sequence[int] = ()) -> Tensor:
         return results[0][0]
 
-    def decoded_rows(self, results: Sequence[Sequence[Tensor]], shape: Sequence[int]) -> Tensor:
-        return results[0][0]
+    decoded_rows = decode
 
 
 def _biased(rows: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
@@ -36,10 +37,8 @@ from tcompress.structures.modules.shared import (
     version_of,
 )
 
-_Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]
-"""Where a tensor is looked up, the tensor, its address and its version."""
 
-
+@dataclass(frozen=True, eq=False)
 class CachedWeight:
     """One dense weight, and the state of all tensors that it was built from.
 
@@ -47,44 +46,38 @@ class CachedWeight:
     counting versions (fused optimizers) trains, and layers drop the weight for that.
     """
 
-    def __init__(self) -> None:
-        self._weight: Tensor | None = None
-        self._sources: list[_Source] = []
-        self._transforms: list[tuple[TransformModule, int]] = []
+    weight: Tensor
+    # Where each tensor is looked up, the tensor, its address and its version.
+    sources: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter, int, int | None]]
+    transforms: list[tuple[TransformModule, int]]  # with their counts of changes
 
-    def drop(self) -> None:
-        """Forgets the weight, which frees its memory."""
-        self._weight, self._sources, self._transforms = None, [], []
-
-    def current(self) -> Tensor | None:
-        """Returns the weight, unless it is out of date; runs before every small product."""
-        for owner, name, tensor, address, version in self._sources:
+    @property
+    def is_current(self) -> bool:
+        """True unless it is out of date; runs before every small product."""
+        for owner, name, tensor, address, version in self.sources:
             if owner.get(name) is not tensor or tensor.data_ptr() != address:
-                return None
+                return False
             if version is not None and tensor._version != version:
-                return None
-        if any(module.changes != changes for module, changes in self._transforms):
-            return None
-        return self._weight
+                return False
+        return not any(module.changes != changes for module, changes in self.transforms)
 
-    def renew(self, modules: Sequence[nn.Module], build: Callable[[], Tensor]) -> Tensor | None:
-        """Builds the weight anew from tensors of modules; None while one of them is offloaded."""
-        self.drop()
-        sources = [
+    @classmethod
+    def of(cls, modules: Sequence[nn.Module], build: Callable[[], Tensor]) -> CachedWeight | None:
+        """Builds a weight from tensors of modules; None while one of them is offloaded."""
+        tensors = [
             (module._parameters, name, tensor)
             for module in modules
             for name, tensor in module._parameters.items()
             if tensor is not None and name != "bias"
         ]
-        if any(tensor.is_meta for _, _, tensor in sources):
+        if any(tensor.is_meta for _, _, tensor in tensors):
             return None
         # A tensor made in inference mode could not be used outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            self._weight = build()
-        self._sources = [(*item, item[2].data_ptr(), version_of(item[2])) for item in sources]
+            weight = build()
+        sources = [(*item, item[2].data_ptr(), version_of(item[2])) for item in tensors]
         transforms = [module for module in modules if isinstance(module, TransformModule)]
-        self._transforms = [(module, module.changes) for module in transforms]
-        return self._weight
+        return cls(weight, sources, [(module, module.changes) for module in transforms])
 
 
 class Channels(Frozen):
@@ -240,6 +233,8 @@ class StructuredLinear(nn.Module):
     bias: nn.Parameter | None
     head_width: int | None = None
     """Width of groups that the attention around it expects, if not that of the dense model."""
+    keeps_weight: bool = False
+    """Whether passes in evaluation may use a dense weight, once it is built."""
     _kept: CachedWeight | None = None
 
     _replicate_for_data_parallel = refuse_replica
@@ -305,9 +300,8 @@ class StructuredLinear(nn.Module):
         return tensors, self._operators(part, term, next(iter(tensors.values())))
 
     def _operators(self, part: int, term: int, like: Tensor) -> dict[Side, Any]:
-        modules: Any = self._input_transform(term), self._output_transform(part, term)
-        pairs = zip(SIDES, modules, strict=True)
-        return {side: module.operator(like) for side, module in pairs if module is not None}
+        modules = ((side, self._transform(side, part, term)) for side in SIDES)
+        return {side: module.operator(like) for side, module in modules if module is not None}
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -319,7 +313,7 @@ class StructuredLinear(nn.Module):
         """Applies every term's input transform.  # (..., in) -> one (tokens, in') per term."""
         inputs = []
         for term, layout in enumerate(self.parts[0].terms):
-            module = self._input_transform(term)
+            module = self._transform("in", 0, term)
             if module is None:
                 rows = x.to(compute_dtype(x.device, self.stored_dtype))
                 flat = rows.flatten(0, -2) if rows.dim() > 1 else rows[None]
@@ -328,12 +322,9 @@ class StructuredLinear(nn.Module):
                 inputs.append(module(x, id(self)))
         return inputs
 
-    def _input_transform(self, term: int) -> nn.Module | None:
-        owner = self._input_owner[0]
-        return owner._modules.get(transform_name(owner.parts, "in", 0, term))
-
-    def _output_transform(self, part: int, term: int) -> nn.Module | None:
-        return self._modules.get(transform_name(self.parts, "out", part, term))
+    def _transform(self, side: Side, part: int, term: int) -> Any:
+        owner = self._input_owner[0] if side == "in" else self
+        return owner._modules.get(transform_name(owner.parts, side, part, term))
 
     def core(self, inputs: Sequence[Tensor], expert: int | None = None) -> list[list[Tensor]]:
         """Applies the layer's own tensors, or those of one expert: a result per part and term."""
@@ -355,68 +346,65 @@ class StructuredLinear(nn.Module):
         for index, (part, row) in enumerate(zip(self.parts, results, strict=True)):
             terms = []
             for term, (layout, u) in enumerate(zip(part.terms, row, strict=True)):
-                module = self._output_transform(index, term)
+                module = self._transform("out", index, term)
                 terms.append(decoded(layout, u) if module is None else module(u))
             outputs.append(reduce(torch.add, terms))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def keep_weight(self, keep: bool = True) -> int:
         """Keep one dense weight for passes in evaluation without gradients; return its bytes."""
-        self._kept = CachedWeight() if keep else None
+        self.keeps_weight, self._kept = keep, None
         size = next(self.parameters(recurse=False)).element_size()
         return size * self.in_features * self.out_features * (self.experts or 1) if keep else 0
 
     def cached_weight(self) -> Tensor | None:
         """Returns the cached weight if this pass may use it.  # ([experts,] out, in)."""
-        kept = self._kept
-        if kept is None or self.training:
+        if not self.keeps_weight or self.training:
             return None
         if torch.is_grad_enabled():
             if any(tensor.requires_grad for m in self.owners() for tensor in m.parameters(False)):
-                kept.drop()
+                self._kept = None
             return None
         if torch.compiler.is_compiling():  # it would take the weight for a constant
             return None
         if is_parametrized(self):  # for one pass: the next may have other tensors
-            kept.drop()
+            self._kept = None
             return None
-        weight, dtype = kept.current(), self.stored_dtype
-        if weight is None:
-            accurate = torch.promote_types(dtype, torch.float32)
-            weight = kept.renew(self.owners(), lambda: self.dense_weight(accurate).to(dtype))
-        return weight
+        if self._kept is None or not self._kept.is_current:
+            self._kept, dtype = None, self.stored_dtype  # its memory is free for the next
+            accurate, owners = torch.promote_types(dtype, torch.float32), self.owners()
+            self._kept = CachedWeight.of(owners, lambda: self.dense_weight(accurate).to(dtype))
+        return None if self._kept is None else self._kept.weight
 
     def owners(self) -> list[nn.Module]:
         """Modules whose tensors the weight depends on, those of other layers among them."""
         found = [*self._modules.values()]
         if self._input_owner[0] is not self:
-            found += [self._input_transform(term) for term in range(len(self.parts[0].terms))]
+            found += [self._transform("in", 0, term) for term in range(len(self.parts[0].terms))]
         found += [module for module in self.factors.values() if module not in found]
         return [self, *(module for module in found if module is not None)]
 
     def train(self, mode: bool = True) -> StructuredLinear:
         """Sets training or evaluation mode; training drops a cached weight."""
-        if mode and self._kept is not None:
-            self._kept.drop()
+        if mode:
+            self._kept = None
         return super().train(mode)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StructuredLinear:
-        if self._kept is not None:
-            self._kept.drop()
+        self._kept = None
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        if self._kept is not None:
-            self._kept.drop()
+        self._kept = None
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves a cached weight behind: copies build their own."""
-        return {**self.__dict__, "_kept": None if self._kept is None else CachedWeight()}
+        return {**self.__dict__, "_kept": None}
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the layer.  # (..., in_features) -> (..., out_features)."""
-        weight = None if self._kept is None else self.cached_weight()
+        weight = self.cached_weight() if self.keeps_weight else None
         dtype = self.stored_dtype if weight is None else weight.dtype
         x = x if x.dtype == dtype else x.to(compute_dtype(x.device, dtype))
         rows = x if self.reads is None else self.reads.gather(x)

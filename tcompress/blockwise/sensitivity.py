@@ -21,11 +21,9 @@ from tcompress import processes
 from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.streams import (
-    Call,
     PartialModel,
     Stream,
     TokenRows,
-    common_block,
     first_tensor,
     runs_twice,
 )
@@ -125,17 +123,14 @@ class BackwardWalk:
     ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
         """Yield a block's name and the sensitivity of its layers, from the last block on."""
         order: list[str] = []
-        streams = self._streams.values()
         with TemporaryDirectory(dir=self.folder) as folder:
-            with self._model.paused(streams):
-                while name := common_block(streams):
-                    if name in order:
-                        raise runs_twice(name)
-                    progress(name, "forward")
-                    with self._model.loaded(name):
-                        for index in self._streams:
-                            self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
-                    order.append(name)
+            for name, _ in self._model.walk(self._streams.values()):
+                if name in order:
+                    raise runs_twice(name)
+                progress(name, "forward")
+                for index in self._streams:
+                    self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
+                order.append(name)
             for name in reversed(order):
                 progress(name, "backward")
                 yield name, self._backward(self._blocks[name])
@@ -146,9 +141,8 @@ class BackwardWalk:
         call = stream.waiting
         leaves, form = pytree.tree_flatten((call.args, call.kwargs))
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in leaves if _floating(x)]
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = {
-            str(number): leaf.cpu().clone(memory_format=torch.contiguous_format)
+            str(number): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             for number, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor)
         }
@@ -156,8 +150,7 @@ class BackwardWalk:
         values = [None if isinstance(leaf, Tensor) else _copied(leaf) for leaf in leaves]
         visit = _Visit(file, values, form, edges, [])
         self._visits[index].append(visit)
-        bare = Call(call.block, *pytree.tree_unflatten(leaves, form))
-        answer = bare.run(self._model.forwards[call.block])
+        answer = self._model.answer_of(stream)
         state = answer[0] if isinstance(answer, tuple | list) else answer
         if _floating(state) and not is_finite(state):
             text = f"block `{call.block}` puts out NaN or infinity on the calibration data"
@@ -247,18 +240,16 @@ def input_moments(
         if blocks:  # the output head was never loaded
             streams[index].answer(answer)
 
-    with model.paused(streams.values()):
-        while blocks and (name := common_block(streams.values())):
-            block = blocks.pop(name, None)
-            if block is None:
-                text = "the model does not run its blocks one after another"
-                raise DataError(text, WITHOUT_DATA)
-            progress(name)
-            layers = [layer for layer in block.layers if layer.name in names]
-            with model.loaded(name) as module:
-                watch = _Watch(module, block, layers, device)
-                sums = watch.total(streams, len(batches), visit)
-            yield name, sums
+    for name, module in model.walk(streams.values()):
+        block = blocks.pop(name, None)
+        if block is None:
+            text = "the model does not run its blocks one after another"
+            raise DataError(text, WITHOUT_DATA)
+        progress(name)
+        layers = [layer for layer in block.layers if layer.name in names]
+        yield name, _Watch(module, block, layers, device).total(streams, len(batches), visit)
+        if not blocks:
+            break
 
 
 @dataclass

@@ -82,15 +82,19 @@ class PartialModel:
         indices = processes.own_batches(len(batches))
         return {index: self.stream(batches[index], **options) for index in indices}
 
-    @contextmanager
-    def paused(self, streams: Collection[Stream]) -> Iterator[None]:
-        """Start forward passes, which pause at their first block, and end them afterwards."""
+    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[str, nn.Module]]:
+        """Start forward passes; yield every block at which they pause, loaded, to be answered.
+
+        Passes end with the loop, whether it comes to the end of the model or not.
+        """
         with ExitStack() as ends:
             for stream in streams:
                 ends.callback(stream.close)
                 stream.start()
                 give_back_memory()
-            yield
+            while name := _common_block(streams):
+                with self.loaded(name) as block:
+                    yield name, block
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:
@@ -258,11 +262,9 @@ class Stream:
         _CURRENT.stream = self
         end: BaseException | None = None
         try:
-            with torch.set_grad_enabled(self.gradients):
+            with suppress(_Stop), torch.set_grad_enabled(self.gradients):
                 output = self.forward(**self.batch)
-            self.output = output if self.keep else None
-        except _Stop:
-            pass
+                self.output = output if self.keep else None
         except BaseException as error:  # handed to the main thread
             end = error
         self._events.put(end)
@@ -285,7 +287,7 @@ class Branch(nn.Module):
         return (self.rewritten if _CURRENT.stream.rewritten else self.dense)(*args, **kwargs)
 
 
-def common_block(streams: Collection[Stream]) -> str:
+def _common_block(streams: Collection[Stream]) -> str:
     """Return the block at which all passes of all processes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     names = set[str]().union(*processes.gathered(names))

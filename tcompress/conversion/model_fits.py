@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -19,7 +20,6 @@ from tcompress.blockwise.streams import (
     PartialModel,
     Readings,
     Stream,
-    common_block,
     handed_on,
     runs_twice,
 )
@@ -335,42 +335,31 @@ class BlockFitter:
         workdir = self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
         streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
-        with self._model.paused(streams):
-            while not self._is_over() and (name := common_block(streams)):
-                block, forward = self._blocks.get(name), self._model.forwards[name]
-                if block is not None and block.name in self.reached:
-                    raise runs_twice(name)
-                with self._model.loaded(name) as dense:
-                    readings = dense_readings(block, dense, forward)
-                    if block is None:  # only the dense model has it
-                        self._advance(readings, forward, None)
-                        continue
-                    self.reached.add(block.name)
-                    stored = workdir.block(block.name)
-                    rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
-                    if self._is_over():  # the output head was never loaded
-                        self._check_end(readings)
-                    else:
-                        self._advance(readings, rewritten.forward, rewritten.routing)
-                if stored is None:
-                    workdir.keep_block(rewritten.result)
-
-    def _is_over(self) -> bool:
-        """True once all blocks are rewritten, unless outputs are compared."""
-        return len(self.reached) == len(self._blocks) and self.comparison is None
+        for name, dense in self._model.walk(streams):
+            block, forward = self._blocks.get(name), self._model.forwards[name]
+            if block is None:  # only the dense model has it
+                self._advance(Readings(dense, forward), forward, None)
+                continue
+            if block.name in self.reached:
+                raise runs_twice(name)
+            self.reached.add(block.name)
+            readings, stored = dense_readings(block, dense, forward), workdir.block(block.name)
+            rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
+            if stored is None:
+                workdir.keep_block(rewritten.result)
+            if self.comparison is None and len(self.reached) == len(self._blocks):
+                self._check_end(readings)  # the output head was never loaded
+                break
+            self._advance(readings, rewritten.forward, rewritten.routing)
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
-        if not self._streams:
-            return
-        stream, _ = next(iter(self._streams.values()))
-        answer = readings.answer(stream)
-        try:
-            stream.answer(answer)
-        except Exception:  # the output head, which holds no weights: the end was reached
-            return
-        if stream.call is not None and stream.call.block in self._blocks:
-            raise runs_twice(stream.call.block)
+        for stream, _ in [*self._streams.values()][:1]:
+            answer = readings.answer(stream)
+            with suppress(Exception):  # the output head holds no weights: the end was reached
+                stream.answer(answer)
+            if stream.call is not None and stream.call.block in self._blocks:
+                raise runs_twice(stream.call.block)
 
     def _advance(
         self, readings: Readings, new: Callable[..., Any], routing: Routing | None

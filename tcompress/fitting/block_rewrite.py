@@ -216,17 +216,11 @@ of the batches each.
 """
 
 
-def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[..., Any]) -> Readings:
-    """Readings of a dense block with this forward pass, kept where that is safe.
-
-    Of a block that only the dense model has no layer is read: it is None.
-    """
-    if block is None:
-        return Readings(dense, forward)
-    layers = block.layers
-    paths = [layer.name.removeprefix(f"{block.name}.") for layer in layers]
+def dense_readings(block: Block, dense: nn.Module, forward: Callable[..., Any]) -> Readings:
+    """Readings of a dense block with this forward pass, kept where that is safe."""
+    paths = [layer.name.removeprefix(f"{block.name}.") for layer in block.layers]
     # Which experts run, and on which tokens, is heard from every run.
-    experts = any(layer.kind == "experts" or layer.routed for layer in layers)
+    experts = any(layer.kind == "experts" or layer.routed for layer in block.layers)
     chosen = experts or any(listed_item(dense, path) for path in paths)
     device = next(dense.parameters()).device
     return Readings(dense, forward, () if chosen else paths, room_on(device))

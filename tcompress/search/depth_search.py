@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
+from tcompress.blockwise.streams import PartialModel, Stream, handed_on
 from tcompress.data.calibration import CalibrationData, samples_in
 from tcompress.errors import FitError
 from tcompress.models import SourceModel
@@ -119,13 +119,11 @@ class DepthWalk:
         streams = [*chain.from_iterable(group.values() for group in passes)]
         changes = dict.fromkeys(ways, 0.0)
         passed = DENSE
-        with self._model.paused(streams):
-            while name := common_block(streams):
-                with self._model.loaded(name):
-                    for group in passes:
-                        for way, change in self._answer(group, name, passed):
-                            changes[way] += change
-                passed |= {name}
+        for name, _ in self._model.walk(streams):
+            for group in passes:
+                for way, change in self._answer(group, name, passed):
+                    changes[way] += change
+            passed |= {name}
         return [*changes.values()]
 
     def _answer(

@@ -284,11 +284,10 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
-                self._sums = {}
-                for layer in self.layers:
-                    outputs = sum(part.size for part in layer.parts) if self.gradients else 0
-                    empty = Sensitivity(layer.in_features, outputs, self.device)
-                    self._sums[layer.name] = empty
+                self._sums = {
+                    layer.name: Sensitivity(layer.in_features, layer.out_features, self.device)
+                    for layer in self.layers
+                }
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
                     self._called.clear()
@@ -313,7 +312,7 @@ class _Watch:
             output.register_hook(arrived)
         elif not self.gradients and layer.name not in self._called:
             x = rows if mask is None else rows[mask]
-            self._sums[layer.name].add(x, x.new_empty(len(x), 0), weighed=False)
+            self._sums[layer.name].inputs.add(x, x)
         self._called.add(layer.name)
 
 

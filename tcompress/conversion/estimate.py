@@ -138,14 +138,8 @@ class _Work:
     @property
     def shapes(self) -> list[list[tuple[int, int]]]:
         """Inputs and outputs of the layers of every block; of experts nothing is summed up."""
-        return [
-            [
-                (layer.in_features, sum(part.size for part in layer.parts))
-                for layer in block.layers
-                if layer.kind != "experts"
-            ]
-            for block in self.blocks
-        ]
+        summed = ([x for x in block.layers if x.kind != "experts"] for block in self.blocks)
+        return [[(layer.in_features, layer.out_features) for layer in layers] for layers in summed]
 
     @property
     def head_parameters(self) -> int:

@@ -395,8 +395,7 @@ class RewrittenBlock:
             hidden, chosen, weights = routed
             _, mask = token_rows(hidden, self.rows.batch, self.block.name, entry.role)
             # A weight of zero means that a token skips its expert, as in some families.
-            alike = weights.shape == chosen.shape
-            counts = weights != 0 if alike else torch.ones_like(chosen).bool()
+            counts = weights != 0 if weights.shape == chosen.shape else True
             for expert in range(len(up)):
                 rows = ((chosen == expert) & counts).any(-1)
                 rows = rows if mask is None else rows & mask

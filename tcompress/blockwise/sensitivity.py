@@ -34,7 +34,7 @@ from tcompress.linalg.moments import MomentSums, ProductSum, is_finite, multipli
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import BACKWARD, FORWARD, MOMENTS, timed
-from tcompress.roles import Block, Layer, Roles
+from tcompress.roles import Block, Layer
 from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 # Random directions of what the model is used for are propagated back through the dense model
@@ -105,35 +105,33 @@ class BackwardWalk:
     """
 
     source: SourceModel
-    roles: Roles
     batches: Sequence[Batch]
     sampler: OutputSampler
     folder: Path
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._blocks = {block.name: block for block in self.roles.blocks}
-        self._model = PartialModel(self.source, [*self._blocks], self.device, head=True)
+        self._model = PartialModel(self.source, self.device, head=True)
         self._zero = torch.zeros((), requires_grad=True, device=self.device)
         self._streams = self._model.streams(self.batches, keep=True, gradients=True)
         self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
 
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
-    ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-        """Yield a block's name and the sensitivity of its layers, from the last block on."""
-        order: list[str] = []
+    ) -> Iterator[tuple[Block, dict[str, Sensitivity]]]:
+        """Yield a block and the sensitivity of its layers, from the last block on."""
+        order: list[Block] = []
         with TemporaryDirectory(dir=self.folder) as folder:
-            for name, _ in self._model.walk(self._streams.values()):
-                if name in order:
-                    raise runs_twice(name)
-                progress(name, "forward")
+            for block, _ in self._model.walk(self._streams.values()):
+                if block in order:
+                    raise runs_twice(block.name)
+                progress(block.name, "forward")
                 for index in self._streams:
                     self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
-                order.append(name)
-            for name in reversed(order):
-                progress(name, "backward")
-                yield name, self._backward(self._blocks[name])
+                order.append(block)
+            for block in reversed(order):
+                progress(block.name, "backward")
+                yield block, self._backward(block)
 
     def _visit(self, index: int, file: Path) -> None:
         """Answer a call of a block with what it computes; its graph begins anew there."""
@@ -221,34 +219,32 @@ def _floating(value: Any) -> bool:
 
 def input_moments(
     source: SourceModel,
-    roles: Roles,
     names: Collection[str],
     batches: Sequence[Batch],
     device: torch.device,
     progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
+) -> Iterator[tuple[Block, dict[str, Sensitivity]]]:
     """Run all batches through the dense model, and yield moments of inputs block by block.
 
     They are by the names of layers that are asked for; nothing is known of outputs.
     """
-    blocks = {block.name: block for block in roles.blocks}
-    model = PartialModel(source, [*blocks], device)
-    streams = model.streams(batches)
+    model = PartialModel(source, device)
+    streams, remaining = model.streams(batches), {*model.blocks}
 
     def visit(index: int) -> None:
         answer = model.answer_of(streams[index])
-        if blocks:  # the output head was never loaded
+        if remaining:  # the output head was never loaded
             streams[index].answer(answer)
 
-    for name, module in model.walk(streams.values()):
-        block = blocks.pop(name, None)
-        if block is None:
+    for block, module in model.walk(streams.values()):
+        if block.name not in remaining:
             text = "the model does not run its blocks one after another"
             raise DataError(text, WITHOUT_DATA)
-        progress(name)
+        remaining.remove(block.name)
+        progress(block.name)
         layers = [layer for layer in block.layers if layer.name in names]
-        yield name, _Watch(module, block, layers, device).total(streams, len(batches), visit)
-        if not blocks:
+        yield block, _Watch(module, block, layers, device).total(streams, len(batches), visit)
+        if not remaining:
             break
 
 

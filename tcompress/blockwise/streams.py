@@ -23,6 +23,7 @@ from tcompress.data.inputs import Batch
 from tcompress.errors import WITHOUT_DATA, DataError, SourceError
 from tcompress.memory import free_memory, give_back_memory
 from tcompress.models import SourceModel, read_finite, tell_padding
+from tcompress.planning.sites import roles_of
 from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
@@ -40,10 +41,9 @@ class PartialModel:
     exact, since small changes of an output are measured.
     """
 
-    def __init__(
-        self, source: SourceModel, blocks: list[str], device: torch.device, *, head: bool = False
-    ) -> None:
+    def __init__(self, source: SourceModel, device: torch.device, *, head: bool = False) -> None:
         self.source, self.device = source, device
+        self.blocks = {block.name: block for block in roles_of(source).blocks}
         # Buffers that no checkpoint holds (rotary frequencies, position ids) are computed for
         # real; a key-value cache would grow with every run of a block.
         with init_empty_weights(include_buffers=False):
@@ -58,14 +58,14 @@ class PartialModel:
         self._stored = list(self.model.state_dict(keep_vars=True))
         output = None if head else self.model.get_output_embeddings()  # type: ignore[operator]
         heads = (name for name, item in self.model.named_modules() if item is output and name)
-        skipped = tuple(f"{name}." for name in (*blocks, *heads))
+        skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
         self._load(name for name in self._stored if not name.startswith(skipped))
         for name, item in list(self.model.named_parameters(remove_duplicate=False)):
             if head and item.is_meta and not name.startswith(skipped):
                 _put(self.model, name, torch.zeros(item.shape, device=device))
         self.forwards = {
             name: cast_to(source.autocast, device, forward)
-            for name, forward in intercept_blocks(self.model, blocks).items()
+            for name, forward in intercept_blocks(self.model, self.blocks).items()
         }
 
     def stream(self, batch: Batch, **options: bool) -> Stream:
@@ -82,7 +82,7 @@ class PartialModel:
         indices = processes.own_batches(len(batches))
         return {index: self.stream(batches[index], **options) for index in indices}
 
-    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[str, nn.Module]]:
+    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[Block, nn.Module]]:
         """Start forward passes; yield every block at which they pause, loaded, to be answered.
 
         Passes end with the loop, whether it comes to the end of the model or not.
@@ -93,8 +93,8 @@ class PartialModel:
                 stream.start()
                 give_back_memory()
             while name := _common_block(streams):
-                with self.loaded(name) as block:
-                    yield name, block
+                with self.loaded(name) as module:
+                    yield self.blocks[name], module
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:

@@ -19,7 +19,6 @@ from itertools import chain
 from math import prod
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.blockwise.streams import room_on
@@ -46,6 +45,7 @@ from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
     SIDES,
     FitCost,
+    Frozen,
     SharesFactors,
     structure,
     svd_flops,
@@ -72,10 +72,8 @@ _TRIALS = 4  # conversions that a search for the number of blocks makes
 _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
 
 
-class Estimate(BaseModel):
+class Estimate(Frozen):
     """What a conversion will take."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     memory_bytes: int  # peak above the interpreter with its libraries
     disk_bytes: int  # tensors of the output

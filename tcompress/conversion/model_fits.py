@@ -229,15 +229,15 @@ def _fit_shared_factors(conversion: Conversion) -> SharedFactors:
 
 def _measure_inputs(conversion: Conversion, data: CalibrationData) -> None:
     """Keep the input moments of all layers that use shared factors."""
-    source, progress, roles = conversion.source, conversion.progress, roles_of(conversion.source)
+    source, progress = conversion.source, conversion.progress
     layers = (entry for entry in conversion.plan.layers if factor_layouts(entry.parts))
     entries = {module_path(source, entry.name): entry for entry in layers}
-    progress.stage("measuring what layers read", len(roles.blocks), "blocks")
+    progress.stage("measuring what layers read", len(roles_of(source).blocks), "blocks")
     # What is held out is not looked at.
-    parts = (source, roles, entries, data.fitted_batches, conversion.device)
+    parts = (source, entries, data.fitted_batches, conversion.device)
     for block, measured in input_moments(*parts, partial(progress.advance, 1)):
         damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
-        conversion.workdir.keep_moments("inputs", block, damped)
+        conversion.workdir.keep_moments("inputs", block.name, damped)
 
 
 def _shared_factors(
@@ -303,8 +303,7 @@ class BlockFitter:
         self.comparison = OutputComparison(sampler) if sampler else None
         self.reached: set[str] = set()  # blocks that the data has come to
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
-        names = [block.name for block in roles_of(dense).blocks]
-        self._model = PartialModel(dense, names, conversion.device, head=sampler is not None)
+        self._model = PartialModel(dense, conversion.device, head=sampler is not None)
         for path, table in tables.items():
             for name in (path, *tied_to(dense, path)):
                 module = self._model.model.get_submodule(name)
@@ -335,7 +334,8 @@ class BlockFitter:
         workdir = self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
         streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
-        for name, dense in self._model.walk(streams):
+        for dense_block, dense in self._model.walk(streams):
+            name = dense_block.name
             block, forward = self._blocks.get(name), self._model.forwards[name]
             if block is None:  # only the dense model has it
                 self._advance(Readings(dense, forward), forward, None)
@@ -344,7 +344,7 @@ class BlockFitter:
                 raise runs_twice(name)
             self.reached.add(block.name)
             readings, stored = dense_readings(block, dense, forward), workdir.block(block.name)
-            rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
+            rewritten = self._rewriter.rewrite(block, readings, stored, progress)
             if stored is None:
                 workdir.keep_block(rewritten.result)
             if self.comparison is None and len(self.reached) == len(self._blocks):

@@ -152,8 +152,7 @@ class Outputs:
         if self.plan.plain is not None:
             if self._plain[0] is not group:  # experts are made of one stack
                 fitted = dict(chain(*map(self.fitted_parameters, group)))
-                dense = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
-                self._plain = group, plain_tensors(self.source, fitted, dense)
+                self._plain = group, plain_tensors(self.source, fitted, self._parameter)
             what, value = f"`{item.key}`", self._plain[1][item.key]
         else:
             entry = next(e for e in group if item.key.startswith(f"{e.name}."))

@@ -232,17 +232,16 @@ class RewrittenBlock:
 
     rewriter: BlockRewriter
     block: Block
-    dense: nn.Module
     readings: Readings  # of the dense block
     result: BlockResult
 
     def __post_init__(self) -> None:
-        dense, self.inputs = self.dense, self.rewriter.inputs
+        self.inputs, self.dense = self.rewriter.inputs, self.readings.block
         # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
-        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
-        self.new = copy.deepcopy(dense, shared)
+        shared = {id(item): item for item in (*self.dense.parameters(), *self.dense.buffers())}
+        self.new = copy.deepcopy(self.dense, shared)
         del self.new.forward  # the copy runs by itself; the original pauses its stream
-        self.rows, self.routing = TokenRows(dense, self.block), Routing(dense, self.block)
+        self.rows, self.routing = TokenRows(self.dense, self.block), Routing(self.dense, self.block)
 
     @property
     def forward(self) -> Callable[..., Any]:
@@ -434,7 +433,6 @@ class BlockRewriter:
     def rewrite(
         self,
         block: Block,
-        dense: nn.Module,
         readings: Readings,
         stored: BlockResult | None = None,
         progress: Callable[[str], None] = lambda _: None,
@@ -442,7 +440,7 @@ class BlockRewriter:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
         result = BlockResult(block.name) if stored is None else stored
         reductions = self.inputs.reductions(block.name, self.layers) if stored is None else {}
-        rewritten = RewrittenBlock(self, block, dense, readings, result)
+        rewritten = RewrittenBlock(self, block, readings, result)
         rewritten.replace_attention()
         for layers in block.groups:
             names = (layer.weight_name for layer in layers)

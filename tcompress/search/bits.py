@@ -30,7 +30,6 @@ from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
     low_rank_tables,
     module_path,
-    roles_of,
     tied_to,
     untied_tables,
 )
@@ -141,8 +140,7 @@ def _changes(inputs: SearchInputs, forms: Sequence[TableCandidate]) -> Iterator[
     assert inputs.data is not None
     sampler = sampler_of(source)
     batches = judged_batches(inputs.data, sampler, source, 2)
-    blocks = [block.name for block in roles_of(source).blocks]
-    partial = PartialModel(source, blocks, inputs.device, head=True)
+    partial = PartialModel(source, inputs.device, head=True)
     copies: dict[str, list[nn.Module]] = {}
     for path in untied_tables(source):
         for name in (path, *tied_to(source, path)):

@@ -36,7 +36,7 @@ from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
-from tcompress.planning.sites import couplings, roles_of
+from tcompress.planning.sites import couplings
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import (
     PARAMETERS,
@@ -84,8 +84,7 @@ def changes_with(
     """
     source, device = inputs.source, inputs.device
     assert inputs.data is not None
-    blocks = {block.name: block for block in roles_of(source).blocks}
-    model, sampler = PartialModel(source, [*blocks], device, head=True), sampler_of(source)
+    model, sampler = PartialModel(source, device, head=True), sampler_of(source)
     fits = FitInputs(
         source,
         inputs.recipe.calibration.damping,
@@ -104,12 +103,12 @@ def changes_with(
     changed = {it: [model.stream(batch, keep=True) for batch in batches] for it in substitutes}
     reached: set[Substitute] = set()  # those whose passes differ by now
     changes = dict.fromkeys(substitutes, 0.0)
-    for name, dense in model.walk([*fitted, *unchanged, *chain(*changed.values())]):
-        readings = dense_readings(blocks[name], dense, model.forwards[name])
+    for block, dense in model.walk([*fitted, *unchanged, *chain(*changed.values())]):
+        readings = dense_readings(block, dense, model.forwards[block.name])
         answers: dict[Substitute, list[Any]] = {}
-        for item in (it for it in substitutes if it.block == name):
+        for item in (it for it in substitutes if it.block == block.name):
             rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)
-            rewritten = rewriter.rewrite(blocks[name], dense, readings)
+            rewritten = rewriter.rewrite(block, readings)
             answers[item] = [*_answers(model, rewritten, changed[item])]
         for waiting in fitted:
             waiting.answer(readings.answer(waiting))
@@ -128,7 +127,7 @@ def changes_with(
                     follower.output = None  # at once: logits are large
             exact.output = None
         reached |= answers.keys()
-        inputs.progress.advance(1, name)
+        inputs.progress.advance(1, block.name)
     samples = sum(map(samples_in, batches))
     return [change / samples for change in changes.values()]
 

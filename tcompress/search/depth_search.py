@@ -86,8 +86,7 @@ class DepthWalk:
     """Measure ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(self, source: SourceModel, data: CalibrationData, device: torch.device) -> None:
-        blocks = [block.name for block in roles_of(source).blocks]
-        self._model = PartialModel(source, blocks, device, head=True)
+        self._model = PartialModel(source, device, head=True)
         self._sampler = sampler_of(source)
         # Batches are sorted by length, so they are taken at equal distances.
         fitted = data.fitted_batches
@@ -119,11 +118,11 @@ class DepthWalk:
         streams = [*chain.from_iterable(group.values() for group in passes)]
         changes = dict.fromkeys(ways, 0.0)
         passed = DENSE
-        for name, _ in self._model.walk(streams):
+        for block, _ in self._model.walk(streams):
             for group in passes:
-                for way, change in self._answer(group, name, passed):
+                for way, change in self._answer(group, block.name, passed):
                     changes[way] += change
-            passed |= {name}
+            passed |= {block.name}
         return [*changes.values()]
 
     def _answer(

@@ -236,14 +236,15 @@ def input_moments(
         if remaining:  # the output head was never loaded
             streams[index].answer(answer)
 
-    for block, module in model.walk(streams.values()):
+    for block, readings in model.walk(streams.values()):
         if block.name not in remaining:
             text = "the model does not run its blocks one after another"
             raise DataError(text, WITHOUT_DATA)
         remaining.remove(block.name)
         progress(block.name)
         layers = [layer for layer in block.layers if layer.name in names]
-        yield block, _Watch(module, block, layers, device).total(streams, len(batches), visit)
+        watch = _Watch(readings.block, block, layers, device)
+        yield block, watch.total(streams, len(batches), visit)
         if not remaining:
             break
 

@@ -82,10 +82,10 @@ class PartialModel:
         indices = processes.own_batches(len(batches))
         return {index: self.stream(batches[index], **options) for index in indices}
 
-    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[Block, nn.Module]]:
-        """Start forward passes; yield every block at which they pause, loaded, to be answered.
+    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[Block, Readings]]:
+        """Start forward passes; yield every block at which they pause, to be answered.
 
-        Passes end with the loop, whether it comes to the end of the model or not.
+        It is loaded meanwhile. Passes end with the loop, be it at the end of the model or before.
         """
         with ExitStack() as ends:
             for stream in streams:
@@ -93,8 +93,10 @@ class PartialModel:
                 stream.start()
                 give_back_memory()
             while name := _common_block(streams):
+                block = self.blocks[name]
                 with self.loaded(name) as module:
-                    yield self.blocks[name], module
+                    room = room_on(self.device)
+                    yield block, _readings(block, module, self.forwards[name], room)
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:
@@ -372,6 +374,15 @@ class Readings:
         self.room -= sum({x.data_ptr(): x.nbytes for x in (*same.values(), call.state)}.values())
         self._kept[id(stream)] = same, answer
         return same, answer
+
+
+def _readings(block: Block, module: nn.Module, forward: Forward, room: float) -> Readings:
+    """Readings of a block with this forward pass, kept where that is safe."""
+    paths = [layer.name.removeprefix(f"{block.name}.") for layer in block.layers]
+    # Which experts run, and on which tokens, is heard from every run.
+    experts = any(layer.kind == "experts" or layer.routed for layer in block.layers)
+    chosen = experts or any(listed_item(module, path) for path in paths)
+    return Readings(module, forward, () if chosen else paths, room)
 
 
 def queries_and_keys(

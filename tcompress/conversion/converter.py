@@ -411,12 +411,8 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
     recipe, source, folder = conversion.full_recipe, conversion.source, conversion.workdir.model
     checksums, times = _write_shards(conversion), conversion.progress
     plan = _with_warnings(conversion, fits.unreached)
-    version = needed_version(
-        plan.entries,
-        plan.attention,
-        drawn=source.seed is not None,
-        rounded=plan.storage is not None,
-    )
+    drawn, rounded = source.seed is not None, plan.storage is not None
+    version = needed_version(plan.entries, plan.attention, drawn=drawn, rounded=rounded)
     manifest = Manifest(
         format_version=version,
         source=_source_facts(source, conversion.dense.whole or conversion.dense, plan),

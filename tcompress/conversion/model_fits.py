@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +30,7 @@ from tcompress.fitting.block_rewrite import (
     BlockRewriter,
     FitInputs,
     Group,
-    Routing,
-    dense_readings,
+    RewrittenBlock,
     fit_group,
 )
 from tcompress.fitting.embeddings import EMBEDDINGS, count_words, fit_table
@@ -334,23 +332,22 @@ class BlockFitter:
         workdir = self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
         streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
-        for dense_block, dense in self._model.walk(streams):
-            name = dense_block.name
-            block, forward = self._blocks.get(name), self._model.forwards[name]
+        for dense, readings in self._model.walk(streams):
+            block = self._blocks.get(dense.name)
             if block is None:  # only the dense model has it
-                self._advance(Readings(dense, forward), forward, None)
+                self._advance(readings, None)
                 continue
             if block.name in self.reached:
-                raise runs_twice(name)
+                raise runs_twice(dense.name)
             self.reached.add(block.name)
-            readings, stored = dense_readings(block, dense, forward), workdir.block(block.name)
+            stored = workdir.block(block.name)
             rewritten = self._rewriter.rewrite(block, readings, stored, progress)
             if stored is None:
                 workdir.keep_block(rewritten.result)
             if self.comparison is None and len(self.reached) == len(self._blocks):
                 self._check_end(readings)  # the output head was never loaded
                 break
-            self._advance(readings, rewritten.forward, rewritten.routing)
+            self._advance(readings, rewritten)
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
@@ -361,17 +358,15 @@ class BlockFitter:
             if stream.call is not None and stream.call.block in self._blocks:
                 raise runs_twice(stream.call.block)
 
-    def _advance(
-        self, readings: Readings, new: Callable[..., Any], routing: Routing | None
-    ) -> None:
-        """Answer all streams; without routing it is a block that only the dense ones run."""
+    def _advance(self, readings: Readings, rewritten: RewrittenBlock | None) -> None:
+        """Answer all streams; nothing is rewritten of a block that only the dense ones run."""
         for index, (dense_stream, new_stream) in self._streams.items():
-            if routing is not None:
-                routing.current = index
+            if rewritten is not None:
+                rewritten.routing.current = index
             dense_stream.answer(readings.answer(dense_stream))
             call = new_stream.waiting
-            answer = call.run(new)
-            new_stream.answer(handed_on(call, answer) if routing is None else answer)
+            answer = call.run(readings.forward if rewritten is None else rewritten.forward)
+            new_stream.answer(handed_on(call, answer) if rewritten is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
                 if index in self._own:
                     origin = self._data.origins.get(index, self._data.name)

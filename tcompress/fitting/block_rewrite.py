@@ -22,9 +22,7 @@ from tcompress.blockwise.streams import (
     TokenRows,
     cast_to,
     first_tensor,
-    listed_item,
     queries_and_keys,
-    room_on,
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
@@ -214,16 +212,6 @@ StreamPairs = Mapping[int, tuple[Stream, Stream]]
 They may be the same passes, where nothing before a block is rewritten. Several processes have some
 of the batches each.
 """
-
-
-def dense_readings(block: Block, dense: nn.Module, forward: Callable[..., Any]) -> Readings:
-    """Readings of a dense block with this forward pass, kept where that is safe."""
-    paths = [layer.name.removeprefix(f"{block.name}.") for layer in block.layers]
-    # Which experts run, and on which tokens, is heard from every run.
-    experts = any(layer.kind == "experts" or layer.routed for layer in block.layers)
-    chosen = experts or any(listed_item(dense, path) for path in paths)
-    device = next(dense.parameters()).device
-    return Readings(dense, forward, () if chosen else paths, room_on(device))
 
 
 @dataclass(eq=False)

@@ -23,12 +23,7 @@ from torch import Tensor
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
 from tcompress.blockwise.streams import PartialModel, Stream
 from tcompress.data.calibration import CalibrationData, samples_in
-from tcompress.fitting.block_rewrite import (
-    BlockRewriter,
-    FitInputs,
-    RewrittenBlock,
-    dense_readings,
-)
+from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, RewrittenBlock
 from tcompress.fitting.channel_orders import LayerStatistics
 from tcompress.fitting.layer_fits import LayerMoments, LayerToFit, fit_layers
 from tcompress.linalg.moments import Moments
@@ -103,8 +98,7 @@ def changes_with(
     changed = {it: [model.stream(batch, keep=True) for batch in batches] for it in substitutes}
     reached: set[Substitute] = set()  # those whose passes differ by now
     changes = dict.fromkeys(substitutes, 0.0)
-    for block, dense in model.walk([*fitted, *unchanged, *chain(*changed.values())]):
-        readings = dense_readings(block, dense, model.forwards[block.name])
+    for block, readings in model.walk([*fitted, *unchanged, *chain(*changed.values())]):
         answers: dict[Substitute, list[Any]] = {}
         for item in (it for it in substitutes if it.block == block.name):
             rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)

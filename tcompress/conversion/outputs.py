@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from math import inf, isnan
 from pathlib import Path
@@ -47,7 +47,7 @@ from tcompress.planning.costs import (
     stored_key,
     weight_keys,
 )
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.entries import AttentionPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import module_path, roles_of, tied_to
 from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
@@ -79,6 +79,8 @@ class Outputs:
         self.tensors: dict[str, Stored] = {}  # everything that will be written, by name
         self.groups: list[Group] = []  # layers that are fitted together
         self.group_of: dict[str, Group] = {}  # that yields a tensor, by its name
+        # Tables of positions that are made anew, by name of the tensor.
+        self.tables = {f"{it.name}.weight": it for it in plan.forms if it.kind == "positions"}
         # Make what is not fitted, by name; no bound methods, which would keep all of this alive.
         self._values: dict[str, Callable[[Outputs], Tensor]] = {}
         # Tensors of one block, of one group, and of one attention, follow each other.
@@ -198,12 +200,7 @@ class Outputs:
         adapted = result.attention if result else {}  # what calibration data told of them
         return adapted.get(key, self._first_values(entry)[key])
 
-    @cached_property
-    def tables(self) -> dict[str, FormPlan]:
-        """Tables of positions that are made anew, by name of the tensor."""
-        return {f"{it.name}.weight": it for it in self.plan.forms if it.kind == "positions"}
-
-    @cached_property
+    @property
     def roundings(self) -> dict[str, Rounding]:
         """Of tensors of structures that are stored in few bits, by name."""
         if self.plan.plain is not None:  # what is stored is made of several fits

@@ -229,12 +229,9 @@ class RewrittenBlock:
         shared = {id(item): item for item in (*self.dense.parameters(), *self.dense.buffers())}
         self.new = copy.deepcopy(self.dense, shared)
         del self.new.forward  # the copy runs by itself; the original pauses its stream
+        self.forward = cast_to(self.inputs.source.autocast, self.inputs.device, self.new.forward)
+        self.place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
         self.rows, self.routing = TokenRows(self.dense, self.block), Routing(self.dense, self.block)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """Forward pass of the copy."""
-        return cast_to(self.inputs.source.autocast, self.inputs.device, self.new.forward)
 
     def path(self, name: str) -> str:
         """Path of a planned module below the block."""
@@ -252,9 +249,7 @@ class RewrittenBlock:
             for entry in rewriter.attention
             if module_path(source, entry.name).startswith(f"{name}.")
         ]
-        modules = install_attention(
-            self.new, plain, self.path, dtype=torch.float32, device=self.inputs.device
-        )
+        modules = install_attention(self.new, plain, self.path, **self.place)
         for stored, module in modules.items():
             module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
@@ -394,8 +389,8 @@ class RewrittenBlock:
 
     def install(self, group: Group) -> None:
         """Put fitted layers into the copy."""
-        place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
-        modules = install_layers(self.new, group, self.path, self.rewriter.installed, **place)
+        installed = self.rewriter.installed
+        modules = install_layers(self.new, group, self.path, installed, **self.place)
         for entry in group:
             fill(modules[entry.name], entry, self.result.layers[entry.key].tensors)
             modules[entry.name].requires_grad_(False)

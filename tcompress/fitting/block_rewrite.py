@@ -102,8 +102,7 @@ def fit_group(
     """
     source, device, factors = inputs.source, inputs.device, inputs.factors
     dtype, seed = inputs.dtype_of(group[0]), source.seed
-    weights = [narrowed_rows(e, dense_matrix(source, e, device), reductions) for e in group]
-    pairs = [*zip(group, weights, strict=True)]
+    pairs = [(e, narrowed_rows(e, dense_matrix(source, e, device), reductions)) for e in group]
     if seed is not None:
         with torch.no_grad():
             fitted = [start_layer(*pair, dtype=dtype, factors=factors, seed=seed) for pair in pairs]

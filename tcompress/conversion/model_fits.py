@@ -315,13 +315,11 @@ class BlockFitter:
         # What attentions begin with is learnt from all that reaches them.
         for index in every if plan.attention else self._own:
             batch: Batch = data.batches[index]
-            if sampler and index in judged:
+            keep = index in judged
+            if sampler and keep:
                 batch = sampler.with_variants(batch)
-            dense_stream, new = (
-                self._model.stream(batch, rewritten=rewritten, keep=index in judged)
-                for rewritten in (False, True)
-            )
-            self._streams[index] = dense_stream, new
+            new = self._model.stream(batch, rewritten=True, keep=keep)
+            self._streams[index] = self._model.stream(batch, keep=keep), new
         self._rewriter = BlockRewriter(inputs, data, self._streams, plan.layers, plan.attention)
 
     def run(self) -> None:

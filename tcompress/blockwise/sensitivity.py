@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -199,10 +199,9 @@ class BackwardWalk:
 
 def _copied(value: Any) -> Any:
     """Copy an argument as it is now: blocks may change what they are given, such as caches."""
-    try:
+    with suppress(RuntimeError, TypeError):  # of what cannot be copied, such as parts of a graph
         return deepcopy(value)
-    except (RuntimeError, TypeError):  # it holds what cannot be copied, such as parts of a graph
-        return value
+    return value
 
 
 def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:

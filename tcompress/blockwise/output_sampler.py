@@ -16,7 +16,7 @@ from torch.nn.functional import logsigmoid, normalize
 
 from tcompress import processes
 from tcompress.data.inputs import Batch
-from tcompress.data.sentences import SentenceEncoder
+from tcompress.data.sentences import Pooling, SentenceEncoder
 from tcompress.errors import REPAIR, DataError, FitError
 from tcompress.linalg.fits import in_float64
 from tcompress.models import SourceModel
@@ -405,10 +405,8 @@ def _per_sample(items: Sequence[_Difference]) -> float:
 def _mean(states: Tensor, mask: Tensor | None) -> Tensor:
     """One vector for each sample, float32 on the CPU."""
     flat = states.float().reshape(len(states), -1, states.shape[-1])
-    if mask is None:
-        return flat.mean(1).cpu()
-    counts = mask.reshape(len(states), -1, 1).to(flat)
-    return ((flat * counts).sum(1) / counts.sum(1).clamp_min(1)).cpu()
+    counts = flat.new_ones(flat.shape[:2]) if mask is None else mask.reshape(len(states), -1)
+    return Pooling()(flat, counts).cpu()
 
 
 def rank_correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:

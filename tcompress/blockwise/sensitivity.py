@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +21,9 @@ from tcompress import processes
 from tcompress.artifact.disk_cache import load_tensors
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.blockwise.streams import (
-    Call,
     PartialModel,
     Stream,
     TokenRows,
-    common_block,
     first_tensor,
     runs_twice,
 )
@@ -36,7 +34,7 @@ from tcompress.linalg.moments import MomentSums, ProductSum, is_finite, multipli
 from tcompress.models import SourceModel
 from tcompress.planning.entries import LayerPlan
 from tcompress.progress import BACKWARD, FORWARD, MOMENTS, timed
-from tcompress.roles import Block, Layer, Roles
+from tcompress.roles import Block, Layer
 from tcompress.structures.modules.linear import channels_last, factor_layouts
 
 # Random directions of what the model is used for are propagated back through the dense model
@@ -107,38 +105,33 @@ class BackwardWalk:
     """
 
     source: SourceModel
-    roles: Roles
     batches: Sequence[Batch]
     sampler: OutputSampler
     folder: Path
     device: torch.device
 
     def __post_init__(self) -> None:
-        self._blocks = {block.name: block for block in self.roles.blocks}
-        self._model = PartialModel(self.source, [*self._blocks], self.device, head=True)
+        self._model = PartialModel(self.source, self.device, head=True)
         self._zero = torch.zeros((), requires_grad=True, device=self.device)
         self._streams = self._model.streams(self.batches, keep=True, gradients=True)
         self._visits: dict[int, list[_Visit]] = {index: [] for index in self._streams}
 
     def run(
         self, progress: Callable[[str, str], None] = lambda *_: None
-    ) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
-        """Yield a block's name and the sensitivity of its layers, from the last block on."""
-        order: list[str] = []
-        streams = self._streams.values()
+    ) -> Iterator[tuple[Block, dict[str, Sensitivity]]]:
+        """Yield a block and the sensitivity of its layers, from the last block on."""
+        order: list[Block] = []
         with TemporaryDirectory(dir=self.folder) as folder:
-            with self._model.paused(streams):
-                while name := common_block(streams):
-                    if name in order:
-                        raise runs_twice(name)
-                    progress(name, "forward")
-                    with self._model.loaded(name):
-                        for index in self._streams:
-                            self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
-                    order.append(name)
-            for name in reversed(order):
-                progress(name, "backward")
-                yield name, self._backward(self._blocks[name])
+            for block, _ in self._model.walk(self._streams.values()):
+                if block in order:
+                    raise runs_twice(block.name)
+                progress(block.name, "forward")
+                for index in self._streams:
+                    self._visit(index, Path(folder, f"{len(order)}-{index}.safetensors"))
+                order.append(block)
+            for block in reversed(order):
+                progress(block.name, "backward")
+                yield block, self._backward(block)
 
     def _visit(self, index: int, file: Path) -> None:
         """Answer a call of a block with what it computes; its graph begins anew there."""
@@ -146,9 +139,8 @@ class BackwardWalk:
         call = stream.waiting
         leaves, form = pytree.tree_flatten((call.args, call.kwargs))
         edges = [get_gradient_edge(x) if x.requires_grad else None for x in leaves if _floating(x)]
-        leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         tensors = {
-            str(number): leaf.cpu().clone(memory_format=torch.contiguous_format)
+            str(number): leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             for number, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor)
         }
@@ -156,8 +148,7 @@ class BackwardWalk:
         values = [None if isinstance(leaf, Tensor) else _copied(leaf) for leaf in leaves]
         visit = _Visit(file, values, form, edges, [])
         self._visits[index].append(visit)
-        bare = Call(call.block, *pytree.tree_unflatten(leaves, form))
-        answer = bare.run(self._model.forwards[call.block])
+        answer = self._model.answer_of(stream)
         state = answer[0] if isinstance(answer, tuple | list) else answer
         if _floating(state) and not is_finite(state):
             text = f"block `{call.block}` puts out NaN or infinity on the calibration data"
@@ -208,10 +199,9 @@ class BackwardWalk:
 
 def _copied(value: Any) -> Any:
     """Copy an argument as it is now: blocks may change what they are given, such as caches."""
-    try:
+    with suppress(RuntimeError, TypeError):  # of what cannot be copied, such as parts of a graph
         return deepcopy(value)
-    except (RuntimeError, TypeError):  # it holds what cannot be copied, such as parts of a graph
-        return value
+    return value
 
 
 def _propagate(pairs: Sequence[tuple[Any, Tensor]]) -> None:
@@ -228,37 +218,34 @@ def _floating(value: Any) -> bool:
 
 def input_moments(
     source: SourceModel,
-    roles: Roles,
     names: Collection[str],
     batches: Sequence[Batch],
     device: torch.device,
     progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[tuple[str, dict[str, Sensitivity]]]:
+) -> Iterator[tuple[Block, dict[str, Sensitivity]]]:
     """Run all batches through the dense model, and yield moments of inputs block by block.
 
     They are by the names of layers that are asked for; nothing is known of outputs.
     """
-    blocks = {block.name: block for block in roles.blocks}
-    model = PartialModel(source, [*blocks], device)
-    streams = model.streams(batches)
+    model = PartialModel(source, device)
+    streams, remaining = model.streams(batches), {*model.blocks}
 
     def visit(index: int) -> None:
         answer = model.answer_of(streams[index])
-        if blocks:  # the output head was never loaded
+        if remaining:  # the output head was never loaded
             streams[index].answer(answer)
 
-    with model.paused(streams.values()):
-        while blocks and (name := common_block(streams.values())):
-            block = blocks.pop(name, None)
-            if block is None:
-                text = "the model does not run its blocks one after another"
-                raise DataError(text, WITHOUT_DATA)
-            progress(name)
-            layers = [layer for layer in block.layers if layer.name in names]
-            with model.loaded(name) as module:
-                watch = _Watch(module, block, layers, device)
-                sums = watch.total(streams, len(batches), visit)
-            yield name, sums
+    for block, readings in model.walk(streams.values()):
+        if block.name not in remaining:
+            text = "the model does not run its blocks one after another"
+            raise DataError(text, WITHOUT_DATA)
+        remaining.remove(block.name)
+        progress(block.name)
+        layers = [layer for layer in block.layers if layer.name in names]
+        watch = _Watch(readings.block, block, layers, device)
+        yield block, watch.total(streams, len(batches), visit)
+        if not remaining:
+            break
 
 
 @dataclass
@@ -293,11 +280,10 @@ class _Watch:
                 hook, module = partial(self._ran, layer), self.module.get_submodule(path)
                 hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             for run in total.runs():
-                self._sums = {}
-                for layer in self.layers:
-                    outputs = sum(part.size for part in layer.parts) if self.gradients else 0
-                    empty = Sensitivity(layer.in_features, outputs, self.device)
-                    self._sums[layer.name] = empty
+                self._sums = {
+                    layer.name: Sensitivity(layer.in_features, layer.out_features, self.device)
+                    for layer in self.layers
+                }
                 for index in processes.batches_of(run, batches):
                     self._rows.batch, self._index = streams[index].batch, index
                     self._called.clear()
@@ -322,7 +308,7 @@ class _Watch:
             output.register_hook(arrived)
         elif not self.gradients and layer.name not in self._called:
             x = rows if mask is None else rows[mask]
-            self._sums[layer.name].add(x, x.new_empty(len(x), 0), weighed=False)
+            self._sums[layer.name].inputs.add(x, x)
         self._called.add(layer.name)
 
 

@@ -23,6 +23,7 @@ from tcompress.data.inputs import Batch
 from tcompress.errors import WITHOUT_DATA, DataError, SourceError
 from tcompress.memory import free_memory, give_back_memory
 from tcompress.models import SourceModel, read_finite, tell_padding
+from tcompress.planning.sites import roles_of
 from tcompress.progress import FORWARD, timed
 from tcompress.roles import Block
 from tcompress.roles.projections import chooses
@@ -40,10 +41,9 @@ class PartialModel:
     exact, since small changes of an output are measured.
     """
 
-    def __init__(
-        self, source: SourceModel, blocks: list[str], device: torch.device, *, head: bool = False
-    ) -> None:
+    def __init__(self, source: SourceModel, device: torch.device, *, head: bool = False) -> None:
         self.source, self.device = source, device
+        self.blocks = {block.name: block for block in roles_of(source).blocks}
         # Buffers that no checkpoint holds (rotary frequencies, position ids) are computed for
         # real; a key-value cache would grow with every run of a block.
         with init_empty_weights(include_buffers=False):
@@ -58,14 +58,14 @@ class PartialModel:
         self._stored = list(self.model.state_dict(keep_vars=True))
         output = None if head else self.model.get_output_embeddings()  # type: ignore[operator]
         heads = (name for name, item in self.model.named_modules() if item is output and name)
-        skipped = tuple(f"{name}." for name in (*blocks, *heads))
+        skipped = tuple(f"{name}." for name in (*self.blocks, *heads))
         self._load(name for name in self._stored if not name.startswith(skipped))
         for name, item in list(self.model.named_parameters(remove_duplicate=False)):
             if head and item.is_meta and not name.startswith(skipped):
                 _put(self.model, name, torch.zeros(item.shape, device=device))
         self.forwards = {
             name: cast_to(source.autocast, device, forward)
-            for name, forward in intercept_blocks(self.model, blocks).items()
+            for name, forward in intercept_blocks(self.model, self.blocks).items()
         }
 
     def stream(self, batch: Batch, **options: bool) -> Stream:
@@ -82,15 +82,21 @@ class PartialModel:
         indices = processes.own_batches(len(batches))
         return {index: self.stream(batches[index], **options) for index in indices}
 
-    @contextmanager
-    def paused(self, streams: Collection[Stream]) -> Iterator[None]:
-        """Start forward passes, which pause at their first block, and end them afterwards."""
+    def walk(self, streams: Collection[Stream]) -> Iterator[tuple[Block, Readings]]:
+        """Start forward passes; yield every block at which they pause, to be answered.
+
+        It is loaded meanwhile. Passes end with the loop, be it at the end of the model or before.
+        """
         with ExitStack() as ends:
             for stream in streams:
                 ends.callback(stream.close)
                 stream.start()
                 give_back_memory()
-            yield
+            while name := _common_block(streams):
+                block = self.blocks[name]
+                with self.loaded(name) as module:
+                    room = room_on(self.device)
+                    yield block, _readings(block, module, self.forwards[name], room)
 
     @contextmanager
     def loaded(self, block: str) -> Iterator[nn.Module]:
@@ -258,11 +264,9 @@ class Stream:
         _CURRENT.stream = self
         end: BaseException | None = None
         try:
-            with torch.set_grad_enabled(self.gradients):
+            with suppress(_Stop), torch.set_grad_enabled(self.gradients):
                 output = self.forward(**self.batch)
-            self.output = output if self.keep else None
-        except _Stop:
-            pass
+                self.output = output if self.keep else None
         except BaseException as error:  # handed to the main thread
             end = error
         self._events.put(end)
@@ -285,7 +289,7 @@ class Branch(nn.Module):
         return (self.rewritten if _CURRENT.stream.rewritten else self.dense)(*args, **kwargs)
 
 
-def common_block(streams: Collection[Stream]) -> str:
+def _common_block(streams: Collection[Stream]) -> str:
     """Return the block at which all passes of all processes wait; nothing once they have ended."""
     names = {stream.call.block if stream.call else "" for stream in streams}
     names = set[str]().union(*processes.gathered(names))
@@ -370,6 +374,15 @@ class Readings:
         self.room -= sum({x.data_ptr(): x.nbytes for x in (*same.values(), call.state)}.values())
         self._kept[id(stream)] = same, answer
         return same, answer
+
+
+def _readings(block: Block, module: nn.Module, forward: Forward, room: float) -> Readings:
+    """Readings of a block with this forward pass, kept where that is safe."""
+    paths = [layer.name.removeprefix(f"{block.name}.") for layer in block.layers]
+    # Which experts run, and on which tokens, is heard from every run.
+    experts = any(layer.kind == "experts" or layer.routed for layer in block.layers)
+    chosen = experts or any(listed_item(module, path) for path in paths)
+    return Readings(module, forward, () if chosen else paths, room)
 
 
 def queries_and_keys(

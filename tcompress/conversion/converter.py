@@ -411,12 +411,8 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
     recipe, source, folder = conversion.full_recipe, conversion.source, conversion.workdir.model
     checksums, times = _write_shards(conversion), conversion.progress
     plan = _with_warnings(conversion, fits.unreached)
-    version = needed_version(
-        plan.entries,
-        plan.attention,
-        drawn=source.seed is not None,
-        rounded=plan.storage is not None,
-    )
+    drawn, rounded = source.seed is not None, plan.storage is not None
+    version = needed_version(plan.entries, plan.attention, drawn=drawn, rounded=rounded)
     manifest = Manifest(
         format_version=version,
         source=_source_facts(source, conversion.dense.whole or conversion.dense, plan),
@@ -431,7 +427,7 @@ def _write_model(conversion: Conversion, fits: Fits, paper: Sequence[PaperRow]) 
     )
     manifest = write_rest(folder, source, manifest, recipe.dtype)
     times.turn_to("checking")
-    check_written(folder, conversion.outputs, fits.inputs.factors)
+    check_written(folder, conversion.outputs)
     spent = {"seconds": times.total, "stage_seconds": times.seconds}
     manifest = manifest.model_copy(update=spent)
     write_manifest(folder, manifest)
@@ -528,9 +524,5 @@ def _timed(source: SourceModel, output: Path, manifest: Manifest, recipe: Conver
     options["repeats"] = FEWER if is_long else REPEATS
     limits = {"threads": recipe.threads, "dtype": recipe.dtype, "device": recipe.device}
     settings, trust = Bench.model_validate({**options, **limits}), source.trust_remote_code
-
-    def measured() -> Manifest | None:
-        bench([str(output)], settings=settings, trust_remote_code=trust)
-        return read_manifest(output)
-
-    return processes.first(measured) or manifest
+    processes.first(lambda: bench([str(output)], settings=settings, trust_remote_code=trust))
+    return read_manifest(output) or manifest

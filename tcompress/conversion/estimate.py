@@ -19,7 +19,6 @@ from itertools import chain
 from math import prod
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import nn
 
 from tcompress.blockwise.streams import room_on
@@ -46,6 +45,7 @@ from tcompress.search.depth_search import MOST_BYTES, SAMPLES
 from tcompress.structures.base import (
     SIDES,
     FitCost,
+    Frozen,
     SharesFactors,
     structure,
     svd_flops,
@@ -72,10 +72,8 @@ _TRIALS = 4  # conversions that a search for the number of blocks makes
 _DISK_SPEED = 3e8  # bytes in a second, read or written and hashed
 
 
-class Estimate(BaseModel):
+class Estimate(Frozen):
     """What a conversion will take."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     memory_bytes: int  # peak above the interpreter with its libraries
     disk_bytes: int  # tensors of the output
@@ -138,14 +136,8 @@ class _Work:
     @property
     def shapes(self) -> list[list[tuple[int, int]]]:
         """Inputs and outputs of the layers of every block; of experts nothing is summed up."""
-        return [
-            [
-                (layer.in_features, sum(part.size for part in layer.parts))
-                for layer in block.layers
-                if layer.kind != "experts"
-            ]
-            for block in self.blocks
-        ]
+        summed = ([x for x in block.layers if x.kind != "experts"] for block in self.blocks)
+        return [[(layer.in_features, layer.out_features) for layer in layers] for layers in summed]
 
     @property
     def head_parameters(self) -> int:
@@ -250,16 +242,12 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
     layouts = [layout for _, part in parts for layout in part.terms]
     terms = max(len(part.terms) for _, part in parts)
     size = (24 if terms == 1 else 48) * max(e.in_features * e.out_features for e in group)
-    size += max(
-        structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0).bytes
-        for layout in layouts
-    )
     for entry in group:
         stored = weight_bytes(work.source, entry, None)
         size += entry.dense_parameters * (stored + 8 + 8 * terms)
     if any(transform_shapes(layout, side) for layout in layouts for side in SIDES):
         size += 44 * sum(entry.dense_parameters for entry in group)
-    flops = 0.0
+    flops, most = 0.0, 0
     for entry, part in parts:
         rounds = 1 if len(part.terms) == 1 else _ROUNDS
         for layout in part.terms:
@@ -267,12 +255,13 @@ def _fit_cost(group: Group, work: _Work) -> FitCost:
             measured = 14.0 * m * n * n + n**3 if work.tokens else 2.0 * m * n * 64
             measured += 4.0 * m * m * n + m**3 if work.weighs else 0.0
             fit = structure(layout.structure).fit_cost(layout, calibrated=work.tokens > 0)
+            most = max(most, fit.bytes)
             fitted = (measured + fit.flops) * rounds
             shapes = (transform_shapes(layout, side).values() for side in SIDES)
             generators = sum(map(prod, chain.from_iterable(shapes)))
             turned = float(_STEPS * _SMALL_PRODUCTS * generators * (m + n))
             flops += (fitted + turned) * entry.copies
-    return FitCost(flops, size)
+    return FitCost(flops, size + most)
 
 
 def _orders(work: _Work) -> Iterator[FitCost]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from tcompress.blockwise.streams import (
     PartialModel,
     Readings,
     Stream,
-    common_block,
     handed_on,
     runs_twice,
 )
@@ -31,8 +30,7 @@ from tcompress.fitting.block_rewrite import (
     BlockRewriter,
     FitInputs,
     Group,
-    Routing,
-    dense_readings,
+    RewrittenBlock,
     fit_group,
 )
 from tcompress.fitting.embeddings import EMBEDDINGS, count_words, fit_table
@@ -229,15 +227,15 @@ def _fit_shared_factors(conversion: Conversion) -> SharedFactors:
 
 def _measure_inputs(conversion: Conversion, data: CalibrationData) -> None:
     """Keep the input moments of all layers that use shared factors."""
-    source, progress, roles = conversion.source, conversion.progress, roles_of(conversion.source)
+    source, progress = conversion.source, conversion.progress
     layers = (entry for entry in conversion.plan.layers if factor_layouts(entry.parts))
     entries = {module_path(source, entry.name): entry for entry in layers}
-    progress.stage("measuring what layers read", len(roles.blocks), "blocks")
+    progress.stage("measuring what layers read", len(roles_of(source).blocks), "blocks")
     # What is held out is not looked at.
-    parts = (source, roles, entries, data.fitted_batches, conversion.device)
+    parts = (source, entries, data.fitted_batches, conversion.device)
     for block, measured in input_moments(*parts, partial(progress.advance, 1)):
         damped = damped_inputs(measured, entries, conversion.recipe.calibration.damping)
-        conversion.workdir.keep_moments("inputs", block, damped)
+        conversion.workdir.keep_moments("inputs", block.name, damped)
 
 
 def _shared_factors(
@@ -303,8 +301,7 @@ class BlockFitter:
         self.comparison = OutputComparison(sampler) if sampler else None
         self.reached: set[str] = set()  # blocks that the data has come to
         self._blocks = {source.original_name(b.name): b for b in roles_of(source).blocks}
-        names = [block.name for block in roles_of(dense).blocks]
-        self._model = PartialModel(dense, names, conversion.device, head=sampler is not None)
+        self._model = PartialModel(dense, conversion.device, head=sampler is not None)
         for path, table in tables.items():
             for name in (path, *tied_to(dense, path)):
                 module = self._model.model.get_submodule(name)
@@ -318,13 +315,11 @@ class BlockFitter:
         # What attentions begin with is learnt from all that reaches them.
         for index in every if plan.attention else self._own:
             batch: Batch = data.batches[index]
-            if sampler and index in judged:
+            keep = index in judged
+            if sampler and keep:
                 batch = sampler.with_variants(batch)
-            dense_stream, new = (
-                self._model.stream(batch, rewritten=rewritten, keep=index in judged)
-                for rewritten in (False, True)
-            )
-            self._streams[index] = dense_stream, new
+            new = self._model.stream(batch, rewritten=True, keep=keep)
+            self._streams[index] = self._model.stream(batch, keep=keep), new
         self._rewriter = BlockRewriter(inputs, data, self._streams, plan.layers, plan.attention)
 
     def run(self) -> None:
@@ -335,54 +330,41 @@ class BlockFitter:
         workdir = self._conversion.workdir
         progress = partial(self._conversion.progress.advance, 1)
         streams = [*chain(*zip(*self._streams.values(), strict=True))]  # the dense ones first
-        with self._model.paused(streams):
-            while not self._is_over() and (name := common_block(streams)):
-                block, forward = self._blocks.get(name), self._model.forwards[name]
-                if block is not None and block.name in self.reached:
-                    raise runs_twice(name)
-                with self._model.loaded(name) as dense:
-                    readings = dense_readings(block, dense, forward)
-                    if block is None:  # only the dense model has it
-                        self._advance(readings, forward, None)
-                        continue
-                    self.reached.add(block.name)
-                    stored = workdir.block(block.name)
-                    rewritten = self._rewriter.rewrite(block, dense, readings, stored, progress)
-                    if self._is_over():  # the output head was never loaded
-                        self._check_end(readings)
-                    else:
-                        self._advance(readings, rewritten.forward, rewritten.routing)
-                if stored is None:
-                    workdir.keep_block(rewritten.result)
-
-    def _is_over(self) -> bool:
-        """True once all blocks are rewritten, unless outputs are compared."""
-        return len(self.reached) == len(self._blocks) and self.comparison is None
+        for dense, readings in self._model.walk(streams):
+            block = self._blocks.get(dense.name)
+            if block is None:  # only the dense model has it
+                self._advance(readings, None)
+                continue
+            if block.name in self.reached:
+                raise runs_twice(dense.name)
+            self.reached.add(block.name)
+            stored = workdir.block(block.name)
+            rewritten = self._rewriter.rewrite(block, readings, stored, progress)
+            if stored is None:
+                workdir.keep_block(rewritten.result)
+            if self.comparison is None and len(self.reached) == len(self._blocks):
+                self._check_end(readings)  # the output head was never loaded
+                break
+            self._advance(readings, rewritten)
 
     def _check_end(self, readings: Readings) -> None:
         """Make sure that no block follows the last one, such as one that runs again."""
-        if not self._streams:
-            return
-        stream, _ = next(iter(self._streams.values()))
-        answer = readings.answer(stream)
-        try:
-            stream.answer(answer)
-        except Exception:  # the output head, which holds no weights: the end was reached
-            return
-        if stream.call is not None and stream.call.block in self._blocks:
-            raise runs_twice(stream.call.block)
+        for stream, _ in [*self._streams.values()][:1]:
+            answer = readings.answer(stream)
+            with suppress(Exception):  # the output head holds no weights: the end was reached
+                stream.answer(answer)
+            if stream.call is not None and stream.call.block in self._blocks:
+                raise runs_twice(stream.call.block)
 
-    def _advance(
-        self, readings: Readings, new: Callable[..., Any], routing: Routing | None
-    ) -> None:
-        """Answer all streams; without routing it is a block that only the dense ones run."""
+    def _advance(self, readings: Readings, rewritten: RewrittenBlock | None) -> None:
+        """Answer all streams; nothing is rewritten of a block that only the dense ones run."""
         for index, (dense_stream, new_stream) in self._streams.items():
-            if routing is not None:
-                routing.current = index
+            if rewritten is not None:
+                rewritten.routing.current = index
             dense_stream.answer(readings.answer(dense_stream))
             call = new_stream.waiting
-            answer = call.run(new)
-            new_stream.answer(handed_on(call, answer) if routing is None else answer)
+            answer = call.run(readings.forward if rewritten is None else rewritten.forward)
+            new_stream.answer(handed_on(call, answer) if rewritten is None else answer)
             if self.comparison is not None and dense_stream.output is not None:
                 if index in self._own:
                     origin = self._data.origins.get(index, self._data.name)

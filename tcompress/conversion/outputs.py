@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from math import inf, isnan
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from tcompress.files import write_text
 from tcompress.fitting.block_rewrite import Group
 from tcompress.fitting.embeddings import EMBEDDINGS
 from tcompress.fitting.first_values import started_values
-from tcompress.fitting.layer_fits import WIDER, FittedLayer, SharedFactors
+from tcompress.fitting.layer_fits import WIDER, FittedLayer
 from tcompress.fitting.workdir import FitWorkplace
 from tcompress.hf.build import first_table
 from tcompress.hf.opening import Reopened, applied, differs, refusal, unloadable
@@ -46,11 +47,11 @@ from tcompress.planning.costs import (
     stored_key,
     weight_keys,
 )
-from tcompress.planning.entries import AttentionPlan, FormPlan, LayerPlan, Plan
+from tcompress.planning.entries import AttentionPlan, LayerPlan, Plan
 from tcompress.planning.plain_widths import shapes_of
 from tcompress.planning.sites import module_path, roles_of, tied_to
-from tcompress.structures.modules.linear import StructuredLinear, factor_layouts, tensor_prefix
-from tcompress.structures.modules.shared import FactorsModule, factors_module
+from tcompress.structures.modules.linear import StructuredLinear, tensor_prefix
+from tcompress.structures.modules.shared import factors_module
 
 
 def groups_of(
@@ -78,6 +79,8 @@ class Outputs:
         self.tensors: dict[str, Stored] = {}  # everything that will be written, by name
         self.groups: list[Group] = []  # layers that are fitted together
         self.group_of: dict[str, Group] = {}  # that yields a tensor, by its name
+        # Tables of positions that are made anew, by name of the tensor.
+        self.tables = {f"{it.name}.weight": it for it in plan.forms if it.kind == "positions"}
         # Make what is not fitted, by name; no bound methods, which would keep all of this alive.
         self._values: dict[str, Callable[[Outputs], Tensor]] = {}
         # Tensors of one block, of one group, and of one attention, follow each other.
@@ -151,18 +154,14 @@ class Outputs:
         if self.plan.plain is not None:
             if self._plain[0] is not group:  # experts are made of one stack
                 fitted = dict(chain(*map(self.fitted_parameters, group)))
-                dense = partial(read_finite, self.source.store, self.source.keymap, device=CPU)
-                self._plain = group, plain_tensors(self.source, fitted, dense)
+                self._plain = group, plain_tensors(self.source, fitted, self._parameter)
             what, value = f"`{item.key}`", self._plain[1][item.key]
         else:
             entry = next(e for e in group if item.key.startswith(f"{e.name}."))
             if item.key == entry.key:
                 return torch.empty(0, dtype=item.dtype)  # the guard under the dense name
-            tensors = self.fit_of(entry).tensors.items()
-            leaf, value = next(pair for pair in tensors if entry.stored_name(pair[0]) == item.key)
-            if leaf != "bias":
-                return value
-            what = f"the bias of layer `{entry.name}`"
+            tensors, what = self.fit_of(entry).tensors, f"the bias of layer `{entry.name}`"
+            value = next(t for leaf, t in tensors.items() if entry.stored_name(leaf) == item.key)
         value = value.to(item.dtype)
         if not is_finite(value):
             raise FitError(f"{what} does not fit into {item.dtype}", WIDER)
@@ -201,12 +200,7 @@ class Outputs:
         adapted = result.attention if result else {}  # what calibration data told of them
         return adapted.get(key, self._first_values(entry)[key])
 
-    @cached_property
-    def tables(self) -> dict[str, FormPlan]:
-        """Tables of positions that are made anew, by name of the tensor."""
-        return {f"{it.name}.weight": it for it in self.plan.forms if it.kind == "positions"}
-
-    @cached_property
+    @property
     def roundings(self) -> dict[str, Rounding]:
         """Of tensors of structures that are stored in few bits, by name."""
         if self.plan.plain is not None:  # what is stored is made of several fits
@@ -315,7 +309,7 @@ ROWS = 4  # inputs that a layer is tried on
 EXACT = 1e-9  # largest difference where the very same numbers are compared, in float64
 
 
-def check_written(folder: Path, outputs: Outputs, factors: SharedFactors) -> None:
+def check_written(folder: Path, outputs: Outputs) -> None:
     """Compare files with the fits of one block, and of one place of every other kind."""
     source, plan = outputs.source, outputs.plan
     if plan.changes_model:
@@ -342,7 +336,7 @@ def check_written(folder: Path, outputs: Outputs, factors: SharedFactors) -> Non
         if group[0] not in entries:
             continue
         if plan.plain is None:
-            _check_group(written, outputs, group, factors)
+            _check_group(written, outputs, group)
             continue
         for entry in group:
             for name, fitted in outputs.fitted_parameters(entry):
@@ -356,7 +350,7 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
     for kind in dict.fromkeys(entry.kind for entry in plan.layers):
         having = [entry.block for entry in plan.layers if entry.kind == kind]
         if not blocks & {*having}:
-            blocks.add(max(dict.fromkeys(having), key=having.count))
+            blocks.add(mode(having))
     if not blocks & {entry.block for entry in plan.attention}:
         blocks |= {entry.block for entry in plan.attention[:1]}
     if not blocks:  # a plain model that lost blocks
@@ -365,11 +359,11 @@ def _compared_blocks(plan: Plan, source: SourceModel) -> set[str]:
     return blocks
 
 
-def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: SharedFactors) -> None:
+def _check_group(written: Reopened, outputs: Outputs, group: Group) -> None:
     """Compare layers with those built from their fits in float64; owners of inputs come first."""
     generator, built = torch.Generator().manual_seed(0), dict[str, StructuredLinear]()
     for entry in group:
-        built[entry.name] = expected = _built(outputs, entry, factors, built)
+        built[entry.name] = expected = _built(outputs, entry, built.get(entry.input_of or ""))
         layer = written.layer(entry)
         if not entry.outputs_left:  # nothing to compare
             continue
@@ -384,35 +378,26 @@ def _check_group(written: Reopened, outputs: Outputs, group: Group, factors: Sha
 
 
 def _built(
-    outputs: Outputs,
-    entry: LayerPlan,
-    factors: SharedFactors,
-    owners: Mapping[str, StructuredLinear],
+    outputs: Outputs, entry: LayerPlan, input_of: StructuredLinear | None
 ) -> StructuredLinear:
     """Build a layer from its fits, rounded as they are stored, in float64."""
-
-    def read_back(key: str, value: Tensor) -> Tensor:
-        return outputs.tensors[key].read_back(value).double()
-
-    borrowed: dict[str, FactorsModule] = {}
-    for name, owner in entry.bank_of.items():
-        borrowed[name] = FactorsModule(factor_layouts(entry.parts)[name], dtype=torch.float64)
-        prefix = f"{owner}.{factors_module(name)}"
-        stored = {key: read_back(f"{prefix}.{key}", t) for key, t in factors[owner, name].items()}
-        borrowed[name].load_state_dict(stored, assign=True)
     layer = StructuredLinear(
         entry.parts,
-        input_of=None if entry.input_of is None else owners[entry.input_of],
+        input_of=input_of,
         readers=entry.readers,
-        factors=borrowed,
         experts=entry.experts,
         reads=entry.reads,
         dtype=torch.float64,
     )
+    lenders = {
+        factors_module(bank): next(item for item in outputs.plan.layers if item.name == owner)
+        for bank, owner in entry.bank_of.items()
+    }
     with torch.no_grad():
-        tensors = outputs.fit_of(entry).tensors
         for name, parameter in layer.named_parameters():
-            parameter.copy_(read_back(entry.stored_name(name), tensors[name]))
+            lender = lenders.get(name.partition(".")[0], entry)
+            value = outputs.fit_of(lender).tensors[name]
+            parameter.copy_(outputs.tensors[lender.stored_name(name)].read_back(value))
     return layer
 
 

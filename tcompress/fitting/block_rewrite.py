@@ -22,9 +22,7 @@ from tcompress.blockwise.streams import (
     TokenRows,
     cast_to,
     first_tensor,
-    listed_item,
     queries_and_keys,
-    room_on,
     token_rows,
 )
 from tcompress.data.calibration import CalibrationData
@@ -104,8 +102,7 @@ def fit_group(
     """
     source, device, factors = inputs.source, inputs.device, inputs.factors
     dtype, seed = inputs.dtype_of(group[0]), source.seed
-    weights = [narrowed_rows(e, dense_matrix(source, e, device), reductions) for e in group]
-    pairs = [*zip(group, weights, strict=True)]
+    pairs = [(e, narrowed_rows(e, dense_matrix(source, e, device), reductions)) for e in group]
     if seed is not None:
         with torch.no_grad():
             fitted = [start_layer(*pair, dtype=dtype, factors=factors, seed=seed) for pair in pairs]
@@ -216,44 +213,24 @@ of the batches each.
 """
 
 
-def dense_readings(block: Block | None, dense: nn.Module, forward: Callable[..., Any]) -> Readings:
-    """Readings of a dense block with this forward pass, kept where that is safe.
-
-    Of a block that only the dense model has no layer is read: it is None.
-    """
-    if block is None:
-        return Readings(dense, forward)
-    layers = block.layers
-    paths = [layer.name.removeprefix(f"{block.name}.") for layer in layers]
-    # Which experts run, and on which tokens, is heard from every run.
-    experts = any(layer.kind == "experts" or layer.routed for layer in layers)
-    chosen = experts or any(listed_item(dense, path) for path in paths)
-    device = next(dense.parameters()).device
-    return Readings(dense, forward, () if chosen else paths, room_on(device))
-
-
 @dataclass(eq=False)
 class RewrittenBlock:
     """One block as it is, and its copy `new` in which layers are replaced."""
 
     rewriter: BlockRewriter
     block: Block
-    dense: nn.Module
     readings: Readings  # of the dense block
     result: BlockResult
 
     def __post_init__(self) -> None:
-        dense, self.inputs = self.dense, self.rewriter.inputs
+        self.inputs, self.dense = self.rewriter.inputs, self.readings.block
         # Weights are shared: layers are replaced as a whole, and nothing writes into what stays.
-        shared = {id(item): item for item in (*dense.parameters(), *dense.buffers())}
-        self.new = copy.deepcopy(dense, shared)
+        shared = {id(item): item for item in (*self.dense.parameters(), *self.dense.buffers())}
+        self.new = copy.deepcopy(self.dense, shared)
         del self.new.forward  # the copy runs by itself; the original pauses its stream
-        self.rows, self.routing = TokenRows(dense, self.block), Routing(dense, self.block)
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """Forward pass of the copy."""
-        return cast_to(self.inputs.source.autocast, self.inputs.device, self.new.forward)
+        self.forward = cast_to(self.inputs.source.autocast, self.inputs.device, self.new.forward)
+        self.place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
+        self.rows, self.routing = TokenRows(self.dense, self.block), Routing(self.dense, self.block)
 
     def path(self, name: str) -> str:
         """Path of a planned module below the block."""
@@ -271,9 +248,7 @@ class RewrittenBlock:
             for entry in rewriter.attention
             if module_path(source, entry.name).startswith(f"{name}.")
         ]
-        modules = install_attention(
-            self.new, plain, self.path, dtype=torch.float32, device=self.inputs.device
-        )
+        modules = install_attention(self.new, plain, self.path, **self.place)
         for stored, module in modules.items():
             module.name = f"{name}.{module.name}"
             module.fill(SEED, pretrained=True)
@@ -401,8 +376,7 @@ class RewrittenBlock:
             hidden, chosen, weights = routed
             _, mask = token_rows(hidden, self.rows.batch, self.block.name, entry.role)
             # A weight of zero means that a token skips its expert, as in some families.
-            alike = weights.shape == chosen.shape
-            counts = weights != 0 if alike else torch.ones_like(chosen).bool()
+            counts = weights != 0 if weights.shape == chosen.shape else True
             for expert in range(len(up)):
                 rows = ((chosen == expert) & counts).any(-1)
                 rows = rows if mask is None else rows & mask
@@ -414,8 +388,8 @@ class RewrittenBlock:
 
     def install(self, group: Group) -> None:
         """Put fitted layers into the copy."""
-        place: dict[str, Any] = {"dtype": torch.float32, "device": self.inputs.device}
-        modules = install_layers(self.new, group, self.path, self.rewriter.installed, **place)
+        installed = self.rewriter.installed
+        modules = install_layers(self.new, group, self.path, installed, **self.place)
         for entry in group:
             fill(modules[entry.name], entry, self.result.layers[entry.key].tensors)
             modules[entry.name].requires_grad_(False)
@@ -441,7 +415,6 @@ class BlockRewriter:
     def rewrite(
         self,
         block: Block,
-        dense: nn.Module,
         readings: Readings,
         stored: BlockResult | None = None,
         progress: Callable[[str], None] = lambda _: None,
@@ -449,7 +422,7 @@ class BlockRewriter:
         """Rewrite a copy of a block, whose layers are fitted first unless fits are stored."""
         result = BlockResult(block.name) if stored is None else stored
         reductions = self.inputs.reductions(block.name, self.layers) if stored is None else {}
-        rewritten = RewrittenBlock(self, block, dense, readings, result)
+        rewritten = RewrittenBlock(self, block, readings, result)
         rewritten.replace_attention()
         for layers in block.groups:
             names = (layer.weight_name for layer in layers)

@@ -287,9 +287,8 @@ def _scores(coupling: Coupling, statistics: BlockStatistics, damping: float) -> 
     gram, curvature = _metrics(querying, damping)
     weight = querying.weight[rows].double()
     computed = weight @ gram @ weight.mT
-    mean = weight @ querying.mean
-    mean = mean if querying.bias is None else mean + querying.bias[rows].double()
-    if querying.entry.bias:  # else the moments hold the mean already
+    if querying.bias is not None:  # else the moments hold the mean already
+        mean = weight @ querying.mean + querying.bias[rows].double()
         computed = computed + torch.outer(mean, mean)
     heads = queries.size // size
     curvatures = diagonal_blocks(curvature[rows, rows], heads)

@@ -167,9 +167,7 @@ def _projection_moments(source: SourceModel, entry: AttentionPlan) -> QueryKeyMo
         return None
     path = source.keymap.runtime_name(entry.name)
     attentions = attentions_of(source.keymap.model, roles_of(source))
-    attention = next((item for item in attentions if item.name == path), None)
-    if attention is None:
-        return None
+    attention = next(item for item in attentions if item.name == path)
     read, squares = partial(read_finite, source.store, source.keymap, device=CPU), []
     for role in ("q", "k"):
         layer = attention.layers.get(role) or attention.layers["qkv"]

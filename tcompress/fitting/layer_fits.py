@@ -299,7 +299,7 @@ def fit_layers(
     def damped(train: Moments, lift: Tensor | None, regressors: int) -> DampedMoments:
         return replace(train, lift=lift).damped(damping * regressors / train.rows)
 
-    def fit(owner: LayerToFit) -> dict[str, FittedLayer]:
+    def fit(owner: LayerToFit) -> list[tuple[str, FittedLayer]]:
         """Fit a layer, and those that read what it makes of their input."""
         members = [owner, *(item for item in layers if item.entry.input_of == owner.entry.name)]
         with torch.no_grad():
@@ -310,12 +310,11 @@ def fit_layers(
                 names = ", ".join(f"`{layer.entry.name}`" for layer in members)
                 hint = getattr(error, "hint", None) or MORE_DATA
                 raise FitError(f"the fit of {names} failed: {message_of(error)}", hint) from error
-            keys = (layer.entry.key for layer in members)
-            return dict(zip(keys, map(_collect, members, splits_of), strict=True))
+            pairs = zip(members, splits_of, strict=True)
+            return [(layer.entry.key, _collect(layer, splits)) for layer, splits in pairs]
 
     owners = [layer for layer in layers if layer.entry.input_of is None]
-    parts = processes.shared_out(fit, owners, layers[0].weight.device)
-    results = {key: fitted for part in parts for key, fitted in part.items()}
+    results = dict(chain(*processes.shared_out(fit, owners, layers[0].weight.device)))
     return [results[layer.entry.key] for layer in layers]
 
 

@@ -79,8 +79,7 @@ class FitWorkplace(Workplace):
         errors, tensors = self.errors(name), read_tensors(self._path_of(name), CPU)
         if errors is None or tensors is None:
             return None
-        result = BlockResult(name)
-        result.layers.update((key, FittedLayer({}, relative)) for key, relative in errors.items())
+        result = BlockResult(name, {key: FittedLayer({}, errors[key]) for key in errors})
         groups = _groups(result)
         for key, tensor in tensors.items():
             group, _, leaf = key.rpartition("/")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.blockwise.streams import Branch, PartialModel, common_block
+from tcompress.blockwise.streams import Branch, PartialModel
 from tcompress.data.calibration import samples_in
 from tcompress.fitting.embeddings import count_words, fit_table
 from tcompress.fitting.layer_fits import dense_matrix
@@ -30,7 +30,6 @@ from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
     low_rank_tables,
     module_path,
-    roles_of,
     tied_to,
     untied_tables,
 )
@@ -141,8 +140,7 @@ def _changes(inputs: SearchInputs, forms: Sequence[TableCandidate]) -> Iterator[
     assert inputs.data is not None
     sampler = sampler_of(source)
     batches = judged_batches(inputs.data, sampler, source, 2)
-    blocks = [block.name for block in roles_of(source).blocks]
-    partial = PartialModel(source, blocks, inputs.device, head=True)
+    partial = PartialModel(source, inputs.device, head=True)
     copies: dict[str, list[nn.Module]] = {}
     for path in untied_tables(source):
         for name in (path, *tied_to(source, path)):
@@ -156,13 +154,11 @@ def _changes(inputs: SearchInputs, forms: Sequence[TableCandidate]) -> Iterator[
         dense = [partial.stream(batch, keep=True) for batch in batches]
         changed = [partial.stream(batch, rewritten=True, keep=True) for batch in batches]
         streams, total = [*dense, *changed], 0.0
-        with partial.paused(streams):
-            while name := common_block(streams):
-                with partial.loaded(name):
-                    for exact, new in zip(dense, changed, strict=True):
-                        exact.answer(partial.answer_of(exact))
-                        new.answer(partial.answer_of(new))
-                        if exact.output is not None:
-                            total += sampler.change(exact.output, new.output, exact.batch)
-                            exact.output = new.output = None  # at once: logits are large
+        for _ in partial.walk(streams):
+            for exact, new in zip(dense, changed, strict=True):
+                exact.answer(partial.answer_of(exact))
+                new.answer(partial.answer_of(new))
+                if exact.output is not None:
+                    total += sampler.change(exact.output, new.output, exact.batch)
+                    exact.output = new.output = None  # at once: logits are large
         yield total / sum(map(samples_in, batches))

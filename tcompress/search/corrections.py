@@ -21,14 +21,9 @@ import torch
 from torch import Tensor
 
 from tcompress.blockwise.output_sampler import OutputSampler, sampler_of
-from tcompress.blockwise.streams import PartialModel, Stream, common_block
+from tcompress.blockwise.streams import PartialModel, Stream
 from tcompress.data.calibration import CalibrationData, samples_in
-from tcompress.fitting.block_rewrite import (
-    BlockRewriter,
-    FitInputs,
-    RewrittenBlock,
-    dense_readings,
-)
+from tcompress.fitting.block_rewrite import BlockRewriter, FitInputs, RewrittenBlock
 from tcompress.fitting.channel_orders import LayerStatistics
 from tcompress.fitting.layer_fits import LayerMoments, LayerToFit, fit_layers
 from tcompress.linalg.moments import Moments
@@ -36,7 +31,7 @@ from tcompress.models import SourceModel
 from tcompress.options.method_options import NARROWING
 from tcompress.planning.entries import LayerPlan
 from tcompress.planning.planner import regrouped
-from tcompress.planning.sites import couplings, roles_of
+from tcompress.planning.sites import couplings
 from tcompress.roles import Attention, Block, Layer
 from tcompress.search.candidates import (
     PARAMETERS,
@@ -84,8 +79,7 @@ def changes_with(
     """
     source, device = inputs.source, inputs.device
     assert inputs.data is not None
-    blocks = {block.name: block for block in roles_of(source).blocks}
-    model, sampler = PartialModel(source, [*blocks], device, head=True), sampler_of(source)
+    model, sampler = PartialModel(source, device, head=True), sampler_of(source)
     fits = FitInputs(
         source,
         inputs.recipe.calibration.damping,
@@ -104,33 +98,30 @@ def changes_with(
     changed = {it: [model.stream(batch, keep=True) for batch in batches] for it in substitutes}
     reached: set[Substitute] = set()  # those whose passes differ by now
     changes = dict.fromkeys(substitutes, 0.0)
-    with model.paused([*fitted, *unchanged, *chain(*changed.values())]):
-        while name := common_block([*fitted, *unchanged]):
-            with model.loaded(name) as dense:
-                readings = dense_readings(blocks[name], dense, model.forwards[name])
-                answers: dict[Substitute, list[Any]] = {}
-                for item in (it for it in substitutes if it.block == name):
-                    rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)
-                    rewritten = rewriter.rewrite(blocks[name], dense, readings)
-                    answers[item] = [*_answers(model, rewritten, changed[item])]
-                for waiting in fitted:
-                    waiting.answer(readings.answer(waiting))
-                for index, exact in enumerate(unchanged):
-                    answer = model.answer_of(exact)
-                    exact.answer(answer)
-                    for item, followers in changed.items():
-                        follower = followers[index]
-                        if item in reached:
-                            follower.answer(model.answer_of(follower))
-                        else:
-                            follower.answer(answers[item][index] if item in answers else answer)
-                        if exact.output is not None:
-                            change = sampler.change(exact.output, follower.output, exact.batch)
-                            changes[item] += change
-                            follower.output = None  # at once: logits are large
-                    exact.output = None
-                reached |= answers.keys()
-            inputs.progress.advance(1, name)
+    for block, readings in model.walk([*fitted, *unchanged, *chain(*changed.values())]):
+        answers: dict[Substitute, list[Any]] = {}
+        for item in (it for it in substitutes if it.block == block.name):
+            rewriter = BlockRewriter(fits, data, pairs, item.entries, inputs.plan.attention)
+            rewritten = rewriter.rewrite(block, readings)
+            answers[item] = [*_answers(model, rewritten, changed[item])]
+        for waiting in fitted:
+            waiting.answer(readings.answer(waiting))
+        for index, exact in enumerate(unchanged):
+            answer = model.answer_of(exact)
+            exact.answer(answer)
+            for item, followers in changed.items():
+                follower = followers[index]
+                if item in reached:
+                    follower.answer(model.answer_of(follower))
+                else:
+                    follower.answer(answers[item][index] if item in answers else answer)
+                if exact.output is not None:
+                    change = sampler.change(exact.output, follower.output, exact.batch)
+                    changes[item] += change
+                    follower.output = None  # at once: logits are large
+            exact.output = None
+        reached |= answers.keys()
+        inputs.progress.advance(1, block.name)
     samples = sum(map(samples_in, batches))
     return [change / samples for change in changes.values()]
 

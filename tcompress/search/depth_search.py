@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tcompress.blockwise.output_sampler import sampler_of
-from tcompress.blockwise.streams import PartialModel, Stream, common_block, handed_on
+from tcompress.blockwise.streams import PartialModel, Stream, handed_on
 from tcompress.data.calibration import CalibrationData, samples_in
 from tcompress.errors import FitError
 from tcompress.models import SourceModel
@@ -86,8 +86,7 @@ class DepthWalk:
     """Measure ways to leave blocks out, block by block; what is held out is not looked at."""
 
     def __init__(self, source: SourceModel, data: CalibrationData, device: torch.device) -> None:
-        blocks = [block.name for block in roles_of(source).blocks]
-        self._model = PartialModel(source, blocks, device, head=True)
+        self._model = PartialModel(source, device, head=True)
         self._sampler = sampler_of(source)
         # Batches are sorted by length, so they are taken at equal distances.
         fitted = data.fitted_batches
@@ -119,13 +118,11 @@ class DepthWalk:
         streams = [*chain.from_iterable(group.values() for group in passes)]
         changes = dict.fromkeys(ways, 0.0)
         passed = DENSE
-        with self._model.paused(streams):
-            while name := common_block(streams):
-                with self._model.loaded(name):
-                    for group in passes:
-                        for way, change in self._answer(group, name, passed):
-                            changes[way] += change
-                passed |= {name}
+        for block, _ in self._model.walk(streams):
+            for group in passes:
+                for way, change in self._answer(group, block.name, passed):
+                    changes[way] += change
+            passed |= {block.name}
         return [*changes.values()]
 
     def _answer(

@@ -178,15 +178,15 @@ class Predictor:
         """Measure moments of all layers by a backward pass, the last block first."""
         inputs, source, recipe = self.inputs, self.inputs.source, self.inputs.recipe
         assert inputs.data is not None
-        roles, batches, progress = roles_of(source), inputs.data.fitted_batches, inputs.progress
+        batches, progress = inputs.data.fitted_batches, inputs.progress
         sampler, scratch = sampler_of(source, recipe.calibration.seed), inputs.workdir.scratch()
-        walk = BackwardWalk(source, roles, batches, sampler, scratch, inputs.device)
-        progress.stage("measuring what layers are worth", 2 * len(roles.blocks), "passes")
-        by_name = {block.name: block for block in roles.blocks}
-        for name, sums in walk.run(lambda block, way: progress.advance(1, f"{block} {way}")):
-            planned = [layer for layer in by_name[name].layers if layer.name in self.entries]
+        walk = BackwardWalk(source, batches, sampler, scratch, inputs.device)
+        passes = 2 * len(roles_of(source).blocks)
+        progress.stage("measuring what layers are worth", passes, "passes")
+        for block, sums in walk.run(lambda name, way: progress.advance(1, f"{name} {way}")):
+            planned = [layer for layer in block.layers if layer.name in self.entries]
             reached = [layer for layer in planned if sums[layer.name].rows]
-            self._keep_moments(name, {layer.name: sums[layer.name] for layer in reached})
+            self._keep_moments(block.name, {layer.name: sums[layer.name] for layer in reached})
             statistics = {}
             for layer in reached if recipe.by_loss or self.narrows else ():
                 entry, of_layer = self.entries[layer.name], sums.pop(layer.name)
@@ -196,7 +196,7 @@ class Predictor:
                 curvature = of_layer.curvature.total() / rows
                 statistics[layer] = LayerStatistics(entry, weight, gram, mean, curvature, rows)
             sums.clear()
-            yield by_name[name], statistics
+            yield block, statistics
 
     def _weights(self) -> Iterator[tuple[Block, BlockStatistics]]:
         """Look at all layers in the norm of their weights."""

@@ -39,10 +39,9 @@ def _walk(
     folder: Path, batches: Sequence[Mapping[str, Tensor]], sampler: OutputSampler
 ) -> dict[str, Sensitivity]:
     source = SourceModel.open(str(folder))
-    roles = find_roles(source.meta_model())
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    walk = BackwardWalk(source, roles, batches, sampler, scratch, CPU)
+    walk = BackwardWalk(source, batches, sampler, scratch, CPU)
     found = {name: worth for _, layers in walk.run() for name, worth in layers.items()}
     assert not list(scratch.iterdir())
     return found

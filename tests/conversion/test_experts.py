@@ -185,8 +185,8 @@ def test_padding_is_no_row_of_listed_experts(
     recipe = Convert.model_validate(chosen)
     rows, groups = [], []
     for batches, held in ((padded, 1), (alone, 4)):
-        read = input_moments(source, roles, names, batches, device)
-        walk = BackwardWalk(source, roles, batches, OutputSampler(None), tmp_path, device)
+        read = input_moments(source, names, batches, device)
+        walk = BackwardWalk(source, batches, OutputSampler(None), tmp_path, device)
         for walked in (read, walk.run()):
             found = {name: worth.rows for _, block in walked for name, worth in block.items()}
             rows.append({name: found[name] for name in names})

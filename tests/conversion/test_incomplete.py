@@ -19,7 +19,6 @@ from tcompress.errors import FitError, PlanError, SourceError
 from tcompress.inspection import inspect_model
 from tcompress.models import SourceModel
 from tcompress.reporting.model_report import report_of
-from tcompress.roles.find import find_roles
 from tests.support.conversions import calibration, make, recipe
 from tests.support.model_folders import edited, save_tokenizer
 from tests.support.tiny import TINY, build
@@ -214,7 +213,6 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
 ) -> None:
     source, cpu = sources("llama"), torch.device("cpu")
     batches = [TINY["llama"].inputs(2, 8, seed) for seed in range(4)]
-    roles = find_roles(source.meta_model())
     others: list[int] = []
 
     class Counting(OutputSampler):
@@ -222,7 +220,7 @@ def test_outputs_of_calibration_are_held_one_at_a_time(
             others.append(sum(one.output is not None for one in walk._streams.values()))
             return super().__call__(*drawn)
 
-    walk = BackwardWalk(source, roles, batches, Counting(None), tmp_path, cpu)
+    walk = BackwardWalk(source, batches, Counting(None), tmp_path, cpu)
     assert len(list(walk.run())) == 2
     assert others == [0, 0, 0, 0]
 

@@ -186,7 +186,11 @@ class _Planner:
         passed_over = recipe.only and not any(matches(pattern, names) for pattern in recipe.only)
         if kept or passed_over:
             raise Refusal(KEPT)
-        usual = _usual(recipe)
+        method = recipe.method
+        assert method is not None  # without one no layer is planned
+        if isinstance(method, AutoSpec):  # the first one offered stands in
+            method = next(iter(offered_by(method, recipe.target or STAND_IN).values()))[0]
+        usual = Choice(method, recipe.residual_rank, recipe.target)
         choice: Choice | None = usual
         for rule in recipe.layers:
             if matches(rule.match, names):
@@ -251,14 +255,6 @@ def site_of(block: Block, layer: Layer, part: Part) -> Site:
     return Site(
         layer.in_features, part.size, layer.side, part.name, block.name, layer.head, layer.group
     )
-
-
-def _usual(recipe: Convert) -> Choice:
-    method = recipe.method
-    assert method is not None  # without one no layer is planned
-    if isinstance(method, AutoSpec):  # the first one offered stands in
-        method = next(iter(offered_by(method, recipe.target or STAND_IN).values()))[0]
-    return Choice(method, recipe.residual_rank, recipe.target)
 
 
 def _share_inputs(planned: Sequence[LayerPlan]) -> tuple[list[LayerPlan], dict[str, int]]:

@@ -84,12 +84,10 @@ def _forms(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
     """List what the tables may become, the dense ones first; nothing is measured yet."""
     dense, group = TableCandidate("", (), 0.0, {}), recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
-    forms = [dense, *(replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)]
-    for fraction in TABLE_RANKS:
-        if tables := low_rank_tables(source, fraction):
-            rounding = Rounding.usual(4, group)
-            forms.append(replace(dense, rounding=rounding, embeddings=tables))
-    return forms
+    rounded = (replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)
+    tables = filter(None, (low_rank_tables(source, fraction) for fraction in TABLE_RANKS))
+    four = replace(dense, rounding=Rounding.usual(4, group))
+    return [dense, *rounded, *(replace(four, embeddings=entries) for entries in tables)]
 
 
 def table_site(inputs: SearchInputs, unit: float) -> TableSite:

@@ -14,7 +14,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.costs import out_of_reach, size_of
+from tcompress.planning.costs import UNSPENT, out_of_reach, size_of
 from tcompress.planning.entries import LayerForm, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search import knapsack
@@ -24,7 +24,6 @@ from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
-UNSPENT = 0.001  # of a budget, not worth another try
 TRIES = 6  # numbers that are tried, at most: each takes a plan, a measurement or a fit
 _SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
 _SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
@@ -90,7 +89,7 @@ class BudgetProblem:
     predictions: Predictions  # what may be chosen from
     methods: Sequence[str]  # that candidates may be of
     table: TableSite | None = None  # what the word embedding may become, where that is chosen too
-    room: int | None = None  # for the sites, where a resource is limited
+    room: int = 0  # for the sites, where a resource is limited
 
     def best(self) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.
@@ -141,7 +140,6 @@ class BudgetProblem:
         limit, sites, resource = self.budget.limit, self.sites(may_stay=True), self.resource
         left_out = {site.key: site.left_out for site in self.predictions.layers}
         if self.budget.is_resource:
-            assert self.room is not None
             allocation = self._allocated(sites, self.room)
         elif self.budget.limits_each:
             limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
@@ -227,7 +225,7 @@ class BudgetProblem:
             )
         budget, limit = self.budget, self.recipe.resource_budget
         try:
-            if limit is not None and self.room is not None and not budget.is_resource:
+            if limit is not None and not budget.is_resource:
                 return knapsack.allocate_within(sites, {resource: room, limit.unit: self.room})
             return knapsack.allocate(sites, room, resource)
         except PlanError as error:

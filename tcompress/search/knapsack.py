@@ -12,7 +12,6 @@ a thousandth of the optimum).
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -267,9 +266,6 @@ class _Ladder:
 
     def hull(self) -> NDArray[np.int64]:
         """Rungs on the lower convex hull, from the cheapest to the best."""
-        slopes = np.diff(self.losses) / np.diff(self.costs)
-        if bool((np.diff(slopes) >= 0).all()):  # convex already, as ranks of one weight are
-            return np.arange(len(self.costs))
         costs, losses = self.costs.tolist(), self.losses.tolist()
         hull: list[int] = []
         for rung in range(len(costs)):
@@ -304,24 +300,18 @@ def _improved(
     ladders: Sequence[_Ladder], rungs: list[int], remainder: float, resource: str
 ) -> Allocation:
     """Spend what is left over, each time where one move saves most."""
-
-    def move(index: int) -> tuple[int, float, float]:
-        """Best rung of a site that is paid for, what it saves, and its price."""
-        ladder, rung = ladders[index], rungs[index]
-        last = max(rung, ladder.last_within(ladder.costs[rung] + remainder))
-        saved = float(ladder.losses[rung] - ladder.losses[last])
-        return last, saved, float(ladder.costs[last] - ladder.costs[rung])
-
-    # A site can only save less as less is left: a stale entry of the queue is an upper bound.
-    queue = [(-move(index)[1], index) for index in range(len(ladders))]
-    heapq.heapify(queue)
-    while queue and queue[0][0] < 0:
-        bound, index = queue[0]
-        rung, saved, price = move(index)
-        if -saved <= bound:
-            rungs[index] = rung
-            remainder -= price
-            _, saved, _ = move(index)
-        heapq.heapreplace(queue, (-saved, index))
+    while ladders:
+        paid = [
+            max(rung, ladder.last_within(ladder.costs[rung] + remainder))
+            for ladder, rung in zip(ladders, rungs, strict=True)
+        ]
+        moves = [*zip(ladders, rungs, paid, strict=True)]
+        saved = [ladder.losses[rung] - ladder.losses[last] for ladder, rung, last in moves]
+        index = int(np.argmax(saved))
+        if saved[index] <= 0:
+            break
+        ladder, rung, last = moves[index]
+        remainder -= ladder.costs[last] - ladder.costs[rung]
+        rungs[index] = last
     choices = (ladder.candidates[rung] for ladder, rung in zip(ladders, rungs, strict=True))
     return Allocation.of(choices, resource)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
@@ -194,7 +193,10 @@ class Predictor:
                 gram = of_layer.inputs.moments(centred=entry.bias).gram
                 mean, rows = of_layer.inputs.means[0], of_layer.rows
                 curvature = of_layer.curvature.total / rows
-                statistics[layer] = LayerStatistics(entry, weight, gram, mean, curvature, rows)
+                stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
+                bias = read_finite(*stored) if entry.bias and self.narrows else None
+                facts = (weight, gram, mean, curvature, rows, bias)
+                statistics[layer] = LayerStatistics(entry, *facts)
             sums.clear()
             yield by_name[name], statistics
 
@@ -248,11 +250,6 @@ class Predictor:
     ) -> list[list[ChannelOrder]]:
         """Order channels that layers of a block have in common; those of one layer together."""
         source, recipe, device = self.inputs.source, self.inputs.recipe, self.inputs.device
-        facts: dict[Layer, LayerStatistics] = {}
-        for layer, measured in statistics.items():
-            stored = (source.store, source.keymap, f"{layer.name}.bias", device)
-            bias = read_finite(*stored) if measured.entry.bias else None
-            facts[layer] = replace(measured, bias=bias)
         roles = roles_of(source)
         attentions = () if recipe.attention else attentions_of(source.keymap.model, roles)
         if self.inputs.data is None:
@@ -260,9 +257,9 @@ class Predictor:
             order = partial(order_by_weights, entries=entries, source=source, device=device)
         else:
             damping = recipe.calibration.damping
-            order = partial(order_channels, statistics=facts, damping=damping)
+            order = partial(order_channels, statistics=statistics, damping=damping)
         coupled = all_couplings(block, attentions)
-        orders = [order(item) for item in coupled if facts.keys() >= {*item.layers}]
+        orders = [order(item) for item in coupled if statistics.keys() >= {*item.layers}]
         reductions = {key: item for order in orders for key, item in order.reductions.items()}
         self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
         parts = [order for order in orders if order.coupling.kind != "heads"]
@@ -282,18 +279,25 @@ class Predictor:
         else:
             damping = recipe.calibration.damping * entry.in_features / rows
             gram = with_ridge(gram, damping * gram.diagonal().mean())
-        aims = fit_targets_of(entry, statistics.weight, gram, curvature)
+        splits: list[tuple[StructureSite, FitTarget]] = []
+        for part in layer.parts:
+            span = layer.rows_of(part)
+            weight = statistics.weight[span].double()
+            # The moments of inputs are damped, those of gradients are not.
+            curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
+            target = Target(weight @ gram, gram, curvature=curve)
+            aim = target, float(curved_constant(weight, gram, curve))
+            splits.append((site_of(block, layer, part), aim))
         unit = unit_of(recipe, inputs.source, entry, inputs.plan)
         dense = {PARAMETERS: entry.dense_parameters}
         if budget is not None and budget.unit == BYTES:
             dense[BYTES] = round(entry.dense_parameters * unit)
-        left_out = sum(constant for _, constant in aims) * rows
+        left_out = sum(constant for _, (_, constant) in splits) * rows
         site = Site((entry.key,), entry.role, dense, (), left_out, unit)
         sharing = next(len(group) for group in block.groups if layer in group)
-        splits = zip((site_of(block, layer, part) for part in layer.parts), aims, strict=True)
         fractions = fine_fractions(entry) if budget and budget.limits_each else FRACTIONS
         readers = sharing * len(layer.parts)
-        offered = partial(layer_candidates, inputs, site, [*splits], fractions, rows, readers)
+        offered = partial(layer_candidates, inputs, site, splits, fractions, rows, readers)
         dropped = {name for name, role in self.fits.dropped if role == entry.role}
         names = (name for name in of_one_layer(self.offers) if name not in dropped)
         beside = {name: offered(name, self.offers[name]) for name in names}
@@ -357,8 +361,6 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
 # Candidates of one layer, and what they are predicted to lose.
 
 
-Parts = tuple[PartLayout, ...]
-
 FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
 
 FitTarget = tuple[Target, float]
@@ -382,7 +384,7 @@ def layer_candidates(
     """
     calibrated = inputs.data is not None
 
-    def planned(spec: Spec, fraction: float) -> Parts | None:
+    def planned(spec: Spec, fraction: float) -> tuple[PartLayout, ...] | None:
         choice, parts = Choice(spec, inputs.recipe.residual_rank, fraction), []
         for split, _ in splits:
             try:
@@ -452,19 +454,3 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     dense = structure(main.structure).quick_fit(target, main)
     remainder = replace(target, product=target.product - dense @ target.full_gram())
     return remainder, predicted_loss(dense, target, constant)
-
-
-def fit_targets_of(
-    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
-) -> list[FitTarget]:
-    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
-
-    The moments of inputs are damped, those of gradients are not.
-    """
-    aims = []
-    for start, stop in pairwise(accumulate((p.dense_features for p in entry.parts), initial=0)):
-        rows = weight[start:stop].double()
-        curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
-        target = Target(rows @ gram, gram, curvature=curve)
-        aims.append((target, float(curved_constant(rows, gram, curve))))
-    return aims

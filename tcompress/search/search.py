@@ -191,7 +191,6 @@ def _worth_trying(problem: BudgetProblem, unit: str) -> BudgetProblem:
     They take too much whatever they lose, or are predicted to lose many times as much as all
     methods together, which use nothing of them.
     """
-    assert problem.room is not None
     single = {name: replace(problem, methods=[name]) for name in problem.methods}
     fast = [name for name, alone in single.items() if alone.least(unit) <= problem.room]
     problem = replace(problem, methods=fast or problem.methods)

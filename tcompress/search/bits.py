@@ -72,12 +72,7 @@ class TableSite(Site):
     """The candidates of the word embeddings."""
 
     candidates: tuple[TableCandidate, ...]
-
-    def cost_in(self, plan: Plan) -> int:
-        """Bytes of the candidate that a plan has, beyond those of the smallest."""
-        form = (None if plan.storage is None else plan.storage.embeddings, plan.embeddings)
-        candidates = (c for c in self.candidates if (c.rounding, c.embeddings) == form)
-        return next(candidates).costs[BYTES]
+    smallest: int = 0  # bytes of the planned model with the smallest of them
 
 
 def _forms(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
@@ -102,7 +97,8 @@ def table_site(inputs: SearchInputs, unit: float) -> TableSite:
         costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
         candidates.append(replace(form, loss=max(0.0, change) / unit, costs=costs))
         inputs.progress.advance(1, f"{form.rounding or 'as it is'}")
-    return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
+    site = TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
+    return replace(site, smallest=min(sizes))
 
 
 def _tables(inputs: SearchInputs, form: TableCandidate) -> Iterator[tuple[str, Tensor]]:

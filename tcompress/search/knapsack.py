@@ -92,11 +92,11 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
     return _improved([ladder.flipped() for ladder in ladders], rungs, slack - loss, resource)
 
 
-def allocate_within_each(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
-    """Choose for every site the cheapest candidate that loses no more than its own limit."""
+def allocate_within_each(sites: Sequence[Site], share: float, resource: str) -> Allocation:
+    """Choose for every site the cheapest candidate that loses this share of all at most."""
     chosen: list[Candidate] = []
-    for site, limit in zip(sites, most, strict=True):
-        fine = [item for item in site.candidates if item.loss <= limit]
+    for site in sites:
+        fine = [item for item in site.candidates if item.loss <= share * site.left_out]
         chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
     return Allocation.of(chosen, resource)
 
@@ -171,7 +171,8 @@ def joined(
             candidates += joint(members, resource)
         keys = tuple(chain.from_iterable(contained))
         dense: Costs = added(member.dense for member in members)
-        by_keys[keys] = Site(keys, "", dense, tuple(candidates), may_stay=may_stay)
+        left_out = fsum(member.left_out for member in members)
+        by_keys[keys] = Site(keys, "", dense, tuple(candidates), left_out, may_stay=may_stay)
     return [*by_keys.values()]
 
 

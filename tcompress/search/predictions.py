@@ -76,8 +76,8 @@ class Predictions:
     """All that a budget may choose from, and what helps to choose."""
 
     layers: tuple[Site, ...] = ()  # layers, each by itself
-    singly: tuple[Site, ...] = ()  # the same with what a method offers where all layers take it
-    uncorrected: tuple[Site, ...] = ()  # before fits corrected the losses, if some did
+    singly: tuple[Site, ...] = ()
+    """The same with what a method offers where all layers take it, and no fit corrected."""
     widths: tuple[WidthSite, ...] = ()  # layers that have channels in common
     offers: Offers = field(default_factory=dict)  # methods of `layers`, in the order of preference
     singles: tuple[str, ...] = ()  # methods that are answers by themselves, if tried
@@ -91,10 +91,8 @@ class Predictions:
         width: Callable[[WidthSite], WidthSite] = lambda site: site,
     ) -> Predictions:
         """Return the same with other sites: of layers by themselves, and of those together."""
-        tables = (self.layers, self.singly, self.uncorrected)
-        layers, singly, uncorrected = (tuple(map(layer, sites)) for sites in tables)
-        widths = tuple(map(width, self.widths))
-        return replace(self, layers=layers, singly=singly, uncorrected=uncorrected, widths=widths)
+        layers, singly = (tuple(map(layer, sites)) for sites in (self.layers, self.singly))
+        return replace(self, layers=layers, singly=singly, widths=tuple(map(width, self.widths)))
 
     def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
         """Add what everything takes of a resource, by its other costs."""
@@ -163,8 +161,7 @@ class Predictor:
         corrects = inputs.data is None
         return Predictions(
             layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
-            singly=tuple(singly),
-            uncorrected=tuple(layers if corrects else ()),
+            singly=tuple(layers if corrects else singly),
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),

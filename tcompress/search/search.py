@@ -111,8 +111,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     measured = measured or Measurements(inputs)
     recipe, plan = inputs.recipe, inputs.plan
     label = recipe.method.name if recipe.method else ""
-    by_loss = recipe.by_loss
-    asks = by_loss if inputs.data is None else recipe.measures_sensitivity
+    asks = recipe.by_loss if inputs.data is None else recipe.measures_sensitivity
     if not plan.layers or not asks:
         return {label: plan}
     predictions = measured.predictions
@@ -120,7 +119,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         inputs.progress.stage("timing widths", 1, "")
         return {label: plan_in_time(inputs)}
     if not predictions.layers:  # as with experts alone
-        if not by_loss or (recipe.budget is not None and recipe.budget.is_size):
+        if not recipe.by_loss or (recipe.budget is not None and recipe.budget.is_size):
             return {label: plan}
         raise PlanError(
             "no error is predicted for any of these layers (experts have none), so that a "
@@ -160,7 +159,7 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
     problems = {label: problem}
     for name in predictions.singles:
         if name in problem.methods:
-            problems.setdefault(name, problem.alone(name, predictions.singly))
+            problems.setdefault(name, problem.alone(name))
     refused: list[PlanError] = []
     different: dict[str, Plan] = {}
     for name, item in problems.items():

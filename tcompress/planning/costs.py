@@ -222,8 +222,7 @@ def roundings(
     keymap, tables = source.keymap, roles_of(source).embeddings
     if storage is None:
         return lambda *_: None
-    paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
-    weights = [f"{path}.weight" for path in paths]
+    weights = [f"{name}.weight" for path in tables for name in (path, *tied_to(source, path))]
     buffers = [name for name, _ in keymap.model.named_buffers()]
     table_keys, buffer_keys = (
         {key for name in names if keymap.has(name) for key in keymap.sources(name).keys}

@@ -286,8 +286,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
         cut = cut_to(source, depth)
         if deeper:
             check_patterns(recipe, cut)
-        inner = within(recipe, depth, source)
-        return with_depth(make_plan(inner, cut, label), depth, source)
+        return with_depth(make_plan(within(recipe, depth, source), cut, label), depth, source)
     storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
         plan = plan_plain(recipe, source, lambda narrow: _plan(narrow, source, label))

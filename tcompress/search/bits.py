@@ -23,8 +23,7 @@ from tcompress.fitting.embeddings import count_words, fit_table
 from tcompress.fitting.layer_fits import dense_matrix
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
-from tcompress.models import SourceModel, read_finite
-from tcompress.options import Convert
+from tcompress.models import read_finite
 from tcompress.planning.costs import TABLE_RANKS, disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
@@ -75,20 +74,15 @@ class TableSite(Site):
     smallest: int = 0  # bytes of the planned model with the smallest of them
 
 
-def _forms(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
-    """List what the tables may become, the dense ones first; nothing is measured yet."""
+def table_site(inputs: SearchInputs, unit: float) -> TableSite:
+    """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
+    source, recipe = inputs.source, inputs.recipe
     dense, group = TableCandidate("", (), 0.0, {}), recipe.group_size
     widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
     rounded = (replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)
     tables = filter(None, (low_rank_tables(source, fraction) for fraction in TABLE_RANKS))
     four = replace(dense, rounding=Rounding.usual(4, group))
-    return [dense, *rounded, *(replace(four, embeddings=entries) for entries in tables)]
-
-
-def table_site(inputs: SearchInputs, unit: float) -> TableSite:
-    """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
-    source, recipe = inputs.source, inputs.recipe
-    forms = _forms(source, recipe)
+    forms = [dense, *rounded, *(replace(four, embeddings=entries) for entries in tables)]
     inputs.progress.stage("trying word embeddings", len(forms), "tables")
     sizes = [disk_bytes(source, form.within(inputs.plan), recipe.dtype) for form in forms]
     changes = chain([0.0], _changes(inputs, forms[1:]))

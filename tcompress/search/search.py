@@ -138,8 +138,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
         width = partial(with_losses, factors=factors.by_key)
-        corrected = predictions.mapped(factors.scaled, width)
-        problem = replace(problem, predictions=corrected)
+        problem = replace(problem, predictions=predictions.mapped(factors.scaled, width))
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             change = factors.usual or 1 / sum(map(samples_in, inputs.data.fitted_batches))
             if change not in measured.tables:
@@ -155,9 +154,8 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
 
     Where models are to take little of a resource, whole ones are measured.
     """
-    predictions = problem.predictions
     problems = {label: problem}
-    for name in predictions.singles:
+    for name in problem.predictions.singles:
         if name in problem.methods:
             problems.setdefault(name, problem.alone(name))
     refused: list[PlanError] = []

@@ -304,8 +304,7 @@ def resized(plan: Plan, chosen: Mapping[str, LayerForm | None], source: SourceMo
     planned = {path_of(source, entry): entry for entry in plan.layers}
     groups = []  # of layers that read one input
     for readers in (group for block in roles_of(source).blocks for group in block.groups):
-        names = [layer.weight_name for layer in readers if layer.weight_name in planned]
-        groups.append([planned.pop(name) for name in names])
+        groups.append([planned.pop(it.weight_name) for it in readers if it.weight_name in planned])
     groups += [[entry] for entry in planned.values()]
     layers: list[LayerPlan] = []
     skipped = [*plan.left]

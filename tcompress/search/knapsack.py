@@ -103,10 +103,9 @@ def allocate_within_each(sites: Sequence[Site], share: float, resource: str) -> 
 
 def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
     """Give every site the best candidate within the same fraction of its dense cost."""
-    ladders = [_Ladder.of(site, resource) for site in sites]
     choices = []
-    for site, ladder in zip(sites, ladders, strict=True):
-        dense = site.dense[resource]
+    for site in sites:
+        ladder, dense = _Ladder.of(site, resource), site.dense[resource]
         rung = ladder.last_within(fraction * dense * (1 + ROUNDING))
         if rung < 0:
             raise PlanError(

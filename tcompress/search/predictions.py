@@ -157,7 +157,7 @@ class Predictor:
                 substitutes += channel_substitutes(block, narrower, self.entries, self.fraction)
             layers += sites.values()
             widths += narrower
-        roles, dropped = {site.role for site in layers}, self.fits.dropped
+        dropped = {name for name, _ in self.fits.dropped}
         corrects = inputs.data is None
         return Predictions(
             layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
@@ -165,7 +165,7 @@ class Predictor:
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),
-            complete=tuple(n for n in self.offers if not dropped & {(n, role) for role in roles}),
+            complete=tuple(name for name in self.offers if name not in dropped),
             fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
@@ -351,8 +351,7 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
         return True
 
     offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
-    suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
-    return {name: spec for name, spec in suitable.items() if spec is not None}
+    return {name: spec for name, specs in offered if (spec := next(filter(suits, specs), None))}
 
 
 # Candidates of one layer, and what they are predicted to lose.

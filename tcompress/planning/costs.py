@@ -27,7 +27,6 @@ from tcompress.planning.sites import low_rank_tables, module_path, roles_of, str
 from tcompress.structures import Layout, Refusal, Site, Spec, structure
 from tcompress.structures.base import Shapes, shared_of, transform_shapes
 from tcompress.structures.lowrank import LowRankLayout, LowRankSpec
-from tcompress.structures.modules.linear import own_shapes
 
 
 @dataclass(frozen=True)
@@ -84,27 +83,22 @@ def _low_rank(rank: int, site: Site) -> LowRankLayout:
 
 def kept_share(entry: LayerPlan, sharing: int) -> float:
     """Kept fraction of a layer, with its share of an input transform and of shared factors."""
-    inputs = sum(_size(transform_shapes(term, "in")) for term in entry.parts[0].terms)
-    stored = _size(own_shapes(entry.parts, entry.experts)) + _size(entry.transform_shapes)
-    factors = sum(_shared_cost(term) for part in entry.parts for term in part.terms)
-    return (stored + factors - inputs * (1 - 1 / sharing)) / entry.dense_parameters
+    readers = sharing * len(entry.parts) * entry.copies
+    terms = (term for part in entry.parts for term in part.terms)
+    each = sum(term_cost(term, readers, entry.copies) for term in terms)
+    return each * entry.copies / entry.dense_parameters
 
 
 def _size(shapes: Shapes) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def _shared_cost(layout: Layout) -> float:
-    """Parameters of shared factors that a summand answers for."""
-    shared = shared_of(layout)
-    return 0.0 if shared is None else _size(shared.shapes) * shared.share
-
-
 def term_cost(layout: Layout, readers: int, writers: int) -> float:
     """Parameters of one summand, with its share of transforms and factors that others use too."""
-    stored = _size(structure(layout.structure).tensors(layout)) + _shared_cost(layout)
+    stored, shared = _size(structure(layout.structure).tensors(layout)), shared_of(layout)
+    factors = _size(shared.shapes) * shared.share if shared else 0.0
     after, before = (_size(transform_shapes(layout, side)) for side in ("out", "in"))
-    return stored + after / writers + before / readers
+    return stored + factors + after / writers + before / readers
 
 
 def path_of(source: SourceModel, entry: LayerPlan) -> str:
@@ -228,8 +222,7 @@ def roundings(
     keymap, tables = source.keymap, roles_of(source).embeddings
     if storage is None:
         return lambda *_: None
-    paths = [*tables, *(name for path in tables for name in tied_to(source, path))]
-    weights = [f"{path}.weight" for path in paths]
+    weights = [f"{name}.weight" for path in tables for name in (path, *tied_to(source, path))]
     buffers = [name for name, _ in keymap.model.named_buffers()]
     table_keys, buffer_keys = (
         {key for name in names if keymap.has(name) for key in keymap.sources(name).keys}
@@ -254,7 +247,7 @@ def roundings(
 
 STAND_IN = 0.5  # kept fraction of layers whose sizes nothing but data can tell
 _MOST, _STEP, _STEPS = 0.99, 0.8, 30  # down to a thousandth
-_UNSPENT = 0.001  # of a budget, not worth another plan
+UNSPENT = 0.001  # of a budget, not worth another plan, or another try
 _TABLE_SHARE = 0.25  # of a word embedding, where its low rank is pointed to
 _SHARES = tuple(round(n / 10**k, k) for k in (4, 3, 2) for n in range(10, 100))
 """Targets of two digits, from a thousandth on."""
@@ -337,11 +330,11 @@ def _largest(
         dense = sum(e.dense_parameters * unit for e, unit in zip(plan.layers, units, strict=True))
         if over <= 0:
             fits[fraction] = plan
-        if -_UNSPENT * limit <= over <= 0 or structured <= over:
+        if -UNSPENT * limit <= over <= 0 or structured <= over:
             break
         fraction = (structured - over) / dense if over > 0 else min(fraction - over / dense, _MOST)
     if fits:
-        return max(fits.items(), key=lambda fit: fit[0])
+        return max(fits), fits[max(fits)]
     fraction, sizes = STAND_IN, dict[int, Plan]()  # layers refuse to become as small as the others
     for _ in range(_STEPS):
         with suppress(PlanError):

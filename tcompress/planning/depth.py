@@ -50,7 +50,13 @@ def plan_depth(recipe: Convert, source: SourceModel) -> DepthPlan:
                 f"`drop_layers: auto` weighs one stack of blocks, and this model has {each}",
                 f"say how many blocks go, such as `--drop-layers {stacks[-1].name}:2`",
             )
-        _check_droppable(stacks[0], source)
+        [stack] = stacks
+        if stack.blocks < 2:
+            text = "this model has no blocks that could be dropped: leave `drop_layers` out"
+            raise PlanError(text)
+        first = len(fixed_blocks(source, stack.path))  # that may go
+        shorter = tuple(index for index in stack.kept if index != first)
+        cut_blocks(source, {stack.path: shorter})  # refuses models that lose more than blocks
         return DepthPlan(stacks=stacks, chosen="later")
     dropped = "spread" if recipe.calibration.is_none else "later"
     chosen = dropped if recipe.keep_layers is None else "asked"
@@ -87,15 +93,6 @@ def _requested(recipe: Convert, stacks: Stacks, source: SourceModel) -> Stacks:
 
 def _listed(stacks: Stacks) -> str:
     return ", ".join(f"`{stack.name}` with {stack.blocks}" for stack in stacks)
-
-
-def _check_droppable(stack: StackPlan, source: SourceModel) -> None:
-    """Make sure that any number of blocks may have to go."""
-    if stack.blocks < 2:
-        raise PlanError("this model has no blocks that could be dropped: leave `drop_layers` out")
-    first = len(fixed_blocks(source, stack.path))  # that may go
-    shorter = tuple(index for index in stack.kept if index != first)
-    cut_blocks(source, {stack.path: shorter})  # refuses models that lose more than blocks
 
 
 def _problems(request: Any, stack: StackPlan) -> list[str]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from tcompress.errors import PlanError, SourceError
 from tcompress.models import SourceModel
@@ -55,9 +55,6 @@ from tcompress.roles import Block, Layer, Part, Roles
 from tcompress.structures import Refusal, Site
 from tcompress.structures.base import SharesFactors, shared_of, transform_of
 from tcompress.structures.modules.linear import Channels, PartLayout, factor_layouts
-
-_OF_LAYER = ("parameter", "role", "kind", "bias", "experts", "transposed", "axes")
-"""Fields that a plan has of a layer."""
 
 KEPT = "kept dense by the recipe"
 STAYS = "the budget is better spent on keeping it dense"
@@ -119,7 +116,7 @@ class _Planner:
                 site = site_of(block, layer, part)
                 factors = kind.sharing_group(choice.method, site)
                 if factors is not None:
-                    key = (choice.method, choice.residual_rank, choice.target, factors)
+                    key = (choice, factors)
                     self.sharing[layer.weight_name, part.name] = key
                     self.members.setdefault(key, []).append(site)
 
@@ -186,7 +183,11 @@ class _Planner:
         passed_over = recipe.only and not any(matches(pattern, names) for pattern in recipe.only)
         if kept or passed_over:
             raise Refusal(KEPT)
-        usual = _usual(recipe)
+        method = recipe.method
+        assert method is not None  # without one no layer is planned
+        if isinstance(method, AutoSpec):  # the first one offered stands in
+            method = next(iter(offered_by(method, recipe.target or STAND_IN).values()))[0]
+        usual = Choice(method, recipe.residual_rank, recipe.target)
         choice: Choice | None = usual
         for rule in recipe.layers:
             if matches(rule.match, names):
@@ -219,7 +220,8 @@ class _Planner:
                 _of_dense(choice, site, narrow), narrow, readers, copies, calibrated=calibrated
             )
             parts.append(PartLayout(name=site.role, terms=terms, channels=written))
-        facts = {field: getattr(layer, field) for field in _OF_LAYER}
+        fields = ("parameter", "role", "kind", "bias", "experts", "transposed", "axes")
+        facts = {field: getattr(layer, field) for field in fields}
         name, path = map(self.source.keymap.checkpoint_prefix, (layer.name, block.name))
         entry = LayerPlan(name=name, block=path, parts=tuple(parts), reads=reads, **facts)
         share = kept_share(entry, sharing)
@@ -253,14 +255,6 @@ def site_of(block: Block, layer: Layer, part: Part) -> Site:
     )
 
 
-def _usual(recipe: Convert) -> Choice:
-    method = recipe.method
-    assert method is not None  # without one no layer is planned
-    if isinstance(method, AutoSpec):  # the first one offered stands in
-        method = next(iter(offered_by(method, recipe.target or STAND_IN).values()))[0]
-    return Choice(method, recipe.residual_rank, recipe.target)
-
-
 def _share_inputs(planned: Sequence[LayerPlan]) -> tuple[list[LayerPlan], dict[str, int]]:
     """Share the first layer's transform among those that read one input through equal ones.
 
@@ -292,8 +286,7 @@ def make_plan(recipe: Convert, source: SourceModel, method_label: str | None = N
         cut = cut_to(source, depth)
         if deeper:
             check_patterns(recipe, cut)
-        inner = within(recipe, depth, source)
-        return with_depth(make_plan(inner, cut, label), depth, source)
+        return with_depth(make_plan(within(recipe, depth, source), cut, label), depth, source)
     storage = planned_storage(recipe, source)
     if recipe.plain and recipe.method is not None:
         plan = plan_plain(recipe, source, lambda narrow: _plan(narrow, source, label))
@@ -311,8 +304,7 @@ def resized(plan: Plan, chosen: Mapping[str, LayerForm | None], source: SourceMo
     planned = {path_of(source, entry): entry for entry in plan.layers}
     groups = []  # of layers that read one input
     for readers in (group for block in roles_of(source).blocks for group in block.groups):
-        names = [layer.weight_name for layer in readers if layer.weight_name in planned]
-        groups.append([planned.pop(name) for name in names])
+        groups.append([planned.pop(it.weight_name) for it in readers if it.weight_name in planned])
     groups += [[entry] for entry in planned.values()]
     layers: list[LayerPlan] = []
     skipped = [*plan.left]
@@ -445,14 +437,11 @@ def _nothing_to_do(planner: _Planner) -> PlanError:
 def covered(plan: Plan, source: SourceModel) -> Plan:
     """Count what becomes of all parameters, each once; tied ones are one."""
     model = source.keymap.model
-    names: dict[Tensor, list[str]] = {}  # by their identity
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
     rewritten = {path_of(source, entry) for entry in plan.entries}
     unused = unused_modules(source, plan.attention)
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{name}.weight" for name, item in modules if isinstance(item, nn.Embedding)}
-    every = [name for aliases in names.values() for name in aliases]
+    every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tables.update(filter(is_table, every))
     reasons = {item.name: (item.role, item.reason) for item in plan.left}
     above = {
@@ -460,25 +449,25 @@ def covered(plan: Plan, source: SourceModel) -> Plan:
     }
     counts: Counter[str] = Counter(vocabulary=source.rows_gone)
     dense: Counter[tuple[str, str]] = Counter()
-    for tensor, aliases in names.items():
-        size = tensor.numel()
+    for first, tensor in model.named_parameters():
+        aliases, size = (first, *source.keymap.tied(first)), tensor.numel()
         if rewritten.intersection(aliases):
             counts["rewritten"] += size
         elif any(name.rpartition(".")[0] in unused for name in aliases):
             counts["replaced"] += size
         elif tables.intersection(aliases):
             counts["embeddings"] += size
-        elif tensor.ndim < 2 or aliases[0].endswith("bias"):
+        elif tensor.ndim < 2 or first.endswith("bias"):
             counts["norms"] += size
         else:
             why = (reasons.get(name) or reasons.get(name.rpartition(".")[0]) for name in aliases)
             role, reason = next((item for item in why if item), ("", ""))
-            dense[role or _label(aliases[0], above), reason] += size
+            dense[role or _label(first, above), reason] += size
     stays = tuple(
         DenseWeights(name=name, parameters=size, reason=why)
         for (name, why), size in dense.most_common()
     )
-    total = sum(tensor.numel() for tensor in names) + source.rows_gone
+    total = counts.total() + dense.total()
     return plan.model_copy(update={"coverage": Coverage(total=total, left=stays, **counts)})
 
 

@@ -23,8 +23,7 @@ from tcompress.fitting.embeddings import count_words, fit_table
 from tcompress.fitting.layer_fits import dense_matrix
 from tcompress.hf.build import set_module
 from tcompress.linalg.rounding import Rounding, pack, unpack
-from tcompress.models import SourceModel, read_finite
-from tcompress.options import Convert
+from tcompress.models import read_finite
 from tcompress.planning.costs import TABLE_RANKS, disk_bytes
 from tcompress.planning.entries import LayerPlan, Plan, Storage
 from tcompress.planning.sites import (
@@ -71,30 +70,18 @@ class TableSite(Site):
     """The candidates of the word embeddings."""
 
     candidates: tuple[TableCandidate, ...]
-
-    def cost_in(self, plan: Plan) -> int:
-        """Bytes of the candidate that a plan has, beyond those of the smallest."""
-        form = (None if plan.storage is None else plan.storage.embeddings, plan.embeddings)
-        candidates = (c for c in self.candidates if (c.rounding, c.embeddings) == form)
-        return next(candidates).costs[BYTES]
-
-
-def _forms(source: SourceModel, recipe: Convert) -> list[TableCandidate]:
-    """List what the tables may become, the dense ones first; nothing is measured yet."""
-    dense, group = TableCandidate("", (), 0.0, {}), recipe.group_size
-    widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
-    forms = [dense, *(replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)]
-    for fraction in TABLE_RANKS:
-        if tables := low_rank_tables(source, fraction):
-            rounding = Rounding.usual(4, group)
-            forms.append(replace(dense, rounding=rounding, embeddings=tables))
-    return forms
+    smallest: int = 0  # bytes of the planned model with the smallest of them
 
 
 def table_site(inputs: SearchInputs, unit: float) -> TableSite:
     """Measure what every candidate takes and loses; a change of `unit` is a loss of one."""
     source, recipe = inputs.source, inputs.recipe
-    forms = _forms(source, recipe)
+    dense, group = TableCandidate("", (), 0.0, {}), recipe.group_size
+    widths = [bits for bits in BITS if recipe.bits is None or bits <= recipe.bits]
+    rounded = (replace(dense, rounding=Rounding.usual(bits, group)) for bits in widths)
+    tables = filter(None, (low_rank_tables(source, fraction) for fraction in TABLE_RANKS))
+    four = replace(dense, rounding=Rounding.usual(4, group))
+    forms = [dense, *rounded, *(replace(four, embeddings=entries) for entries in tables)]
     inputs.progress.stage("trying word embeddings", len(forms), "tables")
     sizes = [disk_bytes(source, form.within(inputs.plan), recipe.dtype) for form in forms]
     changes = chain([0.0], _changes(inputs, forms[1:]))
@@ -103,7 +90,8 @@ def table_site(inputs: SearchInputs, unit: float) -> TableSite:
         costs = Counter({BYTES: size - min(sizes)})  # and nothing of other resources
         candidates.append(replace(form, loss=max(0.0, change) / unit, costs=costs))
         inputs.progress.advance(1, f"{form.rounding or 'as it is'}")
-    return TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
+    site = TableSite((TABLE,), "", candidates[0].costs, tuple(candidates), may_stay=False)
+    return replace(site, smallest=min(sizes))
 
 
 def _tables(inputs: SearchInputs, form: TableCandidate) -> Iterator[tuple[str, Tensor]]:

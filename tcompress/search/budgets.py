@@ -14,7 +14,7 @@ from tcompress.models import SourceModel
 from tcompress.options import Convert
 from tcompress.options.limits import Budget
 from tcompress.options.method_options import NARROWING
-from tcompress.planning.costs import out_of_reach, size_of
+from tcompress.planning.costs import UNSPENT, out_of_reach, size_of
 from tcompress.planning.entries import LayerForm, Plan
 from tcompress.planning.planner import covered, resized
 from tcompress.search import knapsack
@@ -24,7 +24,6 @@ from tcompress.search.knapsack import Allocation
 from tcompress.search.predictions import Predictions
 
 MARGIN = 0.05  # what a mixture has to save, of the loss of the best single method
-UNSPENT = 0.001  # of a budget, not worth another try
 TRIES = 6  # numbers that are tried, at most: each takes a plan, a measurement or a fit
 _SHARES = (0.05, 0.95)  # of the way between two tries: closer to either, little would be learned
 _SLOPES = (0.5, 2.0)  # that two tries on one side are believed to tell
@@ -90,7 +89,7 @@ class BudgetProblem:
     predictions: Predictions  # what may be chosen from
     methods: Sequence[str]  # that candidates may be of
     table: TableSite | None = None  # what the word embedding may become, where that is chosen too
-    room: int | None = None  # for the sites, where a resource is limited
+    room: int = 0  # for the sites, where a resource is limited
 
     def best(self) -> Plan:
         """Return the plan that is predicted to lose least, or for an error to be smallest.
@@ -113,10 +112,10 @@ class BudgetProblem:
         if mixed and (not name or mixed.rank < (1 - MARGIN) * answers[name].rank):
             return _with_facts(self, mixed, answers)
         answer = answers[name]
-        uncorrected = self.predictions.uncorrected
-        if several and uncorrected and all(site.candidates for site in uncorrected):
+        takes_all = all(site.candidates for site in self.predictions.singly)
+        if several and takes_all and self.recipe.calibration.is_none:
             with suppress(PlanError):  # sized as it would be without others on offer
-                answer = answer._replace(plan=self.alone(name, uncorrected).solve().plan)
+                answer = answer._replace(plan=self.alone(name).solve().plan)
         return _with_facts(self, answer, answers if several else {})
 
     @property
@@ -125,9 +124,9 @@ class BudgetProblem:
         complete = self.predictions.complete
         return [name for name in self.methods if name in complete or len(self.methods) == 1]
 
-    def alone(self, method: str, layers: tuple[Site, ...]) -> BudgetProblem:
+    def alone(self, method: str) -> BudgetProblem:
         """Return the same for one method in all layers, with what it offers them then."""
-        predictions = replace(self.predictions, layers=layers)
+        predictions = replace(self.predictions, layers=self.predictions.singly)
         return replace(self, methods=[method], predictions=predictions)
 
     def least(self, unit: str) -> int:
@@ -139,16 +138,14 @@ class BudgetProblem:
         if self.budget.is_size:
             return self._within()
         limit, sites, resource = self.budget.limit, self.sites(may_stay=True), self.resource
-        left_out = {site.key: site.left_out for site in self.predictions.layers}
         if self.budget.is_resource:
-            assert self.room is not None
             allocation = self._allocated(sites, self.room)
         elif self.budget.limits_each:
-            limits = [limit * fsum(left_out[key] for key in site.keys) for site in sites]
-            allocation = knapsack.allocate_within_each(sites, limits, resource)
+            allocation = knapsack.allocate_within_each(sites, limit, resource)
         else:
             spend = knapsack.uniform_for_loss if self.alike else knapsack.allocate_for_loss
-            allocation = spend(sites, limit * fsum(left_out.values()), resource)
+            everything = fsum(site.left_out for site in self.predictions.layers)
+            allocation = spend(sites, limit * everything, resource)
         plan, loss, cost = self._plan(allocation), allocation.loss, allocation.cost
         if resource == PARAMETERS:  # with what layers share
             planned = {entry.key for entry in plan.layers}
@@ -214,9 +211,7 @@ class BudgetProblem:
         widths = self.predictions.widths if NARROWING in self.methods else ()
         if self.budget.limits_each:
             widths = tuple(site for site in widths if not site.is_attention)
-        sites = (
-            knapsack.joined(layers, widths, self.resource, may_stay=may_stay) if widths else layers
-        )
+        sites = knapsack.joined(layers, widths, self.resource, may_stay=may_stay)
         return sites if self.table is None else [*sites, self.table]
 
     def _allocated(self, sites: Sequence[Site], room: int) -> Allocation:
@@ -227,7 +222,7 @@ class BudgetProblem:
             )
         budget, limit = self.budget, self.recipe.resource_budget
         try:
-            if limit is not None and self.room is not None and not budget.is_resource:
+            if limit is not None and not budget.is_resource:
                 return knapsack.allocate_within(sites, {resource: room, limit.unit: self.room})
             return knapsack.allocate(sites, room, resource)
         except PlanError as error:
@@ -278,8 +273,8 @@ class BudgetProblem:
         """Give what a plan may measure, and what of it is for the sites."""
         dense = sum(site.dense[PARAMETERS] for site in self.predictions.layers)
         limit = int(self.budget.limit * (dense if self.budget.is_fraction else 1))
-        table = 0 if self.table is None else self.table.cost_in(self.plan)
-        return limit, self._of_layers(self.plan) + table + limit - self._measured(self.plan)
+        measured = self._measured(self.plan) if self.table is None else self.table.smallest
+        return limit, self._of_layers(self.plan) + limit - measured
 
     def _measured(self, plan: Plan) -> int:
         if self.budget.is_fraction:

@@ -112,8 +112,7 @@ class Site:
         """Return the same whose candidates, and layers as they are, take this of a resource too."""
         pairs = zip(self.candidates, costs, strict=True)
         candidates = (replace(item, costs={**item.costs, unit: cost}) for item, cost in pairs)
-        counted = {**self.dense, unit: dense} if self.dense else {}
-        return replace(self, candidates=tuple(candidates), dense=counted)
+        return replace(self, candidates=tuple(candidates), dense={**self.dense, unit: dense})
 
     def offering(self, methods: Collection[str], *, may_stay: bool) -> Site:
         """Return the same with the candidates of these methods, in their order.

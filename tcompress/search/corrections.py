@@ -173,8 +173,7 @@ def close_to(
 
     Sites are by weight name in the checkpoint, plans (`entries`) by name in the model.
     """
-    closest = {key: site.closest(method, fraction) for key, site in sites.items()}
-    chosen = {key: item for key, item in closest.items() if item is not None}
+    chosen = {key: item for key, site in sites.items() if (item := site.closest(method, fraction))}
     forms = {key: item.form for key, item in chosen.items()}
     for group in block.groups:
         planned = [entries[layer.name] for layer in group if layer.name in entries]

@@ -105,8 +105,7 @@ class DepthWalk:
         parts = (ways[start : start + count] for start in range(0, len(ways), count))
         changes = chain.from_iterable(map(self._changes, parts))
         for name, change in zip(blocks, changes, strict=True):
-            weights = self._model.model.get_submodule(name).parameters()
-            size = sum(item.numel() for item in weights)
+            size = sum(item.numel() for item in self._model.model.get_submodule(name).parameters())
             yield BlockLoss(path=name, loss=change * self._scale, parameters=size)
 
     def _changes(self, ways: Sequence[Gone]) -> list[float]:

@@ -12,7 +12,6 @@ a thousandth of the optimum).
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -93,21 +92,20 @@ def allocate_for_loss(sites: Sequence[Site], max_loss: float, resource: str) -> 
     return _improved([ladder.flipped() for ladder in ladders], rungs, slack - loss, resource)
 
 
-def allocate_within_each(sites: Sequence[Site], most: Sequence[float], resource: str) -> Allocation:
-    """Choose for every site the cheapest candidate that loses no more than its own limit."""
+def allocate_within_each(sites: Sequence[Site], share: float, resource: str) -> Allocation:
+    """Choose for every site the cheapest candidate that loses this share of all at most."""
     chosen: list[Candidate] = []
-    for site, limit in zip(sites, most, strict=True):
-        fine = [item for item in site.candidates if item.loss <= limit]
+    for site in sites:
+        fine = [item for item in site.candidates if item.loss <= share * site.left_out]
         chosen.append(min(fine, key=lambda item: item.costs[resource], default=site.stays))
     return Allocation.of(chosen, resource)
 
 
 def uniform(sites: Sequence[Site], fraction: float, resource: str) -> Allocation:
     """Give every site the best candidate within the same fraction of its dense cost."""
-    ladders = [_Ladder.of(site, resource) for site in sites]
     choices = []
-    for site, ladder in zip(sites, ladders, strict=True):
-        dense = site.dense[resource]
+    for site in sites:
+        ladder, dense = _Ladder.of(site, resource), site.dense[resource]
         rung = ladder.last_within(fraction * dense * (1 + ROUNDING))
         if rung < 0:
             raise PlanError(
@@ -172,7 +170,8 @@ def joined(
             candidates += joint(members, resource)
         keys = tuple(chain.from_iterable(contained))
         dense: Costs = added(member.dense for member in members)
-        by_keys[keys] = Site(keys, "", dense, tuple(candidates), may_stay=may_stay)
+        left_out = fsum(member.left_out for member in members)
+        by_keys[keys] = Site(keys, "", dense, tuple(candidates), left_out, may_stay=may_stay)
     return [*by_keys.values()]
 
 
@@ -267,9 +266,6 @@ class _Ladder:
 
     def hull(self) -> NDArray[np.int64]:
         """Rungs on the lower convex hull, from the cheapest to the best."""
-        slopes = np.diff(self.losses) / np.diff(self.costs)
-        if bool((np.diff(slopes) >= 0).all()):  # convex already, as ranks of one weight are
-            return np.arange(len(self.costs))
         costs, losses = self.costs.tolist(), self.losses.tolist()
         hull: list[int] = []
         for rung in range(len(costs)):
@@ -304,24 +300,18 @@ def _improved(
     ladders: Sequence[_Ladder], rungs: list[int], remainder: float, resource: str
 ) -> Allocation:
     """Spend what is left over, each time where one move saves most."""
-
-    def move(index: int) -> tuple[int, float, float]:
-        """Best rung of a site that is paid for, what it saves, and its price."""
-        ladder, rung = ladders[index], rungs[index]
-        last = max(rung, ladder.last_within(ladder.costs[rung] + remainder))
-        saved = float(ladder.losses[rung] - ladder.losses[last])
-        return last, saved, float(ladder.costs[last] - ladder.costs[rung])
-
-    # A site can only save less as less is left: a stale entry of the queue is an upper bound.
-    queue = [(-move(index)[1], index) for index in range(len(ladders))]
-    heapq.heapify(queue)
-    while queue and queue[0][0] < 0:
-        bound, index = queue[0]
-        rung, saved, price = move(index)
-        if -saved <= bound:
-            rungs[index] = rung
-            remainder -= price
-            _, saved, _ = move(index)
-        heapq.heapreplace(queue, (-saved, index))
+    while ladders:
+        paid = [
+            max(rung, ladder.last_within(ladder.costs[rung] + remainder))
+            for ladder, rung in zip(ladders, rungs, strict=True)
+        ]
+        moves = [*zip(ladders, rungs, paid, strict=True)]
+        saved = [ladder.losses[rung] - ladder.losses[last] for ladder, rung, last in moves]
+        index = int(np.argmax(saved))
+        if saved[index] <= 0:
+            break
+        ladder, rung, last = moves[index]
+        remainder -= ladder.costs[last] - ladder.costs[rung]
+        rungs[index] = last
     choices = (ladder.candidates[rung] for ladder, rung in zip(ladders, rungs, strict=True))
     return Allocation.of(choices, resource)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from tcompress.blockwise.output_sampler import sampler_of
 from tcompress.blockwise.sensitivity import BackwardWalk, Sensitivity, damped_inputs
@@ -77,8 +76,8 @@ class Predictions:
     """All that a budget may choose from, and what helps to choose."""
 
     layers: tuple[Site, ...] = ()  # layers, each by itself
-    singly: tuple[Site, ...] = ()  # the same with what a method offers where all layers take it
-    uncorrected: tuple[Site, ...] = ()  # before fits corrected the losses, if some did
+    singly: tuple[Site, ...] = ()
+    """The same with what a method offers where all layers take it, and no fit corrected."""
     widths: tuple[WidthSite, ...] = ()  # layers that have channels in common
     offers: Offers = field(default_factory=dict)  # methods of `layers`, in the order of preference
     singles: tuple[str, ...] = ()  # methods that are answers by themselves, if tried
@@ -92,10 +91,8 @@ class Predictions:
         width: Callable[[WidthSite], WidthSite] = lambda site: site,
     ) -> Predictions:
         """Return the same with other sites: of layers by themselves, and of those together."""
-        tables = (self.layers, self.singly, self.uncorrected)
-        layers, singly, uncorrected = (tuple(map(layer, sites)) for sites in tables)
-        widths = tuple(map(width, self.widths))
-        return replace(self, layers=layers, singly=singly, uncorrected=uncorrected, widths=widths)
+        layers, singly = (tuple(map(layer, sites)) for sites in (self.layers, self.singly))
+        return replace(self, layers=layers, singly=singly, widths=tuple(map(width, self.widths)))
 
     def costing(self, unit: str, cost: Callable[[Costs], int]) -> Predictions:
         """Add what everything takes of a resource, by its other costs."""
@@ -160,16 +157,15 @@ class Predictor:
                 substitutes += channel_substitutes(block, narrower, self.entries, self.fraction)
             layers += sites.values()
             widths += narrower
-        roles, dropped = {site.role for site in layers}, self.fits.dropped
+        dropped = {name for name, _ in self.fits.dropped}
         corrects = inputs.data is None
         return Predictions(
             layers=tuple(map(self.fits.corrected, layers) if corrects else layers),
-            singly=tuple(singly),
-            uncorrected=tuple(layers if corrects else ()),
+            singly=tuple(layers if corrects else singly),
             widths=tuple(widths),
             offers=self.offers,
             singles=tuple(self.singles),
-            complete=tuple(n for n in self.offers if not dropped & {(n, role) for role in roles}),
+            complete=tuple(name for name in self.offers if name not in dropped),
             fixed=frozenset(fixed),
             substitutes=tuple(substitutes),
         )
@@ -194,7 +190,10 @@ class Predictor:
                 gram = of_layer.inputs.moments(centred=entry.bias).gram
                 mean, rows = of_layer.inputs.means[0], of_layer.rows
                 curvature = of_layer.curvature.total() / rows
-                statistics[layer] = LayerStatistics(entry, weight, gram, mean, curvature, rows)
+                stored = (source.store, source.keymap, f"{layer.name}.bias", inputs.device)
+                bias = read_finite(*stored) if entry.bias and self.narrows else None
+                facts = (weight, gram, mean, curvature, rows, bias)
+                statistics[layer] = LayerStatistics(entry, *facts)
             sums.clear()
             yield block, statistics
 
@@ -248,11 +247,6 @@ class Predictor:
     ) -> list[list[ChannelOrder]]:
         """Order channels that layers of a block have in common; those of one layer together."""
         source, recipe, device = self.inputs.source, self.inputs.recipe, self.inputs.device
-        facts: dict[Layer, LayerStatistics] = {}
-        for layer, measured in statistics.items():
-            stored = (source.store, source.keymap, f"{layer.name}.bias", device)
-            bias = read_finite(*stored) if measured.entry.bias else None
-            facts[layer] = replace(measured, bias=bias)
         roles = roles_of(source)
         attentions = () if recipe.attention else attentions_of(source.keymap.model, roles)
         if self.inputs.data is None:
@@ -260,9 +254,9 @@ class Predictor:
             order = partial(order_by_weights, entries=entries, source=source, device=device)
         else:
             damping = recipe.calibration.damping
-            order = partial(order_channels, statistics=facts, damping=damping)
+            order = partial(order_channels, statistics=statistics, damping=damping)
         coupled = all_couplings(block, attentions)
-        orders = [order(item) for item in coupled if facts.keys() >= {*item.layers}]
+        orders = [order(item) for item in coupled if statistics.keys() >= {*item.layers}]
         reductions = {key: item for order in orders for key, item in order.reductions.items()}
         self.inputs.workdir.keep_moments("channels", block.name, stored_reductions(reductions))
         parts = [order for order in orders if order.coupling.kind != "heads"]
@@ -282,18 +276,25 @@ class Predictor:
         else:
             damping = recipe.calibration.damping * entry.in_features / rows
             gram = with_ridge(gram, damping * gram.diagonal().mean())
-        aims = fit_targets_of(entry, statistics.weight, gram, curvature)
+        splits: list[tuple[StructureSite, FitTarget]] = []
+        for part in layer.parts:
+            span = layer.rows_of(part)
+            weight = statistics.weight[span].double()
+            # The moments of inputs are damped, those of gradients are not.
+            curve = damped_curvature(curvature[span, span], CURVATURE_DAMPING)
+            target = Target(weight @ gram, gram, curvature=curve)
+            aim = target, float(curved_constant(weight, gram, curve))
+            splits.append((site_of(block, layer, part), aim))
         unit = unit_of(recipe, inputs.source, entry, inputs.plan)
         dense = {PARAMETERS: entry.dense_parameters}
         if budget is not None and budget.unit == BYTES:
             dense[BYTES] = round(entry.dense_parameters * unit)
-        left_out = sum(constant for _, constant in aims) * rows
+        left_out = sum(constant for _, (_, constant) in splits) * rows
         site = Site((entry.key,), entry.role, dense, (), left_out, unit)
         sharing = next(len(group) for group in block.groups if layer in group)
-        splits = zip((site_of(block, layer, part) for part in layer.parts), aims, strict=True)
         fractions = fine_fractions(entry) if budget and budget.limits_each else FRACTIONS
         readers = sharing * len(layer.parts)
-        offered = partial(layer_candidates, inputs, site, [*splits], fractions, rows, readers)
+        offered = partial(layer_candidates, inputs, site, splits, fractions, rows, readers)
         dropped = {name for name, role in self.fits.dropped if role == entry.role}
         names = (name for name in of_one_layer(self.offers) if name not in dropped)
         beside = {name: offered(name, self.offers[name]) for name in names}
@@ -350,14 +351,11 @@ def alone_on(recipe: Convert, plan: Plan, source: SourceModel) -> dict[str, Spec
         return True
 
     offered = offered_by(recipe.method, fraction, timed=recipe.counts_time, alone=True).items()
-    suitable = {name: next(filter(suits, specs), None) for name, specs in offered}
-    return {name: spec for name, spec in suitable.items() if spec is not None}
+    return {name: spec for name, specs in offered if (spec := next(filter(suits, specs), None))}
 
 
 # Candidates of one layer, and what they are predicted to lose.
 
-
-Parts = tuple[PartLayout, ...]
 
 FRACTIONS = tuple(0.01 * 1.06**n for n in range(78))  # kept ones on offer, up to nine tenths
 
@@ -382,7 +380,7 @@ def layer_candidates(
     """
     calibrated = inputs.data is not None
 
-    def planned(spec: Spec, fraction: float) -> Parts | None:
+    def planned(spec: Spec, fraction: float) -> tuple[PartLayout, ...] | None:
         choice, parts = Choice(spec, inputs.recipe.residual_rank, fraction), []
         for split, _ in splits:
             try:
@@ -452,19 +450,3 @@ def _remainder(aim: FitTarget, main: Layout) -> FitTarget:
     dense = structure(main.structure).quick_fit(target, main)
     remainder = replace(target, product=target.product - dense @ target.full_gram())
     return remainder, predicted_loss(dense, target, constant)
-
-
-def fit_targets_of(
-    entry: LayerPlan, weight: Tensor, gram: Tensor, curvature: Tensor
-) -> list[FitTarget]:
-    """Lists what the fits of a layer's output splits aim at, in the norm of both moments.
-
-    The moments of inputs are damped, those of gradients are not.
-    """
-    aims = []
-    for start, stop in pairwise(accumulate((p.dense_features for p in entry.parts), initial=0)):
-        rows = weight[start:stop].double()
-        curve = damped_curvature(curvature[start:stop, start:stop], CURVATURE_DAMPING)
-        target = Target(rows @ gram, gram, curvature=curve)
-        aims.append((target, float(curved_constant(rows, gram, curve))))
-    return aims

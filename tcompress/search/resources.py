@@ -40,7 +40,6 @@ from tcompress.search.candidates import (
     narrow_layers,
 )
 from tcompress.search.predictions import Predictions
-from tcompress.structures.modules.linear import PartLayout
 from tcompress.timing_model.clocks import LayerTimes, ModelClock, Workload, interpolated
 
 CLOSE = 0.02  # of the ratio asked for: no better plan is looked for
@@ -113,7 +112,6 @@ class Resource(ABC):
         """
         budget, tried = problem.recipe.resource_budget, list[tuple[Plan, float]]()
         assert budget is not None
-        assert problem.room is not None
         reduction, least = self.reduction(budget), problem.least(self.unit)
 
         def placed(room: float) -> float:
@@ -257,9 +255,7 @@ class Time(Resource):
         }
 
     def _products_saved(self, plan: Plan) -> float:
-        return sum(
-            self._unchanged(entry) - self._matrix(entry, entry.parts) for entry in plan.layers
-        )
+        return sum(self._unchanged(entry) - self._narrowed(entry) for entry in plan.layers)
 
     def _timed(self, entry: LayerPlan, candidates: Sequence[Candidate]) -> list[float]:
         """Seconds that forms of a layer take; few are timed."""
@@ -270,15 +266,15 @@ class Time(Resource):
         return interpolated([item.costs[PARAMETERS] for item in candidates], measure, POINTS)
 
     def _products(self, item: Candidate) -> float:
-        forms = ((self.entries[key], form.parts) for key, form in item.forms if form)
-        return _NANO * sum(self._matrix(*form) for form in forms)
+        forms = ((self.entries[key], form) for key, form in item.forms if form)
+        narrow = (entry.model_copy(update=form._asdict()) for entry, form in forms)
+        return _NANO * sum(map(self._narrowed, narrow))
 
     def _unchanged(self, entry: LayerPlan) -> float:
         return self.times.matrix(entry.in_features, entry.out_features, entry)
 
-    def _matrix(self, entry: LayerPlan, parts: Sequence[PartLayout]) -> float:
-        outputs = sum(part.out_features for part in parts)
-        return self.times.matrix(parts[0].terms[0].in_features, outputs, entry)
+    def _narrowed(self, entry: LayerPlan) -> float:
+        return self.times.matrix(entry.inputs_left, entry.outputs_left, entry)
 
 
 def plan_in_time(inputs: SearchInputs) -> Plan:

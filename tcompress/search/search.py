@@ -111,8 +111,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
     measured = measured or Measurements(inputs)
     recipe, plan = inputs.recipe, inputs.plan
     label = recipe.method.name if recipe.method else ""
-    by_loss = recipe.by_loss
-    asks = by_loss if inputs.data is None else recipe.measures_sensitivity
+    asks = recipe.by_loss if inputs.data is None else recipe.measures_sensitivity
     if not plan.layers or not asks:
         return {label: plan}
     predictions = measured.predictions
@@ -120,7 +119,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         inputs.progress.stage("timing widths", 1, "")
         return {label: plan_in_time(inputs)}
     if not predictions.layers:  # as with experts alone
-        if not by_loss or (recipe.budget is not None and recipe.budget.is_size):
+        if not recipe.by_loss or (recipe.budget is not None and recipe.budget.is_size):
             return {label: plan}
         raise PlanError(
             "no error is predicted for any of these layers (experts have none), so that a "
@@ -139,8 +138,7 @@ def answers(inputs: SearchInputs, measured: Measurements | None = None) -> dict[
         factors = measured.factors(problem.methods, inputs)
         # What candidates are predicted to lose is corrected by what some of them did lose.
         width = partial(with_losses, factors=factors.by_key)
-        corrected = predictions.mapped(factors.scaled, width)
-        problem = replace(problem, predictions=corrected)
+        problem = replace(problem, predictions=predictions.mapped(factors.scaled, width))
         if recipe.chooses_table and plan.storage is not None and plan.storage.embeddings:
             change = factors.usual or 1 / sum(map(samples_in, inputs.data.fitted_batches))
             if change not in measured.tables:
@@ -156,11 +154,10 @@ def _solved(problem: BudgetProblem, label: str, resource: Resource | None) -> di
 
     Where models are to take little of a resource, whole ones are measured.
     """
-    predictions = problem.predictions
     problems = {label: problem}
-    for name in predictions.singles:
+    for name in problem.predictions.singles:
         if name in problem.methods:
-            problems.setdefault(name, problem.alone(name, predictions.singly))
+            problems.setdefault(name, problem.alone(name))
     refused: list[PlanError] = []
     different: dict[str, Plan] = {}
     for name, item in problems.items():
@@ -191,7 +188,6 @@ def _worth_trying(problem: BudgetProblem, unit: str) -> BudgetProblem:
     They take too much whatever they lose, or are predicted to lose many times as much as all
     methods together, which use nothing of them.
     """
-    assert problem.room is not None
     single = {name: replace(problem, methods=[name]) for name in problem.methods}
     fast = [name for name, alone in single.items() if alone.least(unit) <= problem.room]
     problem = replace(problem, methods=fast or problem.methods)

@@ -17,6 +17,7 @@ from tcompress.attention.replacement import (
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
 )
 from tcompress.errors import DataError, counted
 from tcompress.fields import option, read_sizes
@@ -191,7 +192,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
-        from tcompress.attention.visibility import as_they_are, repeat_heads
+        from tcompress.attention.visibility import as_they_are
 
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens

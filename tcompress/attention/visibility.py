@@ -1,4 +1,4 @@
-"""Masks of attentions in all their forms, and the picking of tokens and heads that follows them."""
+"""Masks of attentions in all their forms."""
 
 from __future__ import annotations
 
@@ -106,13 +106,3 @@ def as_they_are(device: torch.device) -> AbstractContextManager[object]:
     if has_autocast(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads of keys or values (batch, key_heads, tokens, width) for every query head."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def take_tokens(x: Tensor, places: Tensor) -> Tensor:
-    """Pick tokens.  # (batch, heads, tokens, width), (batch | 1, picked)."""
-    return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))

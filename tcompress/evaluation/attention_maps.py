@@ -23,7 +23,8 @@ def attention_map(model: PreTrainedModel, task: EvaluationTask) -> AttentionMap 
     rows = task.prepared.rows
     if not rows:
         return None
-    batch = {name: value[None].to(model.device) for name, value in rows[0].items()}
+    inputs = {name: value for name, value in rows[0].items() if name != "labels"}
+    batch = {name: value[None].to(model.device) for name, value in inputs.items()}
     returned = getattr(model(**batch, output_attentions=True), "attentions", None) or ()
     shown = [(layer, item) for layer, item in enumerate(returned) if isinstance(item, Tensor)]
     if not shown or shown[-1][1].dim() != 4:

@@ -99,17 +99,7 @@ class _PairTask(EvaluationTask):
         return second[:, None]
 
     def work(self, model: PreTrainedModel) -> int:
-        self.check_head(model)
         return len(self.prepared.rows)
-
-    def check_head(self, model: PreTrainedModel) -> None:
-        """Refuse a head with too many labels to score a pair of texts."""
-        if self.has_head and model.config.num_labels > self.most_labels:
-            raise DataError(
-                f"the model's head has {model.config.num_labels} labels; "
-                f"a score for a pair of texts comes from a head with at most {self.most_labels}",
-                "give a sentence encoder, or a model that was trained to score pairs",
-            )
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embed the first texts, and the distinct second texts.  # (texts, d) each."""
@@ -131,7 +121,13 @@ class _PairTask(EvaluationTask):
 
     def head_logits(self, runner: Runner) -> Tensor:
         """Score pairs with the model's head.  # (pairs * candidates, labels)."""
-        self.check_head(runner.model)
+        labels = runner.model.config.num_labels
+        if labels > self.most_labels:
+            raise DataError(
+                f"the model's head has {labels} labels; "
+                f"a score for a pair of texts comes from a head with at most {self.most_labels}",
+                "give a sentence encoder, or a model that was trained to score pairs",
+            )
         return runner.logits(self.prepared.rows, self.reader.pad)
 
 

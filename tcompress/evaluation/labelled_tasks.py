@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -157,13 +156,13 @@ class _GridTask(_ClassTask):
     input_name: ClassVar[str]
 
     @abstractmethod
-    def read(self, index: int) -> Tensor:
-        """Read the model's input of one example."""
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
+        """Make the function that reads the model's input of an example."""
 
     def logits(self, runner: Runner) -> Tensor:
-        logits = []
+        read, logits = self.reader_of_inputs(), []
         for indices in runner.slices(self.prepared.units):
-            batch = torch.stack([self.read(index) for index in range(indices.start, indices.stop)])
+            batch = torch.stack([read(index) for index in range(indices.start, indices.stop)])
             batch = batch.to(runner.device, runner.model.dtype)
             logits.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
         return checked(torch.cat(logits))
@@ -182,15 +181,11 @@ class ImageClassification(_GridTask):
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         return super().prepare()
 
-    @cached_property
-    def _processed(self) -> Callable[[Any], Tensor]:
-        """From a decoded image to its input."""
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
         # Its file is there, so where the library for it is not, its main options are followed.
-        return image_reader(self.source, needed=False)
-
-    def read(self, index: int) -> Tensor:
+        process, images = image_reader(self.source, needed=False), self.examples.images
         channels, name = image_shape(self.source.config)[0], f"`{self.examples.name}`"
-        return self._processed(decode(self.examples.images[index], channels, name))
+        return lambda index: process(decode(images[index], channels, name))
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len(self.examples.classes) <= 5:
@@ -219,9 +214,10 @@ class VolumeClassification(_GridTask):
             text = f"{has}, the model takes {shape}"
             raise DataError(text, "give data of that shape, or a model for this one")
 
-    def read(self, index: int) -> Tensor:
-        assert self.examples.volumes is not None
-        return as_input(self.examples.volumes[index])
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
+        volumes = self.examples.volumes
+        assert volumes is not None
+        return lambda index: as_input(volumes[index])
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len({*truth.tolist()}) < len(self.examples.classes):

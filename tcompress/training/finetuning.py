@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ import tcompress
 from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import round_files
 from tcompress.artifact.manifest import (
-    CalibrationFacts,
     Manifest,
-    SourceFacts,
     TrainingFacts,
     environment,
+    manifest_of_dense,
     model_card,
     read_manifest,
     write_manifest,
@@ -57,7 +55,6 @@ from tcompress.linalg.rounding import pack, unpack
 from tcompress.models import SourceModel, tell_padding
 from tcompress.models.names import CARD, carry_files, forget_code, name_cure, stray_links
 from tcompress.options import Finetune
-from tcompress.planning.entries import Plan
 from tcompress.processes import PATIENCE
 from tcompress.progress import Progress, Silent
 from tcompress.training.checkpoints import Checkpoints
@@ -88,11 +85,6 @@ def _attention(accelerator: Accelerator) -> AbstractContextManager[object]:
     """How softmax attention is computed in passes of a run."""
     low = accelerator.mixed_precision != "no" and accelerator.device.type == "cpu"
     return FloatAttention() if low else nullcontext()
-
-
-def _contexts(accelerator: Accelerator) -> tuple[AbstractContextManager[object], ...]:
-    """Contexts of blocks in a forward pass, and in a backward pass, where no mode is on else."""
-    return nullcontext(), _attention(accelerator)
 
 
 def _as_float(value: Any) -> Any:
@@ -174,8 +166,9 @@ def _prepared(
     if options.shard:
         check_shardable(setup.model, accelerator, setup.roundings.values())
     if options.gradient_checkpointing:
-        contexts = partial(_contexts, accelerator)
-        setup.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        # Contexts of blocks in a forward pass, and in a backward pass, where no mode is on else.
+        contexts = {"context_fn": lambda: (nullcontext(), _attention(accelerator))}
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     notes = [*setup.data.notes]
     for name in stray_links(model.folder, model.trust_remote_code):
         notes.append(f"`{name}` is a link out of the model's folder and is not carried along")
@@ -313,21 +306,7 @@ class _Run:
         carry_files(self.source.folder, self.source.auxiliary_files(), folder)
         if not self.source.trust_remote_code:
             forget_code(folder)
-        manifest = self.manifest or Manifest(
-            source=SourceFacts(
-                id=self.source.id,
-                revision=self.source.revision,
-                fingerprint=store.fingerprint(),
-                bytes=store.total_bytes,
-            ),
-            recipe={},
-            plan=Plan(layers=(), source=self.source.id, method="dense"),
-            calibration=CalibrationFacts(name="none"),
-            fit={},
-            checksums={},
-            seconds=0.0,
-            environment=environment(),
-        )
+        manifest = self.manifest or manifest_of_dense(self.source)
         storage = storage_of(self.source, self.setup.options, self.manifest)
         rounded = {} if storage is None else round_files(folder, self.setup.roundings, storage)
         plan = manifest.plan.model_copy(update={"storage": storage})

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import broadcast_object_list
-from torch import Tensor, nn
+from torch import nn
 
 from tcompress.artifact.manifest import CurvePoint
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
-from tcompress.training.checkpoints import Checkpoints, RunState, save_memory
+from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, tokens_in
 from tcompress.training.memory_limits import FittingLosses
@@ -126,7 +126,7 @@ class Loop:
         self.losses.prepare_objectives()
         state = self.state
         if state.rate is None and not state.step:
-            state.rate = tested_rate(self.losses, self.optimizer, self._gradients, state.parts)
+            state.rate = tested_rate(self.fitting, state)
         self.progress.stage("training", state.total, "steps")
         self.progress.advance(state.step)
         if not state.curve:
@@ -242,7 +242,7 @@ class Loop:
         options, state = self.setup.options, self.state
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(state.step)
-        loss = self._gradients(batch)
+        loss = self.fitting.gradients(batch, state)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
         norm = None if norm is None else whole(norm)
         self.optimizer.step()
@@ -255,22 +255,22 @@ class Loop:
             self._read()
         self.progress.advance(1, self._note())
 
-    def _gradients(self, batch: Batch) -> Tensor:
-        return self.fitting.gradients(batch, self.state)
-
     def _rate(self, step: int) -> float:
-        options, state, untrained = self.setup.options, self.state, self.setup.untrained
-        highest = highest_rate(options, untrained=untrained)
+        options, state = self.setup.options, self.state
+        highest = highest_rate(options, untrained=self.setup.untrained)
         if state.rate is not None:
             highest = rate_for(state.total, state.rate, highest)
-        return learning_rate(options, step, state.total, untrained=untrained, highest=highest)
+        return learning_rate(options, step, state.total, highest)
 
     def _note(self) -> str:
         state, pace, validation = self.state, self.pace, self._validation
         each, seconds = pace.each(validation), pace.ahead(state.total, validation)
         numbers = f"loss {self.numbers.last_loss:.4g}  {self.setup.validated}"
         note = f"{numbers} {state.curve[-1].validation:.4g}"
-        return note if each is None or seconds is None else note + _speed(state, each, seconds)
+        if each is None or seconds is None:
+            return note
+        rate, minutes = state.tokens / state.step / each, int(seconds) // 60
+        return f"{note}  {rate:,.0f} tokens/s  {minutes}:{int(seconds) % 60:02d} left"
 
     def _finished(self) -> bool:
         patience = self.setup.options.patience
@@ -317,8 +317,7 @@ class Loop:
     def _save(self) -> None:
         self._read()
         self.state.seconds = self._seconds()
-        main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        self.checkpoints.save(self.state, partial(save_memory, self.accelerator), wait, main)
+        self.checkpoints.save(self.state, self.accelerator)
 
 
 def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
@@ -338,9 +337,3 @@ def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
     # Mixed precision alone, and nothing around it.
     model = accelerator.prepare_model(setup.model, device_placement=False, evaluation_mode=True)
     return model, optimizer
-
-
-def _speed(state: RunState, each: float, seconds: float) -> str:
-    """Speed of steps that take `each` so long, and time to the last one."""
-    rate = state.tokens / state.step / each
-    return f"  {rate:,.0f} tokens/s  {int(seconds) // 60}:{int(seconds) % 60:02d} left"

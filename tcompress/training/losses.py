@@ -178,9 +178,7 @@ class Losses:
         """A batch on the device, and what the teacher says of it."""
         moved = self._moved(batch)
         with self._unread_masks(batch):
-            if self.teachers.targets is not None:
-                return moved, self.teachers.of_batch(moved, self.setup.data.train)
-            return moved, self.teachers.of_inputs(model_inputs(moved))
+            return moved, self.teachers.of_batch(moved, self.setup.data.train, cached=False)
 
     def _loss(self, batch: Batch, counts: Mapping[Unit, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(model_inputs(batch), self.model)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, repeat, zip_longest
 from math import inf, log
 from statistics import fmean, stdev
 
@@ -95,7 +96,8 @@ def best_mix(
     """
     setup = losses.setup
     name = "comparing weights between the first and the best ones"
-    progress.stage(name, batches_of(setup.data.held, size), "batches")
+    count = sum(-(-len(part) // size) for part in setup.data.held.values())
+    progress.stage(name, count, "batches")
     sampler = sampler_of(setup.source, setup.options.seed)
     line = _Line(setup.changed, start)
     targets = losses.teachers.targets
@@ -143,21 +145,11 @@ def _by_turns(
     """Yield a batch of every source in turn, as long as there are any."""
     for part in held.values():
         part.epoch = 0
-    remaining = {
-        source: iter(losses.loaded(part, in_order(part, size))) for source, part in held.items()
-    }
-    while remaining:
-        for source, batches in [*remaining.items()]:
-            batch = next(batches, None)
-            if batch is None:
-                del remaining[source]
-            else:
-                yield source, batch
-
-
-def batches_of(held: Mapping[str, Encoded], size: int = JUDGED) -> int:
-    """Number of batches that are compared, where there is time for all."""
-    return sum(-(-len(part) // size) for part in held.values())
+    sources = (
+        zip(repeat(source), losses.loaded(part, in_order(part, size)), strict=False)
+        for source, part in held.items()
+    )
+    return filter(None, chain.from_iterable(zip_longest(*sources)))
 
 
 def harmed(

@@ -45,17 +45,17 @@ from tcompress.training.task_heads import with_head
 from tcompress.training.tasks import TASKS, TrainingTask
 from tcompress.training.teacher import blocks_to_imitate, check_length
 from tcompress.training.teaching import (
+    COMPARABLE,
+    OTHER_TASK,
     Kind,
     Teaching,
     arranged,
-    default_objectives,
     predicted,
     predicts,
 )
 from tcompress.training.training_data import Data, check_training_data, load_data
 
 _REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
-_OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
 
 @dataclass
@@ -287,7 +287,7 @@ def _default_weights(
 ) -> dict[str, float]:
     names = ["task"] if options.task else []
     if teaching.teachers and teaching.kind != "states":
-        names += default_objectives(teaching.kind)
+        names += COMPARABLE[teaching.kind]
     elif teaching.teachers:
         names.append("hidden")
         prediction = predicts(source, options)
@@ -361,7 +361,7 @@ def _readers(
     for teacher in teaching.readers if labels else ():
         if (count := len(label_names(teacher.config))) != len(labels):
             text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {count}"
-            raise InputError(text, _OTHER_TEACHER)
+            raise InputError(text, OTHER_TASK)
     length = options.data.max_length
     return tuple(
         TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.readers
@@ -381,16 +381,16 @@ def _order_of_logits(
             f"the objective `logits` compares predictions, but `{type(model).__name__}` predicts "
             f"{kind or 'nothing'}, its teacher `{type(teacher).__name__}` "
             f"{other_kind or 'nothing'}",
-            _OTHER_TEACHER,
+            OTHER_TASK,
         )
     if kind == "tokens":
         return None
     labels, taught = (label_names(item.config) for item in (model, teacher))
     if len(labels) != len(taught):
         text = f"the model predicts {len(labels)} classes, its teacher {len(taught)}"
-        raise InputError(text, _OTHER_TEACHER)
+        raise InputError(text, OTHER_TASK)
     order = order_of(labels, taught)
     if order is None and named:
         text = f"the model predicts {listed(labels)}, its teacher {listed(taught)}"
-        raise InputError(text, _OTHER_TEACHER)
+        raise InputError(text, OTHER_TASK)
     return None if order in (None, [*range(len(labels))]) else order

@@ -42,7 +42,7 @@ class TeacherOutputs:
         if setup.options.shard:  # all processes have to run it together
             return self
         logits = any(objective.name == "logits" for objective, _ in setup.objectives)
-        caches = {**self.caches}
+        caches: dict[Encoded, TeacherCache] = {}
         for index, examples in enumerate(data):
             if examples.is_fixed:
                 path = folder / f"teacher-{index}-{process}"
@@ -79,11 +79,11 @@ class TeacherOutputs:
                 self.accelerator.wait_for_everyone()
         return replace(self, targets=targets)
 
-    def of_batch(self, batch: Batch, data: Encoded) -> Observed:
+    def of_batch(self, batch: Batch, data: Encoded, *, cached: bool = True) -> Observed:
         """Outputs for a batch of these examples, which is on the device."""
         if self.targets is not None:
             return self.targets.observed(data, batch["place"], self.accelerator.device)
-        cache, inputs = self.caches.get(data), model_inputs(batch)
+        cache, inputs = self.caches.get(data) if cached else None, model_inputs(batch)
         if cache is None:
             return self.of_inputs(inputs)
         # A piece of a batch is padded as the whole of it is.

@@ -85,7 +85,11 @@ class _PairTask(EvaluationTask):
         firsts, seconds = (torch.from_numpy(places_of(x, texts)) for x in (first, documents))
         skipped[seconds] = self.prompts[1].tokens
         skipped[firsts] = self.prompts[0].tokens
-        facts = {**self.sentences.words, **_prompt_facts(self.prompts)}
+        facts, (prompt, other) = self.sentences.words, (it.text for it in self.prompts)
+        if prompt or other:
+            facts["prompt"] = prompt
+        if prompt != other:
+            facts["prompt_of_second"] = other
         facts["truncated"] = self.reader.truncated(rows, texts)
         return replace(
             pairs, rows=rows, first=firsts, documents=seconds, skipped=skipped, facts=facts
@@ -129,14 +133,6 @@ class _PairTask(EvaluationTask):
                 "give a sentence encoder, or a model that was trained to score pairs",
             )
         return runner.logits(self.prepared.rows, self.reader.pad)
-
-
-def _prompt_facts(prompts: tuple[Prompt, Prompt]) -> dict[str, Any]:
-    """Prompts for a protocol, if there are any."""
-    one, two = (prompt.text for prompt in prompts)
-    if one == two:
-        return {"prompt": one} if one else {}
-    return {"prompt": one, "prompt_of_second": two}
 
 
 class Similarity(_PairTask):

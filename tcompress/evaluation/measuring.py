@@ -74,7 +74,7 @@ class _Measurement:
     progress: Progress
     save: bool
     in_runtime: RuntimeFiles
-    stand_in: nn.Module | None = None  # that runs in the place of what a folder holds
+    stand_in: nn.Module | None  # that runs in the place of what a folder holds
 
     def of(
         self,
@@ -228,8 +228,8 @@ def evaluate(
     length = _common_length(task, sets.values(), sources.values(), options)
     runs = [(name, runtime) for name in names for runtime in options.runtime]
     with RuntimeFiles.opened() as files:
-        run = _Measurement(options, task, sets, length, device, progress or Silent(), save, files)
-        run = replace(run, stand_in=stand_in)
+        how = device, progress or Silent(), save, files, stand_in
+        run = _Measurement(options, task, sets, length, *how)
         if measured is not None:
             return [run.of(name, sources[name], measured, runtime) for name, runtime in runs]
         base = run.of(first, sources[first], runtime=options.runtime[0])

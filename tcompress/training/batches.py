@@ -124,13 +124,6 @@ def pins(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def host_batches(
-    data: Encoded, pad: int, order: list[list[int]], device: torch.device
-) -> Iterator[Row]:
-    """Yield batches of these examples each, on the CPU, for a device."""
-    yield from loader(data, pad, order, pinned=pins(device))
-
-
 def on_device(batch: Row, device: torch.device) -> Row:
     """Move a batch without waiting for it; indices of examples stay on the CPU, as caches do."""
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import get_args
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import Encoded, host_batches, in_order, model_inputs, on_device
+from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device, pins
 from tcompress.training.masks import unread_masks
 from tcompress.training.objectives import Batch, Observed, Similarities, Unit, fed_with
 from tcompress.training.setup import Setup
@@ -208,11 +208,11 @@ class Losses:
         """Yield batches on the device, of these examples each."""
         return map(self._moved, self.on_host(data, order))
 
-    def on_host(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
-        """Yield batches on the CPU, of these examples each."""
-        return host_batches(data, self.setup.data.pad, order, self.accelerator.device)
+    def on_host(self, data: Encoded, order: list[list[int]]) -> Iterable[Batch]:
+        """Load batches on the CPU, of these examples each."""
+        return loader(data, self.setup.data.pad, order, pinned=pins(self.accelerator.device))
 
-    def _mean_loss(self, batches: Iterator[Batch]) -> float:
+    def _mean_loss(self, batches: Iterable[Batch]) -> float:
         """Sums of all terms over the data, divided at the end: batches leave no trace."""
         chosen = [
             (objective, share)
@@ -242,7 +242,7 @@ class Losses:
             for (objective, share), losses in zip(chosen, sums, strict=True)
         )
 
-    def _score(self, task: TrainingTask, batches: Iterator[Batch]) -> float:
+    def _score(self, task: TrainingTask, batches: Iterable[Batch]) -> float:
         predictions, labels = [], []
         for batch in batches:
             moved = self._moved(batch)

@@ -81,8 +81,9 @@ def tested_rate(fitting: FittingLosses, state: RunState) -> float | None:
     is_set = options.learning_rate is not None or setup.task is not None
     if is_set or blocks_first(options) or not setup.imitates or setup.untrained or not count:
         return None
-    size, keeps = max(1, options.batch_size // state.parts), True
-    while True:
+    largest = max(1, options.batch_size // state.parts)
+    smaller = [(largest >> halvings, False) for halvings in range(largest.bit_length())]
+    for size, keeps in ((largest, True), *smaller):
         try:
             return _rate_on(fitting, state, count, size, keeps=keeps)
         except RuntimeError as error:
@@ -92,12 +93,7 @@ def tested_rate(fitting: FittingLosses, state: RunState) -> float | None:
         finally:
             fitting.optimizer.zero_grad(set_to_none=True)
         clear_device_cache(garbage_collection=True)
-        if keeps:
-            keeps = False
-        elif size == 1:
-            return None  # the first step says what to do
-        else:
-            size //= 2
+    return None  # the first step says what to do
 
 
 def _rate_on(

@@ -23,7 +23,6 @@ from tcompress.hf.opening import has_head, load_model, pick_device
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Finetune
-from tcompress.planning.entries import DepthPlan
 from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
@@ -148,13 +147,17 @@ def set_up(
         )
     teacher_observer = None
     if teaching.beside:
-        observing = partial(_observing, teaching, options, roles, depth, projections=projections)
-        watched = [observing(teacher) for teacher in teaching.beside]
-        for watcher in watched:
+        watched = []
+        for teacher in teaching.beside:
+            taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+            taught_roles, blocks = loaded_roles(teacher, taught), list[int]()
+            if teaching.kind == "states":
+                blocks = blocks_to_imitate(roles, taught_roles, options.teacher_blocks, depth)
+            watched.append(Observer(taught, taught_roles, blocks, projections))
             if "logits" in names:
                 named = options.teacher != ("source",)
-                watcher.order = _order_of_logits(model, watcher.model, named=named)
-            tell_padding(watcher.model, data.pad)
+                watched[-1].order = _order_of_logits(model, taught, named=named)
+            tell_padding(taught, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     tell_padding(model, data.pad)
     if not (first is None if options.dropout is None else options.dropout):
@@ -204,23 +207,6 @@ def _sees_ahead(model: PreTrainedModel) -> bool:
         first, second = model(input_ids=ids).logits[:, :-1].float()
         return not torch.allclose(first, second, atol=1e-3)
     return False
-
-
-def _observing(
-    teaching: Teaching,
-    options: Finetune,
-    student: Roles,
-    depth: DepthPlan | None,
-    teacher: SourceModel,
-    *,
-    projections: bool,
-) -> Observer:
-    """Load a teacher that runs beside the student."""
-    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-    roles, blocks = loaded_roles(teacher, model), list[int]()
-    if teaching.kind == "states":
-        blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
-    return Observer(model, roles, blocks, projections)
 
 
 def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:

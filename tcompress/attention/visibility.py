@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import DataError
-from tcompress.linalg.fits import has_autocast
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -99,10 +97,3 @@ def check_alike(mask: Tensor | None, visible: Visible) -> None:
 def past(queries: int, keys: int, device: torch.device) -> Tensor:
     """Let the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-def as_they_are(device: torch.device) -> AbstractContextManager[object]:
-    """Leave every product in the dtype of its factors, which autocast would lower."""
-    if has_autocast(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()

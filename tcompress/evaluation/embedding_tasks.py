@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
@@ -16,7 +15,6 @@ from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner
-from tcompress.models import SourceModel
 
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
 
@@ -44,11 +42,8 @@ class _PairTask(EvaluationTask):
     max_length = 256
     most_labels: ClassVar[int] = 0
     answers_texts = True
+    embeds_texts = True
     prepared: TextPairs
-
-    @classmethod
-    def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
-        return SentenceEncoder.of(source)
 
     @property
     def sentences(self) -> SentenceEncoder:
@@ -101,9 +96,6 @@ class _PairTask(EvaluationTask):
         # (pairs,) -> (pairs, candidates)
         """
         return second[:, None]
-
-    def work(self, model: PreTrainedModel) -> int:
-        return len(self.prepared.rows)
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embed the first texts, and the distinct second texts.  # (texts, d) each."""

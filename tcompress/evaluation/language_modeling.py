@@ -76,10 +76,9 @@ class Compared:
         """Frequency of the same token being chosen, and KL(baseline || model) in nats per token."""
         if self._reference is None:
             return []
-        tokens: Any = {"per_token": True}
         return [
-            ratio(AGREEMENT, self._agreements, counts, **tokens),
-            ratio(DIVERGENCE, self._divergences, counts, higher_is_better=False, **tokens),
+            ratio(AGREEMENT, self._agreements, counts, per_token=True),
+            ratio(DIVERGENCE, self._divergences, counts, higher_is_better=False, per_token=True),
         ]
 
 

@@ -80,18 +80,14 @@ class Seq2Seq(LabelledTokens):
         counts = np.array([len(row["labels"]) for row in rows])
         facts: dict[str, Any] = {"targets": int(counts.sum())}
         facts["truncated"] = reader.truncated(rows, sources)
-        if self._generates:
+        if self.options.exact_match is not False:
             facts["decoding"] = "greedy, else as the model's generation config says"
         both = [{"input_ids": torch.cat([row["input_ids"], row["labels"]])} for row in rows]
         return PredictedTokens(len(rows), reader.signature(both), facts, (), rows, counts)
 
-    @property
-    def _generates(self) -> bool:
-        return self.options.exact_match is not False
-
     def run(self, runner: Runner, reference: Any) -> Measured:
         guessed = partial(self.guessed, runner, reference, "token_accuracy", use_cache=False)
-        if not self._generates:
+        if self.options.exact_match is False:
             return guessed()
         prepared, same = self.prepared, np.zeros(self.prepared.units)
         longest = int(prepared.counts.max()) + _SPARE

@@ -123,8 +123,8 @@ class ExampleEncoder:
             return self._series(examples)
         if self.inputs.grid is not None or self.texts is None:
             read = self._picture_reader(examples)
-            labels = None if examples.targets is None else _targets_of(examples)
-            return Encoded([0] * len(examples), lambda index, _: [read(index)], labels)
+            targets = _targets_of(examples)
+            return Encoded([0] * len(examples), lambda index, _: [read(index)], targets)
         # Of a model that writes text long texts may be cut anywhere.
         if name == "causal-lm" or (name is None and self.is_causal):
             return _windows(self.texts, examples, with_labels=name == "causal-lm")
@@ -153,10 +153,8 @@ class ExampleEncoder:
         texts: list[tuple[Text, ...]] = [
             tuple((text,) for text in row) if pairs else (row,) for row in plain
         ]
-        labels = None
-        if examples.targets is not None:
-            labels = _targets_of(examples)
-        elif not pairs:
+        labels = _targets_of(examples)
+        if labels is None and not pairs:
             texts = [text for text, rows in zip(texts, encoded, strict=True) if all(rows)]
             encoded = [rows for rows in encoded if all(rows)]
         if not all(all(rows) for rows in encoded):
@@ -275,8 +273,10 @@ def _masked(
     return Encoded([len(row["input_ids"]) for row in rows], read, labels)
 
 
-def _targets_of(examples: Examples) -> Tensor:
+def _targets_of(examples: Examples) -> Tensor | None:
     """Targets of examples: (examples,), or with several labels marks (examples, classes)."""
+    if examples.targets is None:
+        return None
     if not examples.labels.several:
         return torch.tensor(examples.targets)
     marks = torch.zeros(len(examples), len(examples.labels))

@@ -175,12 +175,11 @@ def _prepared(
     if say is not None:
         for note in notes:
             say(note)
-    return _Run(model, teachers, setup, accelerator, output, manifest, force, begun)
+    return _Run(teachers, setup, accelerator, output, manifest, force, begun)
 
 
 @dataclass
 class _Run:
-    source: SourceModel
     teachers: Sequence[SourceModel]
     setup: Setup
     accelerator: Accelerator
@@ -207,7 +206,7 @@ class _Run:
                     progress, say = Silent(), lambda text: None
                 else:
                     best = sum(value.nbytes for value in self.setup.trained.values())
-                    workplace.need(self.source.store.total_bytes + 2 * best)
+                    workplace.need(self.setup.source.store.total_bytes + 2 * best)
                 run = self.setup, self.accelerator, checkpoints, progress, say
                 spent = time.perf_counter() - self.begun
                 facts = self._train(Loop(*run, spent=spent))
@@ -228,7 +227,7 @@ class _Run:
                 "kind": "finetune",
                 # How long it may take says when it ends, not what was done until then.
                 "options": self.setup.options.model_dump(mode="json", exclude={"minutes"}),
-                "weights": self.source.store.fingerprint(),
+                "weights": self.setup.source.store.fingerprint(),
                 "teacher": [teacher.store.fingerprint() for teacher in self.teachers],
                 "data": self.setup.data.fingerprint,
                 "tool": tcompress.__version__,
@@ -295,7 +294,7 @@ class _Run:
 
     def _write(self, trained: PreTrainedModel, folder: Path, facts: TrainingFacts) -> None:
         """Write the model; `config.json`, which makes it loadable, comes with the weights."""
-        store = self.source.store
+        source, store = self.setup.source, self.setup.source.store
         kinds = Counter(store.dtype(key) for key in store.keys())  # noqa: SIM118 - no mapping
         stored = [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
         # Nothing comes after it: the model itself takes the dtype that the source is stored in.
@@ -303,11 +302,11 @@ class _Run:
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         name_cure(folder)
-        carry_files(self.source.folder, self.source.auxiliary_files(), folder)
-        if not self.source.trust_remote_code:
+        carry_files(source.folder, source.auxiliary_files(), folder)
+        if not source.trust_remote_code:
             forget_code(folder)
-        manifest = self.manifest or manifest_of_dense(self.source)
-        storage = storage_of(self.source, self.setup.options, self.manifest)
+        manifest = self.manifest or manifest_of_dense(source)
+        storage = storage_of(source, self.setup.options, self.manifest)
         rounded = {} if storage is None else round_files(folder, self.setup.roundings, storage)
         plan = manifest.plan.model_copy(update={"storage": storage})
         manifest = manifest.model_copy(update={"plan": plan})
@@ -315,7 +314,7 @@ class _Run:
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         manifest = manifest.model_copy(update={**changes, "exports": []})
-        write_text(folder / CARD, model_card(manifest, self.source.folder, type(model).__name__))
+        write_text(folder / CARD, model_card(manifest, source.folder, type(model).__name__))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
         written = Reopened(folder, type(model))

@@ -56,8 +56,6 @@ SURE = 1.96
 LIGHTER = 3.0
 """Times as long as to compare outputs a pass takes in the first validation, which warms up."""
 
-NO_AGREEMENTS: Mapping[float, Mapping[str, float]] = {}
-
 Changes = Mapping[str, Sequence[float]]
 """Distances of outputs from the teacher's, of every batch, by source."""
 
@@ -179,15 +177,14 @@ def harmed(
 
 
 def chosen(
-    changes: Mapping[float, Changes],
-    agreements: Mapping[float, Mapping[str, float]] = NO_AGREEMENTS,
+    changes: Mapping[float, Changes], agreements: Mapping[float, Mapping[str, float]] | None = None
 ) -> float:
     """Choose the share of least change, in the geometric mean of the sources, that harms none.
 
     Of those that are as near by what differences of batches leave open it is the smallest, as what
     the fit had right is on no held-out sample. The start, share 0, harms none.
     """
-    harmless = [share for share in changes if not harmed(changes, agreements, share)]
+    harmless = [share for share in changes if not harmed(changes, agreements or {}, share)]
 
     def mean(share: float) -> float:
         return fmean(log(max(fmean(values), 1e-300)) for values in changes[share].values())

@@ -344,13 +344,13 @@ def _readers(
     if teaching.kind not in ("vectors", "classes"):
         return ()
     labels = label_names(model.config) if teaching.kind == "classes" else ()
-    for teacher in teaching.readers if labels else ():
+    for teacher in teaching.teachers if labels else ():
         if (count := len(label_names(teacher.config))) != len(labels):
             text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {count}"
             raise InputError(text, OTHER_TASK)
     length = options.data.max_length
     return tuple(
-        TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.readers
+        TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.teachers
     )
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -56,13 +56,8 @@ class Teaching:
 
     @property
     def beside(self) -> tuple[SourceModel, ...]:
-        """The teachers that read every batch as the student does."""
+        """The teachers that read every batch as the student does; others read texts first."""
         return self.teachers if self.kind in ("states", "logits") else ()
-
-    @property
-    def readers(self) -> tuple[SourceModel, ...]:
-        """The teachers that read texts by themselves, with tokenizers of their own."""
-        return self.teachers if self.kind in ("vectors", "classes") else ()
 
 
 def predicted(kind: type[PreTrainedModel]) -> str | None:
@@ -153,13 +148,10 @@ def _same_pieces(student: SourceModel, teacher: SourceModel) -> bool:
         if files[0].read_bytes() == files[1].read_bytes():
             return True
     with suppress(DataError):
-        return _pieces(student) == _pieces(teacher)
+        models = (student, teacher)
+        tokenizers = [load_tokenizer(it.folder, trust=it.trust_remote_code) for it in models]
+        return bool(tokenizers[0].get_vocab() == tokenizers[1].get_vocab())
     return True
-
-
-def _pieces(model: SourceModel) -> dict[str, int]:
-    tokenizer: Any = load_tokenizer(model.folder, trust=model.trust_remote_code)
-    return dict(tokenizer.get_vocab())
 
 
 def _kind(student: SourceModel, options: Finetune) -> Kind | None:

@@ -17,8 +17,7 @@ from tcompress.progress import Silent
 from tcompress.training import loop
 from tcompress.training.checkpoints import Checkpoints
 from tcompress.training.loop import Loop, StepNumbers
-from tcompress.training.losses import Losses
-from tcompress.training.masks import unread_masks
+from tcompress.training.losses import Losses, unread_masks
 from tcompress.training.optimizers import orthogonalised, orthogonalised_together
 from tests.support.tiny import build
 from tests.support.training import batch_of, losses_of, small, small_encoder, texts

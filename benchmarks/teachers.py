@@ -30,7 +30,7 @@ import torch
 import tcompress
 from tcompress.artifact.manifest import TrainingFacts, read_manifest
 from tcompress.evaluation.scores import ModelScores
-from tcompress.training.text_agreement import without_words
+from tcompress.training.encoded_examples import without_words
 
 SENTENCES = ("sentence1", "sentence2", "sentence", "text")
 DROPPED = 0.45  # of the words of variants

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import transformers
@@ -25,6 +25,9 @@ from tcompress.models.names import CARD, MANIFEST, encodes_sentences
 from tcompress.options.steps import PaperRow
 from tcompress.planning.entries import Plan
 from tcompress.project import INSTALL, REPOSITORY
+
+if TYPE_CHECKING:
+    from tcompress.models import SourceModel
 
 Key = Callable[[Any], object]
 
@@ -286,6 +289,25 @@ class Manifest(_Section):
     @property
     def is_untrained(self) -> bool:
         return self.source.init == "random" and not self.training
+
+
+def manifest_of_dense(source: SourceModel) -> Manifest:
+    """Begin the record of a model that was not converted."""
+    return Manifest(
+        source=SourceFacts(
+            id=source.id,
+            revision=source.revision,
+            fingerprint=source.store.fingerprint(),
+            bytes=source.store.total_bytes,
+        ),
+        recipe={},
+        plan=Plan(layers=(), source=source.id, method="dense"),
+        calibration=CalibrationFacts(name="none"),
+        fit={},
+        checksums={},
+        seconds=0.0,
+        environment=environment(),
+    )
 
 
 def environment() -> dict[str, str]:

@@ -5,14 +5,14 @@ The baseline of TGA and TSA (`ADA` there).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from tcompress.attention.replacement import (
     AttentionReplacement,
-    BaseAttention,
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
 )
 from tcompress.structures.base import Shapes, Tensors
 
@@ -49,9 +49,6 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
     windows = True
     pairwise = True
 
-    def arrange(self, spec: AdditiveSpec, base: BaseAttention) -> dict[str, Any]:
-        return {}
-
     def tensors(self, layout: AdditiveLayout) -> Shapes:
         return {"score_weight": (layout.heads, layout.head_dim)}
 
@@ -73,28 +70,18 @@ class Additive(AttentionReplacement[AdditiveSpec, AdditiveLayout]):
     ) -> tuple[Tensor, Tensor]:
         import torch
 
-        from tcompress.attention.visibility import repeat_heads
-
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
-        scores = additive_scores(q, k, tensors["score_weight"])
+        column = tensors["score_weight"][:, None, :, None]  # (heads, 1, width, 1)
+        rows = max(1, _MOST // max(1, k.numel()))
+        pieces = q.split(rows, 2) if rows < q.shape[2] else (q,)
+        parts = [
+            ((piece[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for piece in pieces
+        ]
+        scores = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
         if visible.pairs is not None:
             scores = scores.masked_fill(~visible.pairs, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1)
         return weights @ v, weights
-
-
-def additive_scores(q: Tensor, k: Tensor, weight: Tensor) -> Tensor:
-    """Score queries against keys, (batch, heads, tokens, width), by weights (heads, width).
-
-    # (batch, heads, queries, keys)
-    """
-    import torch
-
-    column = weight[:, None, :, None]  # (heads, 1, width, 1)
-    rows = max(1, _MOST // max(1, k.numel()))
-    pieces = q.split(rows, 2) if rows < q.shape[2] else (q,)
-    scores = [((piece[..., None, :] + k[:, :, None]).tanh() @ column)[..., 0] for piece in pieces]
-    return scores[0] if len(scores) == 1 else torch.cat(scores, 2)
 
 
 register(Additive())

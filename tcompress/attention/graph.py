@@ -13,6 +13,8 @@ from tcompress.attention.replacement import (
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
+    take_tokens,
 )
 from tcompress.fields import option
 from tcompress.structures.base import Refusal, Shapes, Tensors
@@ -113,12 +115,12 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
     ) -> tuple[Tensor, None]:
         from tcompress.attention import visibility
 
-        k, v = (visibility.repeat_heads(x, layout.heads) for x in (k, v))
+        k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         keys, order = k.shape[-2], layout.filter_order
         rows = _rows(q.shape[-2], keys, visible, k.device)
         ones = v.new_ones(order, layout.heads)
         coefficients = tensors.get("coefficients", ones)[:, None, :, None, None]
-        of_queries = v if rows is None else visibility.take_tokens(v, rows)
+        of_queries = v if rows is None else take_tokens(v, rows)
         if rows is None or order == 2:
             psi = edges(k, tensors["decay"], layout, visible, rows)
             return horner(psi, v, coefficients, of_queries), None
@@ -127,7 +129,7 @@ class Graph(AttentionReplacement[GraphSpec, GraphLayout]):
         pairs = visibility.past(keys, keys, k.device)[None, None]
         all_edges = visibility.Visible(pairs if tokens is None else pairs & tokens[:, None, None])
         psi = edges(k, tensors["decay"], layout, all_edges, None)
-        return visibility.take_tokens(horner(psi, v, coefficients, v), rows), None
+        return take_tokens(horner(psi, v, coefficients, v), rows), None
 
 
 def horner(psi: Tensor, v: Tensor, coefficients: Tensor, of_queries: Tensor) -> Tensor:
@@ -147,8 +149,6 @@ def edges(
     """
     import torch
     from torch.nn.functional import logsigmoid
-
-    from tcompress.attention.visibility import take_tokens
 
     of_queries = k if rows is None else take_tokens(k, rows)
     scaled = of_queries * layout.head_dim**-0.5  # large keys may leave half precision

@@ -6,6 +6,7 @@ The attention matrix is the Kronecker product of one matrix per axis, which is n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from math import log, prod
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,6 +18,7 @@ from tcompress.attention.replacement import (
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
 )
 from tcompress.errors import DataError, counted
 from tcompress.fields import option, read_sizes
@@ -191,7 +193,7 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
         import torch
         from torch.nn.functional import scaled_dot_product_attention
 
-        from tcompress.attention.visibility import as_they_are, repeat_heads
+        from tcompress.linalg.fits import has_autocast
 
         k, v = repeat_heads(k, layout.heads), repeat_heads(v, layout.heads)
         special, tokens = layout.special, visible.tokens
@@ -201,7 +203,9 @@ class Kronecker(AttentionReplacement[KroneckerSpec, KroneckerLayout]):
                 "give inputs of the size that the config of the model names",
             )
         valid = None if tokens is None else tokens[:, special:]
-        with as_they_are(q.device):
+        device = q.device.type
+        with torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext():
+            # Every product in the dtype of its factors, which autocast would lower.
             queries, keys, values = (x[:, :, special:] for x in (q, k, v))
             mixed = mix_grid(queries, keys, values, valid, tensors, layout)
         if not special:
@@ -331,7 +335,9 @@ def _factors(
         scores = rows * scale @ columns.mT
     else:
         directions = tensors["directions"].to(rows.dtype)
-        left, right = (_exponents(x, scale.sqrt(), directions) for x in (rows, columns))
+        # Logarithms of positive random features: (..., size, features).
+        scaled = (x * scale.sqrt() for x in (rows, columns))
+        left, right = (x @ directions.mT - x.square().sum(-1, keepdim=True) / 2 for x in scaled)
         if mask == "none":
             return _favor(left, right, empty)
         # All pairs of places: masks need them one by one.
@@ -354,12 +360,6 @@ def _hidden(mask: str, size: int, empty: Tensor | None, device: torch.device) ->
     kind, _, width = mask.partition(":")
     unseen = behind < 0 if kind == "causal" else behind.abs() > int(width)
     return unseen if hidden is None else hidden | unseen
-
-
-def _exponents(x: Tensor, scale: Tensor, directions: Tensor) -> Tensor:
-    """Compute logarithms of positive random features: (..., size, features)."""
-    x = x * scale
-    return x @ directions.mT - x.square().sum(-1, keepdim=True) / 2
 
 
 def _favor(left: Tensor, right: Tensor, empty: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tcompress.attention.replacement import QueryKeyMoments, ReplacementLayout, replacement_named
-from tcompress.attention.visibility import Visible, check_alike, take_tokens
+from tcompress.attention.replacement import (
+    QueryKeyMoments,
+    ReplacementLayout,
+    replacement_named,
+    take_tokens,
+)
+from tcompress.attention.visibility import Visible, check_alike
 from tcompress.errors import DataError, refuse_replica
 from tcompress.structures.modules.linear import empty_guard
 

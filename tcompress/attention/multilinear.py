@@ -12,6 +12,7 @@ from tcompress.attention.replacement import (
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
 )
 from tcompress.errors import DataError
 from tcompress.fields import option
@@ -94,8 +95,6 @@ class Multilinear(AttentionReplacement[MultilinearSpec, MultilinearLayout]):
         visible: Visible,
     ) -> tuple[Tensor, None]:
         from torch.nn.functional import pad
-
-        from tcompress.attention.visibility import repeat_heads
 
         tokens, length = q.shape[2], layout.length
         if tokens > length or k.shape[2] != tokens:

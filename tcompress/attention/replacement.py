@@ -6,7 +6,7 @@ and are stored with the attention. Dropout of attention weights has no counterpa
 dropout stays as it is.
 
 Reading the options of a replacement costs no import of torch: files of replacements import it, and
-`masks`, where they compute.
+`visibility`, where they compute.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class AttentionReplacement(ABC, Generic[S, L]):
         heads = {"heads": base.heads, "key_heads": base.key_heads, "head_dim": base.head_dim}
         return self.layout_type(**heads, causal=base.causal, **self.arrange(spec, base))
 
-    @abstractmethod
     def arrange(self, spec: S, base: BaseAttention) -> dict[str, Any]:
         """Decide what the layout says besides the heads, or raise `Refusal`."""
+        return {}
 
     @abstractmethod
     def tensors(self, layout: L) -> Shapes:
@@ -155,6 +155,16 @@ class AttentionReplacement(ABC, Generic[S, L]):
     def note(self, layout: L, longest: int | None, *, pretrained: bool) -> str | None:
         """Note for users who convert it, for inputs of at most so many tokens."""
         return self.healing if pretrained else None
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Repeat heads of keys or values (batch, key_heads, tokens, width) for every query head."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def take_tokens(x: Tensor, places: Tensor) -> Tensor:
+    """Pick tokens.  # (batch, heads, tokens, width), (batch | 1, picked)."""
+    return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))
 
 
 @lru_cache(maxsize=1024)

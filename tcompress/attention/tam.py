@@ -20,6 +20,7 @@ from tcompress.attention.replacement import (
     ReplacementLayout,
     ReplacementSpec,
     register,
+    repeat_heads,
 )
 from tcompress.fields import option
 from tcompress.structures.base import Shapes, Tensors
@@ -190,8 +191,6 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         """
         import torch
 
-        from tcompress.attention.visibility import repeat_heads
-
         queries = linalg.damped_curvature(moments.queries, RIDGE)
         keys = repeat_heads(linalg.damped_curvature(moments.keys, RIDGE)[None], layout.heads)[0]
         roots = [linalg.safe_cholesky(moment) for moment in (queries, keys)]
@@ -211,8 +210,6 @@ class Tam(AttentionReplacement[TamSpec, TamLayout]):
         self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors, layout: TamLayout, visible: Visible
     ) -> tuple[Tensor, Tensor]:
         import torch
-
-        from tcompress.attention.visibility import repeat_heads
 
         if layout.memory == "gru":
             k, v = add_context(k, v, tensors, visible.first)

@@ -1,8 +1,7 @@
-"""Masks of attentions in all their forms, and the picking of tokens and heads that follows them."""
+"""Masks of attentions in all their forms."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tcompress.errors import DataError
-from tcompress.linalg.fits import has_autocast
 
 HIDDEN = -1e3
 """What masks add to scores hides a key from here on: users write -1e4, -1e9 or the least number."""
@@ -99,20 +97,3 @@ def check_alike(mask: Tensor | None, visible: Visible) -> None:
 def past(queries: int, keys: int, device: torch.device) -> Tensor:
     """Let the last of the keys' tokens see themselves and what was before.  # (queries, keys)."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-def as_they_are(device: torch.device) -> AbstractContextManager[object]:
-    """Leave every product in the dtype of its factors, which autocast would lower."""
-    if has_autocast(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
-
-
-def repeat_heads(x: Tensor, heads: int) -> Tensor:
-    """Repeat heads of keys or values (batch, key_heads, tokens, width) for every query head."""
-    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
-
-
-def take_tokens(x: Tensor, places: Tensor) -> Tensor:
-    """Pick tokens.  # (batch, heads, tokens, width), (batch | 1, picked)."""
-    return x.gather(2, places[:, None, :, None].expand(*x.shape[:2], -1, x.shape[3]))

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.examples import Needs, others, places_of
@@ -16,7 +15,6 @@ from tcompress.data.sentences import Prompt, SentenceEncoder
 from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import pearson, rank_statistics, spearman
 from tcompress.evaluation.task_base import EvaluationTask, Measured, Prepared, Row, Runner
-from tcompress.models import SourceModel
 
 _SKIPPED = "skipped"  # of an input: tokens of a prompt that pooling leaves out
 
@@ -44,11 +42,8 @@ class _PairTask(EvaluationTask):
     max_length = 256
     most_labels: ClassVar[int] = 0
     answers_texts = True
+    embeds_texts = True
     prepared: TextPairs
-
-    @classmethod
-    def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
-        return SentenceEncoder.of(source)
 
     @property
     def sentences(self) -> SentenceEncoder:
@@ -85,7 +80,11 @@ class _PairTask(EvaluationTask):
         firsts, seconds = (torch.from_numpy(places_of(x, texts)) for x in (first, documents))
         skipped[seconds] = self.prompts[1].tokens
         skipped[firsts] = self.prompts[0].tokens
-        facts = {**self.sentences.words, **_prompt_facts(self.prompts)}
+        facts, (prompt, other) = self.sentences.words, (it.text for it in self.prompts)
+        if prompt or other:
+            facts["prompt"] = prompt
+        if prompt != other:
+            facts["prompt_of_second"] = other
         facts["truncated"] = self.reader.truncated(rows, texts)
         return replace(
             pairs, rows=rows, first=firsts, documents=seconds, skipped=skipped, facts=facts
@@ -97,19 +96,6 @@ class _PairTask(EvaluationTask):
         # (pairs,) -> (pairs, candidates)
         """
         return second[:, None]
-
-    def work(self, model: PreTrainedModel) -> int:
-        self.check_head(model)
-        return len(self.prepared.rows)
-
-    def check_head(self, model: PreTrainedModel) -> None:
-        """Refuse a head with too many labels to score a pair of texts."""
-        if self.has_head and model.config.num_labels > self.most_labels:
-            raise DataError(
-                f"the model's head has {model.config.num_labels} labels; "
-                f"a score for a pair of texts comes from a head with at most {self.most_labels}",
-                "give a sentence encoder, or a model that was trained to score pairs",
-            )
 
     def embeddings(self, runner: Runner) -> tuple[Tensor, Tensor]:
         """Embed the first texts, and the distinct second texts.  # (texts, d) each."""
@@ -131,16 +117,14 @@ class _PairTask(EvaluationTask):
 
     def head_logits(self, runner: Runner) -> Tensor:
         """Score pairs with the model's head.  # (pairs * candidates, labels)."""
-        self.check_head(runner.model)
+        labels = runner.model.config.num_labels
+        if labels > self.most_labels:
+            raise DataError(
+                f"the model's head has {labels} labels; "
+                f"a score for a pair of texts comes from a head with at most {self.most_labels}",
+                "give a sentence encoder, or a model that was trained to score pairs",
+            )
         return runner.logits(self.prepared.rows, self.reader.pad)
-
-
-def _prompt_facts(prompts: tuple[Prompt, Prompt]) -> dict[str, Any]:
-    """Prompts for a protocol, if there are any."""
-    one, two = (prompt.text for prompt in prompts)
-    if one == two:
-        return {"prompt": one} if one else {}
-    return {"prompt": one, "prompt_of_second": two}
 
 
 class Similarity(_PairTask):

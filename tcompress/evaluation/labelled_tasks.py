@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from tcompress.data.encoding import has_processor_file, image_reader
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.grids import Windows, as_input
 from tcompress.data.inputs import VOLUMES, grid_shape, image_shape, inputs_of, window_of
-from tcompress.data.labels import Match, is_independent, label_names, matched, order_of
+from tcompress.data.labels import Match, is_independent, label_names, matched
 from tcompress.data.pictures import decode
 from tcompress.errors import DataError
 from tcompress.evaluation.statistics import (
@@ -37,20 +36,11 @@ from tcompress.models import SourceModel
 Indices = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedClasses(Prepared):
-    """Examples of classes."""
-
-    match: Match | None = None  # the label of each class, if the data has classes
-
-
 class _ClassTask(EvaluationTask):
     """Classes of an example: one, or several where the data has lists of them.
 
     Labels of the head are matched by name if they are called so, else by number.
     """
-
-    prepared: PreparedClasses
 
     @classmethod
     def check(cls, source: SourceModel, examples: Examples) -> None:
@@ -64,23 +54,27 @@ class _ClassTask(EvaluationTask):
                 "measure pairs by `--task sts`, or give labels",
             )
 
-    def prepare(self) -> PreparedClasses:
-        examples, config = self.examples, self.source.config
-        if examples.targets is None:
-            return PreparedClasses(len(examples))
-        match = matched(label_names(config), examples.labels, examples.name)
-        several = examples.labels.several
+    @property
+    def match(self) -> Match | None:
+        """The label of each class, if the data has classes."""
+        if self.examples.targets is None:
+            return None
+        return matched(self.labels, self.examples.labels, self.examples.name)
+
+    def prepare(self) -> Prepared:
+        examples, match, several = self.examples, self.match, self.examples.labels.several
+        if match is None:
+            return Prepared(len(examples))
         facts: dict[str, str] = {"labels_matched_by": match.by}
         notes = (match.doubt,) if match.doubt else ()
-        if several != is_independent(config):
+        if several != is_independent(self.source.config):
             notes = (*notes, _OTHERWISE[several])
         if several:
             facts["decision"] = "each label by itself, at a probability of one half"
-        return PreparedClasses(len(examples), facts=facts, notes=notes, match=match)
+        return Prepared(len(examples), facts=facts, notes=notes)
 
     def run(self, runner: Runner, reference: Any) -> Measured:
-        scores = self.logits(runner).numpy()
-        match = self.prepared.match
+        scores, match = self.logits(runner).numpy(), self.match
         statistics = [] if match is None else self._against_labels(match, scores)
         if reference is not None and reference.shape == scores.shape:
             several = self.examples.labels.several
@@ -93,10 +87,6 @@ class _ClassTask(EvaluationTask):
     def labels(self) -> tuple[str, ...]:
         return tuple(label_names(self.source.config))
 
-    def aligned(self, predictions: Any, labels: Sequence[str]) -> Any:
-        order = order_of(self.labels, labels) if labels and predictions is not None else None
-        return predictions if order is None else predictions[:, order]
-
     def _against_labels(self, match: Match, scores: Array) -> list[Statistic]:
         of_class, classes = np.array(match.labels), self.examples.labels
         if classes.several:
@@ -105,7 +95,7 @@ class _ClassTask(EvaluationTask):
                 truth[row, of_class[[*ids]]] = True  # type: ignore[misc]
             return set_statistics(scores > 0, truth)
         # Of labels that the data has no class for, it is -1.
-        class_of = np.full(len(label_names(self.source.config)), -1)
+        class_of = np.full(len(self.labels), -1)
         class_of[of_class[of_class >= 0]] = np.flatnonzero(of_class >= 0)
         targets = np.asarray(self.examples.targets)
         accuracy, *means = class_statistics(class_of[scores.argmax(-1)], targets, len(classes))
@@ -138,7 +128,7 @@ class Classification(_ClassTask):
     head = "classification"
     answers_texts = True
 
-    def prepare(self) -> PreparedClasses:
+    def prepare(self) -> Prepared:
         classes, reader = super().prepare(), self.reader
         rows = reader.encode(*self.examples.texts)
         truncated = reader.truncated(rows, *self.examples.texts)
@@ -157,13 +147,13 @@ class _GridTask(_ClassTask):
     input_name: ClassVar[str]
 
     @abstractmethod
-    def read(self, index: int) -> Tensor:
-        """Read the model's input of one example."""
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
+        """Make the function that reads the model's input of an example."""
 
     def logits(self, runner: Runner) -> Tensor:
-        logits = []
+        read, logits = self.reader_of_inputs(), []
         for indices in runner.slices(self.prepared.units):
-            batch = torch.stack([self.read(index) for index in range(indices.start, indices.stop)])
+            batch = torch.stack([read(index) for index in range(indices.start, indices.stop)])
             batch = batch.to(runner.device, runner.model.dtype)
             logits.append(runner.model(**{self.input_name: batch}).logits.float().cpu())
         return checked(torch.cat(logits))
@@ -176,21 +166,17 @@ class ImageClassification(_GridTask):
     needs = Needs(image=True, target="class", unlabelled=True, several=True)
     input_name = "pixel_values"
 
-    def prepare(self) -> PreparedClasses:
+    def prepare(self) -> Prepared:
         if not has_processor_file(self.source):
             hint = "add its `preprocessor_config.json`"
             raise DataError(f"`{self.source.folder}` has no usable image processor", hint)
         return super().prepare()
 
-    @cached_property
-    def _processed(self) -> Callable[[Any], Tensor]:
-        """From a decoded image to its input."""
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
         # Its file is there, so where the library for it is not, its main options are followed.
-        return image_reader(self.source, needed=False)
-
-    def read(self, index: int) -> Tensor:
+        process, images = image_reader(self.source, needed=False), self.examples.images
         channels, name = image_shape(self.source.config)[0], f"`{self.examples.name}`"
-        return self._processed(decode(self.examples.images[index], channels, name))
+        return lambda index: process(decode(images[index], channels, name))
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len(self.examples.classes) <= 5:
@@ -219,9 +205,10 @@ class VolumeClassification(_GridTask):
             text = f"{has}, the model takes {shape}"
             raise DataError(text, "give data of that shape, or a model for this one")
 
-    def read(self, index: int) -> Tensor:
-        assert self.examples.volumes is not None
-        return as_input(self.examples.volumes[index])
+    def reader_of_inputs(self) -> Callable[[int], Tensor]:
+        volumes = self.examples.volumes
+        assert volumes is not None
+        return lambda index: as_input(volumes[index])
 
     def of_scores(self, scores: Array, labels: Indices, truth: Indices) -> list[Statistic]:
         if len({*truth.tolist()}) < len(self.examples.classes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from tcompress.artifact.averages import AGREEMENT
 from tcompress.data.chats import ChatWriter
 from tcompress.data.encoding import TextEncoder
 from tcompress.data.examples import Needs
+from tcompress.data.inputs import IGNORED
 from tcompress.errors import DataError, counted
 from tcompress.evaluation.statistics import DIVERGENCE, Array, Statistic, ratio
 from tcompress.evaluation.task_base import (
@@ -75,10 +76,9 @@ class Compared:
         """Frequency of the same token being chosen, and KL(baseline || model) in nats per token."""
         if self._reference is None:
             return []
-        tokens: Any = {"per_token": True}
         return [
-            ratio(AGREEMENT, self._agreements, counts, **tokens),
-            ratio(DIVERGENCE, self._divergences, counts, higher_is_better=False, **tokens),
+            ratio(AGREEMENT, self._agreements, counts, per_token=True),
+            ratio(DIVERGENCE, self._divergences, counts, higher_is_better=False, per_token=True),
         ]
 
 
@@ -255,27 +255,57 @@ def _unknown_tokens(reader: TextReader, packing: Packing, rows: Sequence[Row]) -
     return sum(int((row["input_ids"] == token).sum()) for row in rows)
 
 
+class LabelledTokens(EvaluationTask):
+    """Tokens that each row has as its `labels`."""
+
+    prepared: PredictedTokens
+
+    def guessed(
+        self,
+        runner: Runner,
+        reference: Any,
+        accuracy: str,
+        heard: Callable[[list[int], Row], None] | None = None,
+        **options: Any,
+    ) -> Measured:
+        """Measure the `accuracy` of a model's guesses, their cross-entropy and their agreement.
+
+        Each batch, and the indices of its rows, may be `heard`; the model gets `options`.
+        """
+        prepared, counts = self.prepared, self.prepared.counts
+        hits, losses = np.zeros(prepared.units), np.zeros(prepared.units)
+        compared = Compared(prepared.units, reference, self.reader.vocabulary)
+        for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
+            labels = batch.pop("labels")
+            logits = runner.model(**batch, **options).logits
+            for index, scores, truth in zip(chosen, logits, labels, strict=True):
+                is_token = truth != IGNORED
+                guessed, true = checked(scores[is_token].float()), truth[is_token]
+                hits[index] = int((guessed.argmax(-1) == true).sum())
+                losses[index] = float(cross_entropy(guessed, true, reduction="sum"))
+                compared.add(index, guessed)
+            if heard is not None:
+                heard(chosen, batch)
+        statistics = [
+            ratio(accuracy, hits, counts, per_token=True),
+            ratio("cross_entropy", losses, counts, higher_is_better=False, per_token=True),
+            *compared.statistics(counts),
+        ]
+        return Measured(statistics, compared.likeliest)
+
+
 _SHARE = 0.15
 
 
-@dataclass(frozen=True, eq=False)
-class MaskedRows(PredictedTokens):
-    """Texts with hidden tokens."""
-
-    positions: Sequence[Tensor] = ()  # hidden ones, of each text
-    truth: Sequence[Tensor] = ()  # tokens at these
-
-
-class MaskedLM(EvaluationTask):
+class MaskedLM(LabelledTokens):
     """Tokens under masks, 15 % of each text."""
 
     name = "masked-lm"
     needs = Needs(texts=(1, 1))
     head = "masked-lm"
     max_length = 256
-    prepared: MaskedRows
 
-    def prepare(self) -> MaskedRows:
+    def prepare(self) -> PredictedTokens:
         tokenizer = self.reader.tokenizer
         if tokenizer.mask_token_id is None:
             raise DataError(
@@ -289,42 +319,21 @@ class MaskedLM(EvaluationTask):
         if not counts.any():
             what = f"the texts of `{self.examples.name}` have no words to hide"
             raise DataError(what, "give longer texts")
-        facts: Mapping[str, Any] = {
+        facts = {
             "masked": int(counts.sum()),
             "masking": f"{_SHARE:.0%} of the tokens of a text, at least one; all become the mask",
             "truncated": self.reader.truncated(rows, texts),
         }
-        return MaskedRows(
-            len(rows),
-            self.reader.signature(rows),
-            facts,
-            rows=[
-                {**row, "input_ids": row["input_ids"].index_fill(0, at, tokenizer.mask_token_id)}
-                for row, at in zip(rows, positions, strict=True)
-            ],
-            counts=counts,
-            positions=positions,
-            truth=[row["input_ids"][at] for row, at in zip(rows, positions, strict=True)],
-        )
+        signature, hidden = self.reader.signature(rows), []
+        for row, at in zip(rows, positions, strict=True):
+            ids = row["input_ids"]
+            labels = torch.full_like(ids, IGNORED).index_copy(0, at, ids[at])
+            masked = ids.index_fill(0, at, tokenizer.mask_token_id)
+            hidden.append({**row, "input_ids": masked, "labels": labels})
+        return PredictedTokens(len(rows), signature, facts, (), hidden, counts)
 
     def run(self, runner: Runner, reference: Any) -> Measured:
-        prepared, counts = self.prepared, self.prepared.counts
-        hits, losses = np.zeros(prepared.units), np.zeros(prepared.units)
-        compared = Compared(prepared.units, reference, self.reader.vocabulary)
-        for chosen, batch in runner.batches(prepared.rows, self.reader.pad):
-            logits = runner.model(**batch).logits
-            for index, scores in zip(chosen, logits, strict=True):
-                truth = prepared.truth[index].to(runner.device)
-                hidden = checked(scores[prepared.positions[index]].float())
-                hits[index] = int((hidden.argmax(-1) == truth).sum())
-                losses[index] = float(cross_entropy(hidden, truth, reduction="sum"))
-                compared.add(index, hidden)
-        statistics = [
-            ratio("accuracy", hits, counts, per_token=True),
-            ratio("cross_entropy", losses, counts, higher_is_better=False, per_token=True),
-            *compared.statistics(counts),
-        ]
-        return Measured(statistics, compared.likeliest)
+        return self.guessed(runner, reference, "accuracy")
 
 
 def _positions(rows: Sequence[Row], special: list[int], seed: int) -> list[Tensor]:

@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 import tcompress
-from tcompress.artifact.manifest import environment, record, record_map, record_of_file
+from tcompress.artifact.manifest import (
+    AttentionMap,
+    environment,
+    record,
+    record_map,
+    record_of_file,
+)
 from tcompress.artifact.reader import open_checked
 from tcompress.data.examples import Examples, load_examples
 from tcompress.data.tables import check_data
 from tcompress.errors import DataError, InputError, Problems, counted
-from tcompress.evaluation.attention_maps import attention_map
 from tcompress.evaluation.embedding_tasks import ResponseSelection, Retrieval, Similarity
 from tcompress.evaluation.labelled_tasks import (
     Classification,
@@ -74,7 +79,7 @@ class _Measurement:
     progress: Progress
     save: bool
     in_runtime: RuntimeFiles
-    stand_in: nn.Module | None = None  # that runs in the place of what a folder holds
+    stand_in: nn.Module | None  # that runs in the place of what a folder holds
 
     def of(
         self,
@@ -122,7 +127,7 @@ class _Measurement:
             reference = task.aligned(baseline.predictions, baseline.labels)
         if len(self.sets) > 1:
             stage += f" on {_full_name(data, task.examples).partition(':')[0]}"
-        self.progress.stage(stage, task.work(model), "inputs")
+        self.progress.stage(stage, task.prepared.inputs, "inputs")
         size, start = options.batch_size or task.batch_size, time.perf_counter()
         try:
             measured = task.measure(model, size, self.progress.advance, reference)
@@ -137,18 +142,17 @@ class _Measurement:
         if runtime != "torch":
             protocol["runtime"] = runtime
         metrics = metrics_of(measured.statistics, numbers, baseline, protocol)
-        notes = [*task.prepared.notes]
+        notes, folder = [*task.prepared.notes], task.source.folder
+        # A folder in the hub's cache is not the user's to change.
+        stored = self.save and local_folder(name.removesuffix(f" ({runtime})")) is not None
         if baseline is not None and not same:
             notes.append(f"its tokens are not those of `{baseline.name}`: each reads its own")
         if options.attention_map and runtime == "torch":
             shown = attention_map(model, task)
             if shown is None:
                 notes.append("no attention of it returns its weights: there is no map of them")
-            elif self.save and local_folder(name) is not None:
-                record_map(task.source.folder, shown)
-        folder = task.source.folder
-        # A folder in the hub's cache is not the user's to change.
-        stored = self.save and local_folder(name.removesuffix(f" ({runtime})")) is not None
+            elif stored:
+                record_map(folder, shown)
         if stored and runtime == "torch":
             stored = record(folder, "metrics", metrics, same_measurement)
         elif stored:
@@ -228,8 +232,8 @@ def evaluate(
     length = _common_length(task, sets.values(), sources.values(), options)
     runs = [(name, runtime) for name in names for runtime in options.runtime]
     with RuntimeFiles.opened() as files:
-        run = _Measurement(options, task, sets, length, device, progress or Silent(), save, files)
-        run = replace(run, stand_in=stand_in)
+        how = device, progress or Silent(), save, files, stand_in
+        run = _Measurement(options, task, sets, length, *how)
         if measured is not None:
             return [run.of(name, sources[name], measured, runtime) for name, runtime in runs]
         base = run.of(first, sources[first], runtime=options.runtime[0])
@@ -324,3 +328,40 @@ def _about(source: SourceModel) -> Iterator[None]:
         if f"`{source.id}`" in error.message or str(source.folder) in error.message:
             raise
         raise type(error)(f"`{source.id}`: {error.message}", error.hint) from error
+
+
+_MOST = 32  # queries, and keys: more are not readable in a picture
+_DIGITS = 4
+
+
+@torch.no_grad()
+def attention_map(model: PreTrainedModel, task: EvaluationTask) -> AttentionMap | None:
+    """Weights of the last attention that returns them, a mean over heads, on the first example.
+
+    Of a model that reads three texts, rows are tokens of the query and columns those of memory.
+    None where the task reads no rows of tokens, or no attention returns weights.
+    """
+    rows = task.prepared.rows
+    if not rows:
+        return None
+    inputs = {name: value for name, value in rows[0].items() if name != "labels"}
+    batch = {name: value[None].to(model.device) for name, value in inputs.items()}
+    returned = getattr(model(**batch, output_attentions=True), "attentions", None) or ()
+    shown = [(layer, item) for layer, item in enumerate(returned) if isinstance(item, Tensor)]
+    if not shown or shown[-1][1].dim() != 4:
+        return None
+    layer, weights = shown[-1]
+    words = task.reader.tokenizer.convert_ids_to_tokens(rows[0]["input_ids"].tolist())
+    queries = keys = range(len(words))
+    types = rows[0].get("token_type_ids")
+    if types is not None and getattr(model.config, "reads_semantics", False):
+        queries, keys = range(int((types == 0).sum())), range(int((types < 2).sum()))
+    queries, keys = queries[:_MOST], keys[:_MOST]
+    mean = weights[0].float().mean(0).cpu()[: len(queries), : len(keys)]
+    return AttentionMap(
+        data=task.examples.name,
+        layer=layer,
+        rows=[words[index] for index in queries],
+        columns=[words[index] for index in keys],
+        weights=[[float(f"{value:.{_DIGITS}g}") for value in row] for row in mean.tolist()],
+    )

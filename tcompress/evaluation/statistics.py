@@ -30,9 +30,14 @@ class Statistic:
 
     name: str
     units: int  # number of examples
-    resampled: Finish  # from how often each resample has each: (resamples, units) -> (resamples,)
+    compute: Finish  # as `resampled`, which lets it divide by zero
     higher_is_better: bool = True
     per_token: bool = False  # so that models with other tokens have another number
+
+    def resampled(self, counts: Array) -> Array:
+        """Compute it from how often each resample has each: (resamples, units) -> (resamples,)."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            return np.asarray(self.compute(counts))
 
     def value(self) -> float:
         """Return the number on all examples."""
@@ -41,13 +46,8 @@ class Statistic:
 
 def of_sums(name: str, columns: Any, finish: Finish, **options: bool) -> Statistic:
     """Make a function of sums over examples, from summands (units, sums), maybe sparse."""
-
-    def resampled(counts: Array) -> Array:
-        sums = np.asarray(columns.T @ counts.T).T
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            return finish(sums)
-
-    return Statistic(name, columns.shape[0], resampled, **options)
+    units = columns.shape[0]
+    return Statistic(name, units, lambda counts: finish((columns.T @ counts.T).T), **options)
 
 
 def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
@@ -59,8 +59,7 @@ def spearman(one: ArrayLike, two: ArrayLike) -> Statistic:
         # Halves of whole numbers, so that no sum of them is rounded.
         first, second = (column.of(counts) - middle for column in columns)
         spread = (counts * first**2).sum(axis=1) * (counts * second**2).sum(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.asarray((counts * first * second).sum(axis=1) / np.sqrt(spread))
+        return np.asarray((counts * first * second).sum(axis=1) / np.sqrt(spread))
 
     return Statistic("spearman", columns[0].units, resampled)
 
@@ -78,9 +77,8 @@ def auc(scores: ArrayLike, true: ArrayLike) -> Statistic:
         positive = counts * (truth == index)
         count = positive.sum(axis=1)
         above = (columns[index].of(counts) * positive).sum(axis=1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            pairs = count * (counts.sum(axis=1) - count)
-            return np.asarray((above - count * (count + 1) / 2) / pairs)
+        pairs = count * (counts.sum(axis=1) - count)
+        return np.asarray((above - count * (count + 1) / 2) / pairs)
 
     return Statistic(
         "auc", len(truth), lambda counts: np.mean([area(i, counts) for i in chosen], axis=0)

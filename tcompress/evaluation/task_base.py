@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tcompress.artifact.manifest import read_manifest
 from tcompress.data.examples import Examples, Needs
 from tcompress.data.inputs import check_texts, collate, inputs_of
+from tcompress.data.labels import order_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
 from tcompress.errors import DataError, InputError
 from tcompress.evaluation.statistics import Statistic
@@ -155,6 +156,11 @@ class Prepared:
     notes: tuple[str, ...] = ()  # what the user should know
     rows: Sequence[Row] = ()  # of texts, or of those that are read together
 
+    @property
+    def inputs(self) -> int:
+        """Number of inputs that the model has to read."""
+        return len(self.rows) or self.units
+
 
 class Measured(NamedTuple):
     """Numbers of one model."""
@@ -176,6 +182,7 @@ class EvaluationTask(ABC):
     batch_size: ClassVar[int] = 32
     unit: ClassVar[str] = "examples"  # or `windows`: what is resampled and counted
     answers_texts: ClassVar[bool] = False  # about whole texts, which other tokens may write too
+    embeds_texts: ClassVar[bool] = False  # as the folder of a sentence encoder says
     reader: TextReader  # of its texts, if it has any
     prepared: Prepared
 
@@ -192,11 +199,6 @@ class EvaluationTask(ABC):
         """Write the examples as inputs of the model."""
 
     @classmethod
-    def sentences_of(cls, source: SourceModel) -> SentenceEncoder:
-        """Read how a model makes embeddings of texts, where the task compares these."""
-        return PLAIN
-
-    @classmethod
     def reader_of(
         cls, source: SourceModel, options: Evaluate, max_length: int | None = None
     ) -> TextReader:
@@ -204,7 +206,8 @@ class EvaluationTask(ABC):
 
         A sentence encoder reads texts as long as its folder says, unless a length is asked for.
         """
-        sentences, length = cls.sentences_of(source), options.max_length
+        sentences = SentenceEncoder.of(source) if cls.embeds_texts else PLAIN
+        length = options.max_length
         if not sentences.stated:
             length = max_length or length or cls.max_length
         return TextReader(source, length, sentences)
@@ -238,11 +241,8 @@ class EvaluationTask(ABC):
 
     def aligned(self, predictions: Any, labels: Sequence[str]) -> Any:
         """Return a baseline's predictions with columns in the order of this model's labels."""
-        return predictions
-
-    def work(self, model: PreTrainedModel) -> int:
-        """Count the inputs that the model has to read."""
-        return self.prepared.units
+        order = order_of(self.labels, labels) if labels and predictions is not None else None
+        return predictions if order is None else predictions[:, order]
 
     @abstractmethod
     def run(self, runner: Runner, reference: Any) -> Measured:

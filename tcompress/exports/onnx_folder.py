@@ -19,12 +19,9 @@ import tcompress
 from tcompress.artifact.averages import main_of, set_of
 from tcompress.artifact.checksums import seal
 from tcompress.artifact.manifest import (
-    CalibrationFacts,
     ExportedFile,
-    Manifest,
     Metric,
-    SourceFacts,
-    environment,
+    manifest_of_dense,
     read_manifest,
     write_manifest,
 )
@@ -51,7 +48,6 @@ from tcompress.models.names import (
     without_code,
 )
 from tcompress.options.commands import OnnxFiles
-from tcompress.planning.entries import Plan
 from tcompress.progress import Progress, Silent
 from tcompress.runtimes.installed import require_onnx, require_openvino
 from tcompress.runtimes.onnx_session import OnnxModel, bytes_of
@@ -287,21 +283,7 @@ def _record(
         if not (folder / kind).is_dir():  # of a folder that came with a table, but not its files
             text = without_files(text, kind)
     write_text(card, with_files(text, files, to))
-    manifest = read_manifest(folder) or Manifest(
-        source=SourceFacts(
-            id=source.id,
-            revision=source.revision,
-            fingerprint=source.store.fingerprint(),
-            bytes=source.store.total_bytes,
-        ),
-        recipe={},
-        plan=Plan(layers=(), source=source.id, method="dense"),
-        calibration=CalibrationFacts(name="none"),
-        fit={},
-        checksums={},
-        seconds=0.0,
-        environment=environment(),
-    )
+    manifest = read_manifest(folder) or manifest_of_dense(source)
     older = (item for item in manifest.exports if not item.file.startswith(f"{to}/"))
     kept = [item for item in older if (folder / item.file).is_file()]
     settings = read_settings(source.folder / _CONFIG)

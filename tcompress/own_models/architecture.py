@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
-import weakref
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -26,6 +23,7 @@ from tcompress.errors import (
     listed,
 )
 from tcompress.models import SourceModel, resolve
+from tcompress.models.mended import Copy
 from tcompress.models.model import registered_classes
 from tcompress.options.steps import Architecture, Words
 
@@ -77,16 +75,6 @@ def _texts(words: Words) -> Iterator[str]:
 _OF_ALL = ("num_labels", "tie_word_embeddings")  # keys of every configuration beside its fields
 
 
-class _Folder:
-    """A temporary folder that is gone when nothing holds it any more."""
-
-    def __init__(self) -> None:
-        own = tempfile.TemporaryDirectory(prefix="tcompress-")
-        self.path = Path(own.name)
-        # Unlike the library's own finalizer, this one does not complain that nobody closed it.
-        weakref.finalize(self, own.cleanup)
-
-
 def open_architecture(
     architecture: Architecture, seed: int, token: str | None = None
 ) -> SourceModel:
@@ -117,12 +105,12 @@ def open_architecture(
         raise RecipeError(problems[0], "check the sizes in `architecture`")
     assert model_class is not None
     config.architectures = [model_class.__name__]
-    folder = _Folder()
+    copy = Copy(architecture.model_type)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder.path)
-    config.save_pretrained(folder.path)
-    source = SourceModel.open(str(folder.path), seed=seed)
-    return replace(source, id=architecture.model_type, keeps=folder)
+        tokenizer.save_pretrained(copy.folder)
+    config.save_pretrained(copy.folder)
+    source = SourceModel.open(str(copy.folder), seed=seed)
+    return replace(source, id=architecture.model_type, keeps=copy)
 
 
 def _config_class(model_type: str) -> type[PreTrainedConfig]:

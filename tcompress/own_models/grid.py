@@ -7,7 +7,6 @@ rotary`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -25,7 +24,8 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForTimeSeriesPrediction,
 )
 from transformers.models.clip.modeling_clip import CLIPMLP
-from transformers.utils.generic import ModelOutput, can_return_tuple, merge_with_config_defaults
+from transformers.models.patchtst.modeling_patchtst import PatchTSTForPredictionOutput
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from tcompress.errors import DataError, InputError
@@ -191,16 +191,6 @@ class TCompressGridForImageClassification(TCompressGridPreTrainedModel):
         return ImageClassifierOutput(loss, logits, read.hidden_states, read.attentions)
 
 
-@dataclass
-class ForecastOutput(ModelOutput):  # type: ignore[misc]
-    """Output of a model for forecasting; a forecast is (batch, horizon, variables)."""
-
-    loss: Tensor | None = None
-    prediction_outputs: Tensor | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-
-
 class TCompressGridForForecasting(TCompressGridPreTrainedModel):
     """Forecast of each variable, from its patches by one linear map for all variables."""
 
@@ -223,8 +213,11 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
         self, past_values: Tensor, labels: Tensor | None = None, **kwargs: Any
-    ) -> ForecastOutput:
-        """Forecasts series (batch, time steps, variables); `labels` are what came after them."""
+    ) -> PatchTSTForPredictionOutput:
+        """Forecasts series; `labels` are what came after them.
+
+        # (batch, time steps, variables) -> (batch, horizon, variables)
+        """
         past = past_values.to(self.head.weight.dtype)
         mean = spread = None
         if self.config.instance_norm:
@@ -238,7 +231,7 @@ class TCompressGridForForecasting(TCompressGridPreTrainedModel):
         if mean is not None and spread is not None:
             forecast = forecast * spread + mean
         loss = None if labels is None else mse_loss(forecast.float(), labels.float())
-        return ForecastOutput(loss, forecast, read.hidden_states, read.attentions)
+        return PatchTSTForPredictionOutput(loss, forecast, read.hidden_states, read.attentions)
 
 
 AutoModel.register(TCompressGridConfig, TCompressGridModel, exist_ok=True)

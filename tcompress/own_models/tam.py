@@ -8,8 +8,6 @@ there is no softmax and no scale.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +23,9 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForPreTraining,
     AutoModelForSequenceClassification,
 )
+from transformers.models.bert.modeling_bert import BertForPreTrainingOutput
 from transformers.models.clip.modeling_clip import CLIPMLP
-from transformers.utils.generic import ModelOutput, can_return_tuple, merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from tcompress.attention.tam import TamLayout, tam_scores
@@ -87,14 +86,10 @@ class TamAttention(nn.Module):
         else:
             self.v_proj, self.o_proj = nn.Linear(width, size), nn.Linear(size, width)
         self.core = nn.Parameter(torch.empty(config.cores, 1, size))
-
-    @cached_property
-    def layout(self) -> TamLayout:
-        """What the formulas of the attention replacement read."""
-        core: Any = "cp" if self.config.without == "query-alignment" else "aligned"
-        size = self.config.attention_size
+        # What the formulas of the attention replacement read.
+        core: Any = "cp" if config.without == "query-alignment" else "aligned"
         sizes: dict[str, Any] = {"heads": 1, "key_heads": 1, "head_dim": size, "core": core}
-        return TamLayout(**sizes, cores=self.config.cores, normalize="none")
+        self.layout = TamLayout(**sizes, cores=config.cores, normalize="none")
 
     def forward(self, hidden_states: Tensor, texts: Texts, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Mix memory into queries, and return the weights.
@@ -103,16 +98,13 @@ class TamAttention(nn.Module):
         """
         q, k = self.q_proj(hidden_states)[:, None], self.k_proj(texts.memory)[:, None]
         s = self.s_proj(texts.semantics) * texts.in_semantics[..., None].to(q.dtype)
-        scores = self._scores(q, k, s.sum(1), texts)
+        core = {"core": self.core.to(q.dtype)}
+        scores = tam_scores(q, k, s.sum(1)[:, None], core, self.layout)
+        scores = scores.masked_fill(~texts.in_memory[:, None, None], 0)
         if self.config.without == "semantic-fusing":
             return self.split_proj(self._split(q[:, 0], k[:, 0], s, texts)), scores
         mixed = scores @ self.v_proj(texts.memory)[:, None]
         return self.o_proj(mixed[:, 0]), scores
-
-    def _scores(self, q: Tensor, k: Tensor, summed: Tensor, texts: Texts) -> Tensor:
-        """Attention of queries and keys, given summed semantics (batch, D)."""
-        scores = tam_scores(q, k, summed[:, None], {"core": self.core.to(q.dtype)}, self.layout)
-        return scores.masked_fill(~texts.in_memory[:, None, None], 0)
 
     def _split(self, q: Tensor, k: Tensor, s: Tensor, texts: Texts) -> Tensor:
         """The attention tensor, slices of semantic tokens side by side.  # (batch, Q, S K)."""
@@ -172,17 +164,11 @@ class TCompressTamPreTrainedModel(PreTrainedModel):  # type: ignore[misc]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Begin as BERT does, with cores whose weights are of sum 1 (equation 5)."""
-        spread = self.config.initializer_range
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=spread)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight, std=spread)
-        elif isinstance(module, nn.LayerNorm):
-            init.ones_(module.weight)
-            init.zeros_(module.bias)
-        elif isinstance(module, TamAttention):
+        if isinstance(module, nn.Embedding):  # the row of padding too
+            init.normal_(module.weight, std=self.config.initializer_range)
+            return
+        super()._init_weights(module)
+        if isinstance(module, TamAttention):
             init.copy_(module.core, torch.rand(module.core.shape).softmax(-1))
 
 
@@ -272,17 +258,6 @@ class TCompressTamForSequenceClassification(TCompressTamPreTrainedModel):
         return SequenceClassifierOutput(loss, logits, read.hidden_states, read.attentions)
 
 
-@dataclass
-class PreTrainingOutput(ModelOutput):  # type: ignore[misc]
-    """Named as BERT's: logits of words, of all tokens or those asked for, and of segments."""
-
-    loss: Tensor | None = None
-    prediction_logits: Tensor | None = None  # (batch, tokens, words), or (masked, words)
-    seq_relationship_logits: Tensor | None = None  # (batch, 2): 0 for a text that follows
-    hidden_states: tuple[Tensor, ...] | None = None
-    attentions: tuple[Tensor, ...] | None = None
-
-
 class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
     """Masked words of the first text, and whether the second one follows it (section 4.5)."""
 
@@ -312,11 +287,12 @@ class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
         labels: Tensor | None = None,
         next_sentence_label: Tensor | None = None,
         **kwargs: Any,
-    ) -> PreTrainingOutput:
+    ) -> BertForPreTrainingOutput:
         """Predict words at `masked_positions` (batch, tokens), or at all, and segments.
 
-        `labels` of words are -100 where none is predicted, as BERT's, and a loss is returned where
-        both kinds of labels are given.
+        Logits are (masked, words) or (batch, tokens, words), and (batch, 2): 0 for a text that
+        follows. `labels` of words are -100 where none is predicted, as BERT's, and a loss is
+        returned where both kinds of labels are given.
         """
         read = self.model(input_ids, attention_mask, token_type_ids, inputs_embeds, **kwargs)
         states = read.last_hidden_state
@@ -331,7 +307,8 @@ class TCompressTamForPreTraining(TCompressTamPreTrainedModel):
                 labels = labels[masked_positions.bool()]
             loss = cross_entropy(words.flatten(0, -2), labels.flatten())
             loss = loss + cross_entropy(segments, next_sentence_label.flatten())
-        return PreTrainingOutput(loss, words, segments, read.hidden_states, read.attentions)
+        outputs = loss, words, segments, read.hidden_states, read.attentions
+        return BertForPreTrainingOutput(*outputs)
 
 
 AutoModel.register(TCompressTamConfig, TCompressTamModel, exist_ok=True)

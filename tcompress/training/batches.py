@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,18 +25,20 @@ _FEWEST = 32
 _WINDOW = 50  # batches whose examples are sorted by length together
 
 
+@dataclass(eq=False)
 class Encoded(Dataset[list[Row]]):
     """Examples as a model reads them; each is one row, or two for pairs of sentences.
 
     `read` makes rows from index and epoch; `lengths` are those of the longest, 0 for pictures.
     """
 
-    def __init__(self, lengths: list[int], read: _Read, labels: Tensor | None = None) -> None:
-        self.lengths, self.read, self.labels = lengths, read, labels
-        self.epoch = 0
-        self.is_fixed = False  # texts of one row each, the same in every epoch
-        self.tells_places = False  # whether batches say which examples they are of
-        self.texts: list[tuple[Text, ...]] | None = None  # of each example, one for each row
+    lengths: list[int]
+    read: _Read
+    labels: Tensor | None = None
+    texts: list[tuple[Text, ...]] | None = None  # of each example, one for each row
+    is_fixed: bool = False  # texts of one row each, the same in every epoch
+    tells_places: bool = False  # whether batches say which examples they are of
+    epoch: int = 0
 
     @classmethod
     def of(
@@ -46,24 +49,17 @@ class Encoded(Dataset[list[Row]]):
     ) -> Encoded:
         """Take examples whose rows are tokens, the same in every epoch, and their texts."""
         lengths = [max(len(ids) for row in rows for ids in row.values()) for rows in examples]
-        encoded = cls(lengths, lambda index, _: [{**row} for row in examples[index]], labels)
-        encoded.is_fixed = all(len(rows) == 1 for rows in examples)
-        encoded.texts = texts
-        return encoded
-
-    def relabelled(self, labels: Tensor) -> Encoded:
-        """The same examples with other labels."""
-        encoded = Encoded(self.lengths, self.read, labels)
-        encoded.is_fixed, encoded.texts = self.is_fixed, self.texts
-        return encoded
+        is_fixed = all(len(rows) == 1 for rows in examples)
+        return cls(
+            lengths, lambda index, _: [{**row} for row in examples[index]], labels, texts, is_fixed
+        )
 
     def first(self, tokens: int) -> Encoded:
         """The first examples of so many tokens, but 32 at least; all where they have none."""
         count = max(_FEWEST, int((np.cumsum(self.lengths) <= tokens).sum()))
         labels = None if self.labels is None else self.labels[:count]
-        encoded = Encoded(self.lengths[:count], self.read, labels)
-        encoded.texts = None if self.texts is None else self.texts[:count]
-        return encoded
+        texts = None if self.texts is None else self.texts[:count]
+        return Encoded(self.lengths[:count], self.read, labels, texts)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -126,13 +122,6 @@ def loader(data: Encoded, pad: int, batches: Any, *, pinned: bool = False) -> Da
 def pins(device: torch.device) -> bool:
     """True of devices that copy from pinned memory by themselves, while the host goes on."""
     return device.type == "cuda"
-
-
-def host_batches(
-    data: Encoded, pad: int, order: list[list[int]], device: torch.device
-) -> Iterator[Row]:
-    """Yield batches of these examples each, on the CPU, for a device."""
-    yield from loader(data, pad, order, pinned=pins(device))
 
 
 def on_device(batch: Row, device: torch.device) -> Row:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import Accelerator
@@ -12,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tcompress.artifact.manifest import CurvePoint, SourceAgreement
-from tcompress.errors import TrainingError
+from tcompress.errors import TrainingError, first_line
 from tcompress.files import beside, free_text, swap, sync, write_text
 
 _STATE = "run.json"
@@ -50,15 +49,6 @@ class RunState(BaseModel):
         return True
 
 
-def save_memory(accelerator: Accelerator, folder: Path) -> None:
-    """Save everything, as it is in memory.
-
-    In safetensors it would leave out what shares memory, for which it takes empty parameters too,
-    once they are on a GPU; and it would not load what it had left out.
-    """
-    accelerator.save_state(str(folder), safe_serialization=False)
-
-
 class Checkpoints:
     """Checkpoints of one run, in a folder; the last one and the best weights are kept."""
 
@@ -70,19 +60,22 @@ class Checkpoints:
         """The newest checkpoint; it has its name from the moment that it is complete."""
         return max(self.folder.glob("step-*[0-9]"), default=None)
 
-    def save(
-        self, state: RunState, write: Callable[[Path], None], wait: Callable[[], object], main: bool
-    ) -> None:
-        """Write a checkpoint and remove older ones; every process calls `write`, one the rest."""
-        target = self.folder / f"step-{state.step:08d}"
+    def save(self, state: RunState, accelerator: Accelerator) -> None:
+        """Write a checkpoint and remove older ones; every process saves, the main one the rest.
+
+        All is saved as it is in memory: in safetensors it would leave out what shares memory, for
+        which it takes empty parameters too, once they are on a GPU; and it would not load what it
+        had left out.
+        """
+        target, main = self.folder / f"step-{state.step:08d}", accelerator.is_main_process
         unfinished = target.with_suffix(".tmp")
         try:
             if main:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir(parents=True)
-            wait()
-            write(unfinished)
-            wait()
+            accelerator.wait_for_everyone()
+            accelerator.save_state(str(unfinished), safe_serialization=False)
+            accelerator.wait_for_everyone()
             if main:
                 write_text(unfinished / _STATE, state.model_dump_json())
                 for path in (*unfinished.rglob("*"), unfinished):
@@ -98,7 +91,8 @@ class Checkpoints:
                         shutil.rmtree(path, ignore_errors=True)
         except Exception as error:  # safetensors and torch wrap errors of the disk in their own
             shutil.rmtree(unfinished, ignore_errors=True)
-            raise self._unwritten(f"the checkpoint of step {state.step:,}", error) from error
+            what = f"the checkpoint of step {state.step:,}"
+            raise _unwritten(what, self.folder, error) from error
 
     def read_state(self, folder: Path) -> RunState:
         """Read the state of a run."""
@@ -108,12 +102,7 @@ class Checkpoints:
 
     def keep_best(self, tensors: dict[str, Tensor], step: int) -> None:
         """Keep the weights of the best step so far, and those that the last checkpoint needs."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with beside(self._best(step)) as unfinished:
-                save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
-        except Exception as error:
-            raise self._unwritten("the best weights", error) from error
+        write_tensors(self._best(step), tensors, "the best weights")
         self._forget(step)
 
     def best(self, step: int) -> dict[str, Tensor]:
@@ -130,10 +119,24 @@ class Checkpoints:
             if path not in needed:
                 path.unlink()
 
-    def _unwritten(self, what: str, error: Exception) -> TrainingError:
-        text = (str(error).strip() or "no reason").splitlines()[0]
-        return TrainingError(
-            f"{what} cannot be written ({type(error).__name__}: {text}); "
-            f"{free_text(self.folder)} on its disk",
-            "free some disk space and run the same command again: it goes on where it was",
-        )
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], what: str) -> None:
+    """Write tensors to a file that has its name from the moment that it is complete.
+
+    Raises:
+        TrainingError: It cannot be written; says `what` it holds.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside(path) as unfinished:
+            save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished)
+    except Exception as error:  # safetensors wraps errors of the disk in its own
+        raise _unwritten(what, path.parent, error) from error
+
+
+def _unwritten(what: str, folder: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"{what} cannot be written ({type(error).__name__}: {first_line(error)}); "
+        f"{free_text(folder)} on its disk",
+        "free some disk space and run the same command again: it goes on where it was",
+    )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,7 @@ from tcompress.data.source_target import SourceTargetEncoder, check_seq2seq
 from tcompress.errors import DataError
 from tcompress.models import SourceModel
 from tcompress.training.batches import Encoded, Row, Text
-from tcompress.training.objectives import Batch
 from tcompress.training.tasks import TrainingTask, masked
-from tcompress.training.text_agreement import without_words
 
 COMPARED = 2**14  # tokens of each source that mixtures of weights are compared on
 
@@ -124,13 +123,13 @@ class ExampleEncoder:
             return self._series(examples)
         if self.inputs.grid is not None or self.texts is None:
             read = self._picture_reader(examples)
-            labels = None if examples.targets is None else _targets_of(examples)
-            return Encoded([0] * len(examples), lambda index, _: [read(index)], labels)
+            targets = _targets_of(examples)
+            return Encoded([0] * len(examples), lambda index, _: [read(index)], targets)
         # Of a model that writes text long texts may be cut anywhere.
         if name == "causal-lm" or (name is None and self.is_causal):
             return _windows(self.texts, examples, with_labels=name == "causal-lm")
         if name == "masked-lm":
-            return _masked(self.texts, examples, self.seed)
+            return _masked(self.texts, examples.texts[:1], self.seed)
         if name == "seq2seq":
             return self._source_target(self.texts, examples)
         if name == "pretraining":
@@ -154,10 +153,8 @@ class ExampleEncoder:
         texts: list[tuple[Text, ...]] = [
             tuple((text,) for text in row) if pairs else (row,) for row in plain
         ]
-        labels = None
-        if examples.targets is not None:
-            labels = _targets_of(examples)
-        elif not pairs:
+        labels = _targets_of(examples)
+        if labels is None and not pairs:
             texts = [text for text, rows in zip(texts, encoded, strict=True) if all(rows)]
             encoded = [rows for rows in encoded if all(rows)]
         if not all(all(rows) for rows in encoded):
@@ -167,22 +164,16 @@ class ExampleEncoder:
 
     def _pretraining(self, encoder: TextEncoder, examples: Examples) -> Encoded:
         """Pairs of texts with hidden words, others in every epoch; of three texts in the first."""
-        hide = _hider(encoder)
-        rows, names = encoder.encode(*examples.texts), self.inputs.names
-        nonempty = [index for index, row in enumerate(rows) if row]
-        rows, labels = [rows[index] for index in nonempty], _targets_of(examples)[nonempty]
-        in_query = len(examples.texts) == 3
+        hidden = _masked(encoder, examples.texts, self.seed, _targets_of(examples))
 
         def read(index: int, epoch: int) -> list[Row]:
-            row = rows[index]
-            spared: Tensor | bool = row["token_type_ids"] > 0 if in_query else False
-            hidden = hide(row["input_ids"], [self.seed, epoch, index], spared)
-            targets = hidden.pop("labels")
-            if "masked_positions" in names:
-                hidden["masked_positions"] = (targets != IGNORED).long()
-            return [{**row, **hidden, "words": targets}]
+            [row] = hidden.read(index, epoch)
+            row["words"] = row.pop("labels")
+            if "masked_positions" in self.inputs.names:
+                row["masked_positions"] = (row["words"] != IGNORED).long()
+            return [row]
 
-        return Encoded([len(row["input_ids"]) for row in rows], read, labels)
+        return replace(hidden, read=read)
 
     def _picture_reader(self, examples: Examples) -> Callable[[int], Row]:
         """Make the function that reads a picture or a volume, by its index."""
@@ -211,6 +202,18 @@ class ExampleEncoder:
         if shape is not None and shape != (expected := grid_shape(self.source, self.inputs)):
             text = f"`{examples.name}` has inputs of shape {shape}, the model takes {expected}"
             raise DataError(text, "give data of that shape, or a model for this one")
+
+
+def without_words(text: str, share: float) -> str:
+    """Leave a share of the words out, which are the same whenever the text is met.
+
+    Texts that have much in common are what embeddings tell apart; of others poor models know as
+    much as good ones.
+    """
+    words = text.split()
+    drawn = np.random.default_rng([len(text), round(1000 * share)]).random(len(words))
+    remaining = [word for word, chance in zip(words, drawn, strict=True) if chance >= share]
+    return " ".join(remaining or words[:1]) or text
 
 
 def _check_inputs(source: SourceModel, inputs: Inputs) -> None:
@@ -242,30 +245,38 @@ def _windows(encoder: TextEncoder, examples: Examples, *, with_labels: bool) -> 
     return Encoded.of(rows)
 
 
-def _hider(encoder: TextEncoder) -> Callable[[Tensor, list[int], Tensor | bool], Batch]:
-    """Make the function that hides words by a seed, but no special tokens or `spared` ones."""
+def _masked(
+    encoder: TextEncoder,
+    texts: Sequence[Sequence[str]],
+    seed: int,
+    targets: Tensor | None = None,
+) -> Encoded:
+    """Texts with hidden words, others in every epoch; no special tokens, of three of the first."""
     tokenizer = encoder.tokenizer
     if tokenizer.mask_token_id is None:
         hint = "choose the task `causal-lm`, or another model"
         raise DataError(f"the tokenizer in `{encoder.place}` has no mask token", hint)
     special = torch.tensor(sorted(set(tokenizer.all_special_ids)))
     how = tokenizer.mask_token_id, encoder.vocabulary or len(tokenizer)
-    return lambda ids, seed, spared: masked(ids, torch.isin(ids, special) | spared, *how, seed)
-
-
-def _masked(encoder: TextEncoder, examples: Examples, seed: int) -> Encoded:
-    """Texts with hidden words, others in every epoch."""
-    hide, rows = _hider(encoder), [row for row in encoder.encode(examples.texts[0]) if row]
+    encoded = encoder.encode(*texts)
+    nonempty = [index for index, row in enumerate(encoded) if row]
+    rows = [encoded[index] for index in nonempty]
 
     def read(index: int, epoch: int) -> list[Row]:
         row = rows[index]
-        return [{**row, **hide(row["input_ids"], [seed, epoch, index], False)}]
+        spared = torch.isin(row["input_ids"], special)
+        if len(texts) == 3:
+            spared |= row["token_type_ids"] > 0
+        return [{**row, **masked(row["input_ids"], spared, *how, [seed, epoch, index])}]
 
-    return Encoded([len(row["input_ids"]) for row in rows], read)
+    labels = None if targets is None else targets[nonempty]
+    return Encoded([len(row["input_ids"]) for row in rows], read, labels)
 
 
-def _targets_of(examples: Examples) -> Tensor:
+def _targets_of(examples: Examples) -> Tensor | None:
     """Targets of examples: (examples,), or with several labels marks (examples, classes)."""
+    if examples.targets is None:
+        return None
     if not examples.labels.several:
         return torch.tensor(examples.targets)
     marks = torch.zeros(len(examples), len(examples.labels))

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +32,10 @@ import tcompress
 from tcompress.artifact.checksums import seal
 from tcompress.artifact.format import round_files
 from tcompress.artifact.manifest import (
-    CalibrationFacts,
     Manifest,
-    SourceFacts,
     TrainingFacts,
     environment,
+    manifest_of_dense,
     model_card,
     read_manifest,
     write_manifest,
@@ -57,7 +55,6 @@ from tcompress.linalg.rounding import pack, unpack
 from tcompress.models import SourceModel, tell_padding
 from tcompress.models.names import CARD, carry_files, forget_code, name_cure, stray_links
 from tcompress.options import Finetune
-from tcompress.planning.entries import Plan
 from tcompress.processes import PATIENCE
 from tcompress.progress import Progress, Silent
 from tcompress.training.checkpoints import Checkpoints
@@ -88,11 +85,6 @@ def _attention(accelerator: Accelerator) -> AbstractContextManager[object]:
     """How softmax attention is computed in passes of a run."""
     low = accelerator.mixed_precision != "no" and accelerator.device.type == "cpu"
     return FloatAttention() if low else nullcontext()
-
-
-def _contexts(accelerator: Accelerator) -> tuple[AbstractContextManager[object], ...]:
-    """Contexts of blocks in a forward pass, and in a backward pass, where no mode is on else."""
-    return nullcontext(), _attention(accelerator)
 
 
 def _as_float(value: Any) -> Any:
@@ -174,20 +166,20 @@ def _prepared(
     if options.shard:
         check_shardable(setup.model, accelerator, setup.roundings.values())
     if options.gradient_checkpointing:
-        contexts = partial(_contexts, accelerator)
-        setup.model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        # Contexts of blocks in a forward pass, and in a backward pass, where no mode is on else.
+        contexts = {"context_fn": lambda: (nullcontext(), _attention(accelerator))}
+        setup.model.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
     notes = [*setup.data.notes]
     for name in stray_links(model.folder, model.trust_remote_code):
         notes.append(f"`{name}` is a link out of the model's folder and is not carried along")
     if say is not None:
         for note in notes:
             say(note)
-    return _Run(model, teachers, setup, accelerator, output, manifest, force, begun)
+    return _Run(teachers, setup, accelerator, output, manifest, force, begun)
 
 
 @dataclass
 class _Run:
-    source: SourceModel
     teachers: Sequence[SourceModel]
     setup: Setup
     accelerator: Accelerator
@@ -214,7 +206,7 @@ class _Run:
                     progress, say = Silent(), lambda text: None
                 else:
                     best = sum(value.nbytes for value in self.setup.trained.values())
-                    workplace.need(self.source.store.total_bytes + 2 * best)
+                    workplace.need(self.setup.source.store.total_bytes + 2 * best)
                 run = self.setup, self.accelerator, checkpoints, progress, say
                 spent = time.perf_counter() - self.begun
                 facts = self._train(Loop(*run, spent=spent))
@@ -235,7 +227,7 @@ class _Run:
                 "kind": "finetune",
                 # How long it may take says when it ends, not what was done until then.
                 "options": self.setup.options.model_dump(mode="json", exclude={"minutes"}),
-                "weights": self.source.store.fingerprint(),
+                "weights": self.setup.source.store.fingerprint(),
                 "teacher": [teacher.store.fingerprint() for teacher in self.teachers],
                 "data": self.setup.data.fingerprint,
                 "tool": tcompress.__version__,
@@ -302,7 +294,7 @@ class _Run:
 
     def _write(self, trained: PreTrainedModel, folder: Path, facts: TrainingFacts) -> None:
         """Write the model; `config.json`, which makes it loadable, comes with the weights."""
-        store = self.source.store
+        source, store = self.setup.source, self.setup.source.store
         kinds = Counter(store.dtype(key) for key in store.keys())  # noqa: SIM118 - no mapping
         stored = [kind for kind, _ in kinds.most_common() if kind.is_floating_point]
         # Nothing comes after it: the model itself takes the dtype that the source is stored in.
@@ -310,25 +302,11 @@ class _Run:
         weights = model.state_dict()
         model.save_pretrained(folder, state_dict=weights, max_shard_size="2GB")
         name_cure(folder)
-        carry_files(self.source.folder, self.source.auxiliary_files(), folder)
-        if not self.source.trust_remote_code:
+        carry_files(source.folder, source.auxiliary_files(), folder)
+        if not source.trust_remote_code:
             forget_code(folder)
-        manifest = self.manifest or Manifest(
-            source=SourceFacts(
-                id=self.source.id,
-                revision=self.source.revision,
-                fingerprint=store.fingerprint(),
-                bytes=store.total_bytes,
-            ),
-            recipe={},
-            plan=Plan(layers=(), source=self.source.id, method="dense"),
-            calibration=CalibrationFacts(name="none"),
-            fit={},
-            checksums={},
-            seconds=0.0,
-            environment=environment(),
-        )
-        storage = storage_of(self.source, self.setup.options, self.manifest)
+        manifest = self.manifest or manifest_of_dense(source)
+        storage = storage_of(source, self.setup.options, self.manifest)
         rounded = {} if storage is None else round_files(folder, self.setup.roundings, storage)
         plan = manifest.plan.model_copy(update={"storage": storage})
         manifest = manifest.model_copy(update={"plan": plan})
@@ -336,7 +314,7 @@ class _Run:
         training = [*manifest.training, facts]
         changes = {"training": training, "metrics": [], "tool_version": tcompress.__version__}
         manifest = manifest.model_copy(update={**changes, "exports": []})
-        write_text(folder / CARD, model_card(manifest, self.source.folder, type(model).__name__))
+        write_text(folder / CARD, model_card(manifest, source.folder, type(model).__name__))
         write_manifest(folder, manifest.model_copy(update=seal(folder)))
         # Opens what was written, and compares some of the weights.
         written = Reopened(folder, type(model))

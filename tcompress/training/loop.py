@@ -19,9 +19,10 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from tcompress.artifact.manifest import CurvePoint
+from tcompress.errors import TrainingError
 from tcompress.progress import Progress
 from tcompress.training.batches import LengthBatches, loader, pins
-from tcompress.training.checkpoints import Checkpoints, RunState, save_memory
+from tcompress.training.checkpoints import Checkpoints, RunState
 from tcompress.training.final_rounding import SAMPLES, round_model
 from tcompress.training.losses import Losses, examples_in, tokens_in
 from tcompress.training.memory_limits import FittingLosses
@@ -40,7 +41,6 @@ from tcompress.training.schedule import (
 )
 from tcompress.training.setup import Setup
 from tcompress.training.sharding import gathered, like, shard, whole, with_shards
-from tcompress.training.step_numbers import StepNumbers, check_finite
 from tcompress.training.teacher_outputs import TeacherOutputs
 
 READ_EVERY = 10
@@ -126,7 +126,7 @@ class Loop:
         self.losses.prepare_objectives()
         state = self.state
         if state.rate is None and not state.step:
-            state.rate = tested_rate(self.losses, self.optimizer, self._gradients, state.parts)
+            state.rate = tested_rate(self.fitting, state)
         self.progress.stage("training", state.total, "steps")
         self.progress.advance(state.step)
         if not state.curve:
@@ -242,7 +242,7 @@ class Loop:
         options, state = self.setup.options, self.state
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate(state.step)
-        loss = self._gradients(batch)
+        loss = self.fitting.gradients(batch, state)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), options.clip)
         norm = None if norm is None else whole(norm)
         self.optimizer.step()
@@ -255,22 +255,22 @@ class Loop:
             self._read()
         self.progress.advance(1, self._note())
 
-    def _gradients(self, batch: Batch) -> Tensor:
-        return self.fitting.gradients(batch, self.state)
-
     def _rate(self, step: int) -> float:
-        options, state, untrained = self.setup.options, self.state, self.setup.untrained
-        highest = highest_rate(options, untrained=untrained)
+        options, state = self.setup.options, self.state
+        highest = highest_rate(options, untrained=self.setup.untrained)
         if state.rate is not None:
             highest = rate_for(state.total, state.rate, highest)
-        return learning_rate(options, step, state.total, untrained=untrained, highest=highest)
+        return learning_rate(options, step, state.total, highest)
 
     def _note(self) -> str:
         state, pace, validation = self.state, self.pace, self._validation
         each, seconds = pace.each(validation), pace.ahead(state.total, validation)
         numbers = f"loss {self.numbers.last_loss:.4g}  {self.setup.validated}"
         note = f"{numbers} {state.curve[-1].validation:.4g}"
-        return note if each is None or seconds is None else note + _speed(state, each, seconds)
+        if each is None or seconds is None:
+            return note
+        rate, minutes = state.tokens / state.step / each, int(seconds) // 60
+        return f"{note}  {rate:,.0f} tokens/s  {minutes}:{int(seconds) % 60:02d} left"
 
     def _finished(self) -> bool:
         patience = self.setup.options.patience
@@ -317,8 +317,7 @@ class Loop:
     def _save(self) -> None:
         self._read()
         self.state.seconds = self._seconds()
-        main, wait = self.accelerator.is_main_process, self.accelerator.wait_for_everyone
-        self.checkpoints.save(self.state, partial(save_memory, self.accelerator), wait, main)
+        self.checkpoints.save(self.state, self.accelerator)
 
 
 def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
@@ -340,7 +339,56 @@ def _prepared(setup: Setup, accelerator: Accelerator) -> tuple[nn.Module, Any]:
     return model, optimizer
 
 
-def _speed(state: RunState, each: float, seconds: float) -> str:
-    """Speed of steps that take `each` so long, and time to the last one."""
-    rate = state.tokens / state.step / each
-    return f"  {rate:,.0f} tokens/s  {int(seconds) // 60}:{int(seconds) % 60:02d} left"
+class StepNumbers:
+    """Losses and gradient norms of steps, which stay on the device until they are read together.
+
+    To read one, the host waits for the device.
+    """
+
+    def __init__(self, setup: Setup, accelerator: Accelerator) -> None:
+        self._setup, self._accelerator = setup, accelerator
+        self._unread: list[tuple[Tensor, Tensor]] = []  # loss and norm, on the device
+        self.last_loss = math.nan  # of the last step that was read
+
+    def add(self, loss: Tensor, norm: Tensor | None) -> None:
+        """Note what a step computes; the loss is that of this process."""
+        self._unread.append((loss, loss.new_zeros(()) if norm is None else norm.to(loss)))
+
+    def read(self, step: int) -> list[float]:
+        """Read the losses of the unread steps, of which the last one is `step`.
+
+        Raises:
+            TrainingError: A loss is not finite, or the norm of the gradient.
+        """
+        if not self._unread:
+            return []
+        computed = torch.stack([torch.stack(pair) for pair in self._unread], 1)
+        first = step - len(self._unread) + 1
+        self._unread.clear()
+        if self._accelerator.num_processes > 1:
+            computed[0] = self._accelerator.reduce(computed[0], "sum")  # type: ignore[index]
+        losses, norms = computed.tolist()
+        for index, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
+            check_finite(self._setup, "the loss", loss, first + index)
+            # A scaler of float16 meets infinite gradients at times, and leaves such steps out.
+            if self._accelerator.scaler is None:
+                check_finite(self._setup, "the gradient's norm", norm, first + index)
+        self.last_loss = losses[-1]
+        return losses
+
+
+def check_finite(setup: Setup, what: str, value: float, step: int) -> None:
+    """End a run whose numbers are not finite.
+
+    Raises:
+        TrainingError: The value is NaN or infinity.
+    """
+    if math.isfinite(value):
+        return
+    usual = setup.options.model_copy(update={"learning_rate": None})
+    rates = [highest_rate(item, untrained=setup.untrained) for item in (setup.options, usual)]
+    raise TrainingError(
+        f"{what} is {value} at step {step:,}",
+        f"lower the learning rate, such as `--lr {min(rates[0] / 4, rates[1]):g}`, or train in "
+        "float32: `--mixed-precision no`",
+    )

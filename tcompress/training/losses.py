@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import get_args
+from functools import partial, reduce
+from operator import add
+from typing import Any, get_args
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MAKERS
 
 from tcompress.data.inputs import IGNORED
-from tcompress.training.batches import Encoded, host_batches, in_order, model_inputs, on_device
-from tcompress.training.masks import unread_masks
+from tcompress.training.batches import Encoded, in_order, loader, model_inputs, on_device, pins
 from tcompress.training.objectives import Batch, Observed, Similarities, Unit, fed_with
 from tcompress.training.setup import Setup
 from tcompress.training.tasks import TrainingTask
@@ -38,8 +40,8 @@ def _counts(batch: Batch) -> dict[Unit, float]:
     """Numbers of the units in a batch that is still on the CPU."""
     labels = batch.get("labels")
     targets = 0.0 if labels is None else float((labels != IGNORED).sum())
-    counts = float(examples_in(batch)), float(tokens_in(batch)), targets
-    return dict(zip(get_args(Unit), counts, strict=True))
+    examples, tokens = float(examples_in(batch)), float(tokens_in(batch))
+    return {"examples": examples, "tokens": tokens, "targets": targets}
 
 
 def pieces(batch: Batch, parts: int) -> Iterator[Batch]:
@@ -178,9 +180,7 @@ class Losses:
         """A batch on the device, and what the teacher says of it."""
         moved = self._moved(batch)
         with self._unread_masks(batch):
-            if self.teachers.targets is not None:
-                return moved, self.teachers.of_batch(moved, self.setup.data.train)
-            return moved, self.teachers.of_inputs(model_inputs(moved))
+            return moved, self.teachers.of_batch(moved, self.setup.data.train, cached=False)
 
     def _loss(self, batch: Batch, counts: Mapping[Unit, Tensor], teacher: Observed) -> Tensor:
         student = self.setup.observer.run(model_inputs(batch), self.model)
@@ -210,11 +210,11 @@ class Losses:
         """Yield batches on the device, of these examples each."""
         return map(self._moved, self.on_host(data, order))
 
-    def on_host(self, data: Encoded, order: list[list[int]]) -> Iterator[Batch]:
-        """Yield batches on the CPU, of these examples each."""
-        return host_batches(data, self.setup.data.pad, order, self.accelerator.device)
+    def on_host(self, data: Encoded, order: list[list[int]]) -> Iterable[Batch]:
+        """Load batches on the CPU, of these examples each."""
+        return loader(data, self.setup.data.pad, order, pinned=pins(self.accelerator.device))
 
-    def _mean_loss(self, batches: Iterator[Batch]) -> float:
+    def _mean_loss(self, batches: Iterable[Batch]) -> float:
         """Sums of all terms over the data, divided at the end: batches leave no trace."""
         chosen = [
             (objective, share)
@@ -239,12 +239,13 @@ class Losses:
             if isinstance(objective, Similarities):  # of all texts, however they come in batches
                 both = [torch.cat(side) for side in zip(*vectors, strict=True)]
                 losses.append(objective.between(*both, *both))
+        # Of newer Pythons `sum` would round losses of batches in another way.
         return sum(
-            share * _sum(losses) / max(1.0, counts[objective.unit])
+            share * reduce(add, torch.stack(losses).tolist()) / max(1.0, counts[objective.unit])
             for (objective, share), losses in zip(chosen, sums, strict=True)
         )
 
-    def _score(self, task: TrainingTask, batches: Iterator[Batch]) -> float:
+    def _score(self, task: TrainingTask, batches: Iterable[Batch]) -> float:
         predictions, labels = [], []
         for batch in batches:
             moved = self._moved(batch)
@@ -255,9 +256,41 @@ class Losses:
         return task.score(torch.cat(predictions).cpu(), torch.cat(labels))
 
 
-def _sum(values: list[Tensor]) -> float:
-    """Sum of single numbers, read together; `sum` of newer Pythons would round in another way."""
-    total = 0.0
-    for value in torch.stack(values).tolist():
-        total += value
-    return total
+_MAKERS = ("sdpa", "eager")
+_LOOKS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+
+
+@contextmanager
+def unread_masks(batch: Batch) -> Iterator[None]:
+    """Tell models of the padding in a batch that is still on the CPU.
+
+    Where no token is padding no mask is needed, and kernels are faster. To see that, Transformers
+    reads the mask in every forward pass, and the host waits until the device has come so far.
+    """
+    masks = [value for name, value in batch.items() if name.endswith("attention_mask")]
+    if not masks:
+        yield
+        return
+    full = {mask.shape for mask in masks} if all(map(Tensor.all, masks)) else set[torch.Size]()
+    before = {name: MAKERS[name] for name in _MAKERS}
+    for name, maker in before.items():
+        MAKERS.register(name, partial(_mask, maker, full))
+    try:
+        yield
+    finally:
+        for name, maker in before.items():
+            MAKERS.register(name, maker)
+
+
+def _mask(
+    maker: Callable[..., Tensor | None],
+    full: set[torch.Size],
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | None:
+    if attention_mask is not None and attention_mask.shape in full:
+        attention_mask = None
+    if attention_mask is not None:
+        options |= {name: False for name in _LOOKS if name in options}
+    return maker(*args, attention_mask=attention_mask, **options)

@@ -8,18 +8,28 @@ them are compared by how far outputs are from the teacher's, on samples held out
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, log
+from itertools import chain, repeat, zip_longest
+from math import inf, isnan, log
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from tcompress.artifact.manifest import SourceAgreement
-from tcompress.blockwise.output_sampler import VARIANTS, OutputComparison, sampler_of
+from tcompress.blockwise.output_sampler import (
+    VARIANTS,
+    OutputComparison,
+    change_of_likeness,
+    rank_correlation,
+    sampler_of,
+)
+from tcompress.data.sentences import SentenceEncoder
 from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, in_order
 from tcompress.training.losses import Losses
@@ -27,7 +37,6 @@ from tcompress.training.objectives import Batch
 from tcompress.training.rounded import RoundedWeights
 from tcompress.training.setup import Setup
 from tcompress.training.sharding import class_of, like
-from tcompress.training.text_agreement import TextComparison
 
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the way from the start to the end."""
@@ -46,8 +55,6 @@ SURE = 1.96
 
 LIGHTER = 3.0
 """Times as long as to compare outputs a pass takes in the first validation, which warms up."""
-
-NO_AGREEMENTS: Mapping[float, Mapping[str, float]] = {}
 
 Changes = Mapping[str, Sequence[float]]
 """Distances of outputs from the teacher's, of every batch, by source."""
@@ -95,7 +102,8 @@ def best_mix(
     """
     setup = losses.setup
     name = "comparing weights between the first and the best ones"
-    progress.stage(name, batches_of(setup.data.held, size), "batches")
+    count = sum(-(-len(part) // size) for part in setup.data.held.values())
+    progress.stage(name, count, "batches")
     sampler = sampler_of(setup.source, setup.options.seed)
     line = _Line(setup.changed, start)
     targets = losses.teachers.targets
@@ -143,21 +151,11 @@ def _by_turns(
     """Yield a batch of every source in turn, as long as there are any."""
     for part in held.values():
         part.epoch = 0
-    remaining = {
-        source: iter(losses.loaded(part, in_order(part, size))) for source, part in held.items()
-    }
-    while remaining:
-        for source, batches in [*remaining.items()]:
-            batch = next(batches, None)
-            if batch is None:
-                del remaining[source]
-            else:
-                yield source, batch
-
-
-def batches_of(held: Mapping[str, Encoded], size: int = JUDGED) -> int:
-    """Number of batches that are compared, where there is time for all."""
-    return sum(-(-len(part) // size) for part in held.values())
+    sources = (
+        zip(repeat(source), losses.loaded(part, in_order(part, size)), strict=False)
+        for source, part in held.items()
+    )
+    return filter(None, chain.from_iterable(zip_longest(*sources)))
 
 
 def harmed(
@@ -179,15 +177,14 @@ def harmed(
 
 
 def chosen(
-    changes: Mapping[float, Changes],
-    agreements: Mapping[float, Mapping[str, float]] = NO_AGREEMENTS,
+    changes: Mapping[float, Changes], agreements: Mapping[float, Mapping[str, float]] | None = None
 ) -> float:
     """Choose the share of least change, in the geometric mean of the sources, that harms none.
 
     Of those that are as near by what differences of batches leave open it is the smallest, as what
     the fit had right is on no held-out sample. The start, share 0, harms none.
     """
-    harmless = [share for share in changes if not harmed(changes, agreements, share)]
+    harmless = [share for share in changes if not harmed(changes, agreements or {}, share)]
 
     def mean(share: float) -> float:
         return fmean(log(max(fmean(values), 1e-300)) for values in changes[share].values())
@@ -215,6 +212,36 @@ def _gap(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]
     """The mean difference of batches, and its standard error."""
     gaps = [new - old for old, new in zip(before, after, strict=True)]
     return fmean(gaps), stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else 0.0
+
+
+class TextComparison:
+    """Likeness of texts to teachers that read them by themselves, and to the student, by source."""
+
+    def __init__(self, sentences: SentenceEncoder) -> None:
+        self._sentences = sentences
+        self._vectors: dict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def add(self, source: str, taught: Tensor, output: Any, batch: Mapping[str, Tensor]) -> float:
+        """Add a batch of texts, each followed by its variants; `taught` is (variants * texts, D).
+
+        Returns what an affine map of the student's cosines, which changes no order, leaves of the
+        teachers', squared: the mean of pairs of variants and of pairs of texts.
+        """
+        student = self._sentences(output.last_hidden_state.float(), batch["attention_mask"])
+        dense, new = (
+            item.cpu().double().unflatten(0, (-1, VARIANTS)).transpose(0, 1)
+            for item in (taught, student)
+        )
+        self._vectors[source].append((dense[0], new[0]))
+        texts = dense.shape[1]
+        kinds = min(2, texts)  # of pairs: of variants, and of texts where there are several
+        return change_of_likeness(dense.flatten(0, 1), new.flatten(0, 1)) / (texts * kinds)
+
+    @property
+    def agreement(self) -> dict[str, float]:
+        """Rank correlation of the cosines of all texts with the teachers', by source."""
+        correlations = {name: rank_correlation(pairs) for name, pairs in self._vectors.items()}
+        return {name: value for name, value in correlations.items() if not isnan(value)}
 
 
 class _Line:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from math import log
 from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
@@ -114,14 +114,11 @@ class TokenTeachers:
         """Run all of them; a single one as it is."""
         if len(self.observers) == 1:
             return self.observers[0].run(batch)
-        mean: Tensor | None = None
-        for observer in self.observers:
-            logits = observer.run(batch).logits
-            assert logits is not None  # of models without a head there is only one
-            logs = logits.float().log_softmax(-1)
-            mean = logs if mean is None else torch.logaddexp(mean, logs)
-        assert mean is not None
-        return Observed(SimpleNamespace(logits=mean - log(len(self.observers))))
+        scores = (observer.run(batch).logits for observer in self.observers)
+        # Of models without a head, which have none, there is only one.
+        logs = (logits.float().log_softmax(-1) for logits in scores if logits is not None)
+        mean = reduce(torch.logaddexp, logs) - log(len(self.observers))
+        return Observed(SimpleNamespace(logits=mean))
 
 
 @contextmanager
@@ -271,20 +268,13 @@ class Hidden(Objective):
     name = "hidden"
 
     def loss(self, batch: Batch, student: Observed, teacher: Observed) -> Tensor:
-        pairs = list(zip(student.states, teacher.states, strict=True))
-        decodes = list(student.decodes) or [False] * len(pairs)
+        decodes = student.decodes or [False] * len(student.states)
+        compared = [*zip(student.states, teacher.states, decodes, strict=True)]
         if student.final is not None and teacher.final is not None:
-            pairs.append((student.final, teacher.final))
-            decodes.append(any(decodes))
-        errors = [
-            self._relative_error(batch, *pair, decodes=of_decoder)
-            for pair, of_decoder in zip(pairs, decodes, strict=True)
-        ]
-        return torch.stack(errors).mean()
+            compared.append((student.final, teacher.final, any(decodes)))
+        return torch.stack([self._relative_error(batch, *item) for item in compared]).mean()
 
-    def _relative_error(
-        self, batch: Batch, state: Tensor, target: Tensor, *, decodes: bool
-    ) -> Tensor:
+    def _relative_error(self, batch: Batch, state: Tensor, target: Tensor, decodes: bool) -> Tensor:
         state, target = state.float(), target.float()
         if state.ndim == 4:  # of convolutions, whose channels come first
             state, target = state.flatten(2).mT, target.flatten(2).mT

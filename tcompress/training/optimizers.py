@@ -162,18 +162,14 @@ def optimizer_of(setup: Setup, *, fused: bool | None = None) -> torch.optim.Opti
         if isinstance(module, nn.Embedding)
         for parameter in module.parameters()
     }
-    matrices = [value for value in trained if value.ndim > 1]
-    moved = [
-        value  # where width leaves nothing, a matrix may have no numbers at all
-        for value in matrices
-        if kind == "muon" and id(value) not in tables and value.numel()
-    ]
-    by_muon = {*map(id, moved)}
-    by_adam = [value for value in matrices if id(value) not in by_muon]
-    groups = [
+    moved, by_adam, vectors = list[Tensor](), list[Tensor](), list[Tensor]()
+    for value in trained:  # where width leaves nothing, a matrix may have no numbers at all
+        by_muon = kind == "muon" and id(value) not in tables and value.numel()
+        (vectors if value.ndim <= 1 else moved if by_muon else by_adam).append(value)
+    groups: list[dict[str, Any]] = [
         {"params": moved, "weight_decay": decay, "matrices": True},
         {"params": by_adam, "weight_decay": decay},
-        {"params": [value for value in trained if value.ndim <= 1], "weight_decay": 0.0},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     return Muon(groups) if kind == "muon" else torch.optim.AdamW(groups, lr=0.0, fused=fused)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import inf, isfinite
-from typing import Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
-from tcompress.training.losses import Losses, is_out_of_memory
-from tcompress.training.objectives import Batch
+from tcompress.training.checkpoints import RunState
+from tcompress.training.losses import is_out_of_memory
+from tcompress.training.memory_limits import FittingLosses
 from tcompress.training.schedule import blocks_first, highest_rate
 
 EXAMPLES = 64
@@ -73,50 +73,41 @@ def rate_for(steps: int, rate: float, highest: float) -> float:
     return min(highest, rate * max(1.0, steps / SHORT) ** 0.5)
 
 
-def tested_rate(
-    losses: Losses, optimizer: Any, gradients: Callable[[Batch], Tensor], parts: int
-) -> float | None:
-    """Find the rate of short runs where none is set and a teacher is imitated alone.
-
-    `gradients` adds those of a batch, of which `parts` are read one by one; the optimizer's are
-    cleared.
-    """
+def tested_rate(fitting: FittingLosses, state: RunState) -> float | None:
+    """Find the rate of short runs where none is set and a teacher is imitated alone."""
+    losses = fitting.losses
     setup, options = losses.setup, losses.setup.options
     count = min(EXAMPLES, len(setup.data.train) // 2)
     is_set = options.learning_rate is not None or setup.task is not None
     if is_set or blocks_first(options) or not setup.imitates or setup.untrained or not count:
         return None
-    size, keeps = max(1, options.batch_size // parts), True
-    while True:
+    largest = max(1, options.batch_size // state.parts)
+    smaller = [(largest >> halvings, False) for halvings in range(largest.bit_length())]
+    for size, keeps in ((largest, True), *smaller):
         try:
-            return _rate_on(losses, gradients, count, size, keeps=keeps)
+            return _rate_on(fitting, state, count, size, keeps=keeps)
         except RuntimeError as error:
             # Another process would wait for ever for the sums of this one.
             if not is_out_of_memory(error) or losses.accelerator.num_processes > 1:
                 raise
         finally:
-            optimizer.zero_grad(set_to_none=True)
+            fitting.optimizer.zero_grad(set_to_none=True)
         clear_device_cache(garbage_collection=True)
-        if keeps:
-            keeps = False
-        elif size == 1:
-            return None  # the first step says what to do
-        else:
-            size //= 2
+    return None  # the first step says what to do
 
 
 def _rate_on(
-    losses: Losses, gradients: Callable[[Batch], Tensor], count: int, size: int, *, keeps: bool
+    fitting: FittingLosses, state: RunState, count: int, size: int, *, keeps: bool
 ) -> float:
     """Find the rate on two times so many examples, of which `size` are read at once."""
-    setup = losses.setup
+    losses, setup = fitting.losses, fitting.losses.setup
     first, second = (
         [part.tolist() for part in torch.arange(start, start + count).split(size)]
         for start in (0, count)
     )
     losses.model.train()
     for batch in losses.on_host(setup.data.train, first):
-        gradients(batch)
+        fitting.gradients(batch, state)
     losses.model.eval()
     return find_rate(
         setup.trained,

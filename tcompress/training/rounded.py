@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tcompress.artifact.manifest import Manifest
-from tcompress.linalg.rounding import Rounding, nearest, quantize, usual_scales
+from tcompress.linalg.rounding import Rounding, nearest, quantize, rounded, usual_scales
 from tcompress.models import KeyMap, SourceModel
 from tcompress.options import Convert, Finetune
 from tcompress.planning.costs import planned_storage, roundings
@@ -59,7 +59,10 @@ class RoundedWeights:
         chosen = {name: trained[name] for name in self.roundings if name not in self.later}
         scales = self._scales.get(state)
         if scales is None:
-            scales = {name: self._look(name, value, quick) for name, value in chosen.items()}
+            scales = {}
+            for name, value in chosen.items():
+                how = value.data, self.roundings[name].bits, self.roundings[name].group
+                scales[name] = usual_scales(*how) if quick else quantize(*how)[1]
         if state is not None:
             self._scales[state] = scales
         unrounded = {name: value.data for name, value in chosen.items()}
@@ -71,12 +74,6 @@ class RoundedWeights:
             for name, value in chosen.items():
                 value.data = unrounded[name]
 
-    def _look(self, name: str, value: Tensor, quick: bool) -> Tensor:
-        rounding = self.roundings[name]
-        if quick:
-            return usual_scales(value.data, rounding.bits, rounding.group)
-        return quantize(value.data, rounding.bits, rounding.group)[1]
-
 
 def round_frozen(
     model: nn.Module, source: SourceModel, roundings: Mapping[str, Rounding | None]
@@ -85,9 +82,7 @@ def round_frozen(
     by_name = _by_name(model, source, roundings)
     for name, value in model.named_parameters():
         if name in by_name and not value.requires_grad:
-            rounding = by_name[name]
-            scales = quantize(value.data, rounding.bits, rounding.group)[1]
-            value.data = nearest(value.data, scales, rounding)
+            value.data = rounded(value.data, by_name[name])
 
 
 def _by_name(

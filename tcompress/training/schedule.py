@@ -56,16 +56,8 @@ def highest_rate(options: Finetune, *, untrained: bool = False) -> float:
     return HEALING_RATE if options.task is None else TASK_RATE
 
 
-def learning_rate(
-    options: Finetune,
-    step: int,
-    total: int,
-    *,
-    untrained: bool = False,
-    highest: float | None = None,
-) -> float:
-    """Learning rate after so many steps of all; the `highest` is that of the options by default."""
-    highest = highest or highest_rate(options, untrained=untrained)
+def learning_rate(options: Finetune, step: int, total: int, highest: float) -> float:
+    """Learning rate after so many steps of all; the `highest` is that after warming up."""
     warm = round(options.warmup * total)
     if step < warm:
         return highest * (step + 1) / warm

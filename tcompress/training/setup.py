@@ -23,7 +23,6 @@ from tcompress.hf.opening import has_head, load_model, pick_device
 from tcompress.linalg.rounding import Rounding
 from tcompress.models import SourceModel, tell_padding
 from tcompress.options import Finetune
-from tcompress.planning.entries import DepthPlan
 from tcompress.progress import Progress
 from tcompress.roles import Roles
 from tcompress.structures.modules.embedding import StructuredEmbedding
@@ -45,17 +44,17 @@ from tcompress.training.task_heads import with_head
 from tcompress.training.tasks import TASKS, TrainingTask
 from tcompress.training.teacher import blocks_to_imitate, check_length
 from tcompress.training.teaching import (
+    COMPARABLE,
+    OTHER_TASK,
     Kind,
     Teaching,
     arranged,
-    default_objectives,
     predicted,
     predicts,
 )
 from tcompress.training.training_data import Data, check_training_data, load_data
 
 _REWRITTEN = (StructuredLinear, StructuredExperts, TransformModule, ReplacementModule)
-_OTHER_TEACHER = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
 
 @dataclass
@@ -148,13 +147,17 @@ def set_up(
         )
     teacher_observer = None
     if teaching.beside:
-        observing = partial(_observing, teaching, options, roles, depth, projections=projections)
-        watched = [observing(teacher) for teacher in teaching.beside]
-        for watcher in watched:
+        watched = []
+        for teacher in teaching.beside:
+            taught = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
+            taught_roles, blocks = loaded_roles(teacher, taught), list[int]()
+            if teaching.kind == "states":
+                blocks = blocks_to_imitate(roles, taught_roles, options.teacher_blocks, depth)
+            watched.append(Observer(taught, taught_roles, blocks, projections))
             if "logits" in names:
                 named = options.teacher != ("source",)
-                watcher.order = _order_of_logits(model, watcher.model, named=named)
-            tell_padding(watcher.model, data.pad)
+                watched[-1].order = _order_of_logits(model, taught, named=named)
+            tell_padding(taught, data.pad)
         teacher_observer = watched[0] if teaching.kind == "states" else TokenTeachers(watched)
     tell_padding(model, data.pad)
     if not (first is None if options.dropout is None else options.dropout):
@@ -204,23 +207,6 @@ def _sees_ahead(model: PreTrainedModel) -> bool:
         first, second = model(input_ids=ids).logits[:, :-1].float()
         return not torch.allclose(first, second, atol=1e-3)
     return False
-
-
-def _observing(
-    teaching: Teaching,
-    options: Finetune,
-    student: Roles,
-    depth: DepthPlan | None,
-    teacher: SourceModel,
-    *,
-    projections: bool,
-) -> Observer:
-    """Load a teacher that runs beside the student."""
-    model = load_model(teacher, dtype=torch.float32).requires_grad_(requires_grad=False)
-    roles, blocks = loaded_roles(teacher, model), list[int]()
-    if teaching.kind == "states":
-        blocks = blocks_to_imitate(student, roles, options.teacher_blocks, depth)
-    return Observer(model, roles, blocks, projections)
 
 
 def check_run(source: SourceModel, teachers: Sequence[SourceModel], options: Finetune) -> None:
@@ -287,7 +273,7 @@ def _default_weights(
 ) -> dict[str, float]:
     names = ["task"] if options.task else []
     if teaching.teachers and teaching.kind != "states":
-        names += default_objectives(teaching.kind)
+        names += COMPARABLE[teaching.kind]
     elif teaching.teachers:
         names.append("hidden")
         prediction = predicts(source, options)
@@ -358,13 +344,13 @@ def _readers(
     if teaching.kind not in ("vectors", "classes"):
         return ()
     labels = label_names(model.config) if teaching.kind == "classes" else ()
-    for teacher in teaching.readers if labels else ():
+    for teacher in teaching.teachers if labels else ():
         if (count := len(label_names(teacher.config))) != len(labels):
             text = f"the model predicts {len(labels)} classes, its teacher `{teacher.id}` {count}"
-            raise InputError(text, _OTHER_TEACHER)
+            raise InputError(text, OTHER_TASK)
     length = options.data.max_length
     return tuple(
-        TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.readers
+        TextTeacher.of(teacher, length, teaching.kind, labels) for teacher in teaching.teachers
     )
 
 
@@ -381,16 +367,16 @@ def _order_of_logits(
             f"the objective `logits` compares predictions, but `{type(model).__name__}` predicts "
             f"{kind or 'nothing'}, its teacher `{type(teacher).__name__}` "
             f"{other_kind or 'nothing'}",
-            _OTHER_TEACHER,
+            OTHER_TASK,
         )
     if kind == "tokens":
         return None
     labels, taught = (label_names(item.config) for item in (model, teacher))
     if len(labels) != len(taught):
         text = f"the model predicts {len(labels)} classes, its teacher {len(taught)}"
-        raise InputError(text, _OTHER_TEACHER)
+        raise InputError(text, OTHER_TASK)
     order = order_of(labels, taught)
     if order is None and named:
         text = f"the model predicts {listed(labels)}, its teacher {listed(taught)}"
-        raise InputError(text, _OTHER_TEACHER)
+        raise InputError(text, OTHER_TASK)
     return None if order in (None, [*range(len(labels))]) else order

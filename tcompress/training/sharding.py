@@ -18,7 +18,7 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tcompress.errors import InputError, Problems, listed
 from tcompress.linalg.rounding import Rounding
@@ -145,9 +145,7 @@ def like(value: Tensor, pattern: Tensor) -> Tensor:
     value = value.to(pattern.device)
     if not isinstance(pattern, DTensor):
         return value
-    mesh = pattern.device_mesh
-    everywhere = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(placements=pattern.placements)
+    return distribute_tensor(value, pattern.device_mesh, pattern.placements, src_data_rank=None)
 
 
 def gathered(values: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:

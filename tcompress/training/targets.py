@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -25,12 +25,12 @@ from tcompress.data.encoding import TextEncoder
 from tcompress.data.inputs import collate, inputs_of
 from tcompress.data.labels import label_names, order_of
 from tcompress.data.sentences import PLAIN, SentenceEncoder
-from tcompress.errors import DataError, InputError, TrainingError, first_line
-from tcompress.files import beside, free_text
+from tcompress.errors import DataError, InputError, TrainingError
 from tcompress.hf.opening import load_model
 from tcompress.models import SourceModel, tell_padding
 from tcompress.progress import Progress
 from tcompress.training.batches import Encoded, Text
+from tcompress.training.checkpoints import write_tensors
 from tcompress.training.objectives import Observed
 
 MOST_BYTES = 4 * 2**30
@@ -42,7 +42,7 @@ CHUNK = 1024
 _AT_ONCE = 64  # texts in a forward pass
 FITTED = 4096  # texts that the map into the student's space is fitted to, at most
 _LEAST = 1e-9  # of the largest singular value: what is smaller is rounding
-
+_WHAT = "what teachers say of texts"
 
 Outputs = Literal["vectors", "classes"]
 """Embeddings of texts, or scores of classes."""
@@ -200,7 +200,8 @@ class Targets:
             count = min(len(data), FITTED)
             student = embed([*range(count)]).cpu().double()
             taught = self.table[self.rows[data][:count].flatten()].double()
-            _write(path, "map", _turning(self.table, taught, student).float())
+            map_ = _turning(self.table, taught, student).float()
+            write_tensors(path, {"map": map_}, _WHAT)
         map_ = load_file(path)["map"]
         parts = (normalize(part.float() @ map_, dim=-1) for part in self.table.split(2**14))
         return replace(self, mapped=torch.cat([*parts]))
@@ -261,26 +262,12 @@ def _outputs_of(
         for first in shared:
             chunk = texts[first : first + CHUNK]
             if not files[first].is_file():
-                _write(files[first], "outputs", teacher.outputs(model, chunk))
+                write_tensors(files[first], {"outputs": teacher.outputs(model, chunk)}, _WHAT)
             progress.advance(len(chunk) * accelerator.num_processes)
         del model
     accelerator.wait_for_everyone()
     for file in files.values():
         yield load_file(file)["outputs"]
-
-
-def _write(path: Path, name: str, value: Tensor) -> None:
-    """Write a tensor to a file that has its name from the moment that it is complete."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside(path) as unfinished:
-            save_file({name: value.contiguous()}, unfinished)
-    except Exception as error:  # safetensors wraps errors of the disk in its own
-        raise TrainingError(
-            f"what teachers say of texts cannot be written ({type(error).__name__}: "
-            f"{first_line(error)}); {free_text(path.parent)} on its disk",
-            "free some disk space and run the same command again: it goes on where it was",
-        ) from error
 
 
 def _joined(tables: Sequence[Tensor], kind: str, *, independent: bool) -> Tensor:

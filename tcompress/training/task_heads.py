@@ -103,7 +103,7 @@ def _numbered_like(data: Data, model: SourceModel) -> Data:
 
 def _relabelled(data: Data, change: Callable[[Tensor], Tensor]) -> Data:
     train, validation = (
-        part if part.labels is None else part.relabelled(change(part.labels))
+        part if part.labels is None else replace(part, labels=change(part.labels))
         for part in (data.train, data.validation)
     )
     return replace(data, train=train, validation=validation)

@@ -27,7 +27,7 @@ class TrainingTask(ABC):
     """A task that a model can be taught; `validated` names the number that is validated."""
 
     name: ClassVar[str]
-    head: ClassVar[Head | None] = None
+    head: Head | None = None
     needs: ClassVar[Needs]
     validated: ClassVar[str] = "loss"
     fewest_held: ClassVar[int] = 1  # examples to hold out, where they are not half of all
@@ -69,7 +69,7 @@ class Classification(TrainingTask):
     """One class for one or two texts, or several where the data has lists of them."""
 
     name = "classification"
-    head: ClassVar[Head | None] = "classification"
+    head: Head | None = "classification"
     needs = Needs((1, 2), target="class", several=True)
     validated = "accuracy"
 
@@ -83,8 +83,7 @@ class Classification(TrainingTask):
         return float((predictions == labels).double().mean())
 
     def suited_to(self, labels: Classes) -> TrainingTask:
-        several = {Classification: SeveralClasses, ImageClassification: SeveralClassesOfImages}
-        return several[type(self)](self.sentences) if labels.several else self
+        return SeveralClasses(self.sentences, self.head) if labels.several else self
 
 
 class ImageClassification(Classification):
@@ -95,10 +94,14 @@ class ImageClassification(Classification):
     needs = Needs(image=True, target="class", several=True)
 
 
-class _Several(Classification):
-    """Every label of an example is a yes or no of its own."""
+class SeveralClasses(Classification):
+    """Several classes for one or two texts, or for a picture: each label is a yes or no."""
 
     validated = "micro_f1"
+
+    def __init__(self, sentences: SentenceEncoder, head: Head | None) -> None:
+        super().__init__(sentences)
+        self.head = head
 
     def loss(self, outputs: Observed, batch: Batch) -> Tensor:
         return binary_cross_entropy_with_logits(_logits(outputs), batch["labels"], reduction="sum")
@@ -111,14 +114,6 @@ class _Several(Classification):
         guess, truth = predictions.bool(), labels.bool()
         total = int(guess.sum() + truth.sum())
         return 2 * int((guess & truth).sum()) / total if total else 0.0
-
-
-class SeveralClasses(_Several):
-    """Several classes for one or two texts."""
-
-
-class SeveralClassesOfImages(_Several, ImageClassification):
-    """Several classes for a picture."""
 
 
 class RankedClassification(Classification):
@@ -215,7 +210,7 @@ class Regression(TrainingTask):
     """A score for one or two texts, read together."""
 
     name = "regression"
-    head: ClassVar[Head | None] = "regression"
+    head: Head | None = "regression"
     needs = Needs((1, 2), target="score")
     validated = "spearman"
 
@@ -273,7 +268,7 @@ class CausalLM(TrainingTask):
     """The next token; labels are already shifted."""
 
     name = "causal-lm"
-    head: ClassVar[Head | None] = "causal-lm"
+    head: Head | None = "causal-lm"
     needs = Needs((1, 1))
 
     def loss(self, outputs: Observed, batch: Batch) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tcompress.blockwise.output_sampler import OutputSampler
 from tcompress.progress import Progress
-from tcompress.training.batches import Encoded, host_batches, model_inputs, on_device
+from tcompress.training.batches import Encoded, loader, model_inputs, on_device, pins
 from tcompress.training.objectives import Batch, Observed, embedded
 from tcompress.training.setup import Setup
 from tcompress.training.targets import FITTED, Targets
@@ -42,7 +42,7 @@ class TeacherOutputs:
         if setup.options.shard:  # all processes have to run it together
             return self
         logits = any(objective.name == "logits" for objective, _ in setup.objectives)
-        caches = {**self.caches}
+        caches: dict[Encoded, TeacherCache] = {}
         for index, examples in enumerate(data):
             if examples.is_fixed:
                 path = folder / f"teacher-{index}-{process}"
@@ -67,23 +67,19 @@ class TeacherOutputs:
             independent=any(objective.setting.independent for objective, _ in setup.objectives),
         )
         if any(objective.name == "embedding" for objective, _ in setup.objectives):
-            path = folder / "map.outputs"
-            embed = self._student_embeddings
+            path, embed = folder / "map.outputs", self._student_embeddings
             is_main = self.accelerator.is_main_process  # which writes the map
-            if not is_main:
-                if setup.options.shard and not path.is_file():  # its part of the student
-                    embed([*range(min(len(data.train), FITTED))])
-                self.accelerator.wait_for_everyone()
-            targets = targets.fit_map(data.train, embed, path)
-            if is_main:
-                self.accelerator.wait_for_everyone()
+            if setup.options.shard and not is_main and not path.is_file():
+                embed([*range(min(len(data.train), FITTED))])  # its part of the student
+            with self.accelerator.main_process_first():
+                targets = targets.fit_map(data.train, embed, path)
         return replace(self, targets=targets)
 
-    def of_batch(self, batch: Batch, data: Encoded) -> Observed:
+    def of_batch(self, batch: Batch, data: Encoded, *, cached: bool = True) -> Observed:
         """Outputs for a batch of these examples, which is on the device."""
         if self.targets is not None:
             return self.targets.observed(data, batch["place"], self.accelerator.device)
-        cache, inputs = self.caches.get(data), model_inputs(batch)
+        cache, inputs = self.caches.get(data) if cached else None, model_inputs(batch)
         if cache is None:
             return self.of_inputs(inputs)
         # A piece of a batch is padded as the whole of it is.
@@ -121,7 +117,7 @@ class TeacherOutputs:
         setup.model.eval()
         order = [part.tolist() for part in torch.tensor(indices).split(64)]
         parts = []
-        for host_batch in host_batches(setup.data.train, setup.data.pad, order, device):
+        for host_batch in loader(setup.data.train, setup.data.pad, order, pinned=pins(device)):
             batch = on_device(host_batch, device)
             outputs = setup.observer.run(model_inputs(batch))
             parts.append(embedded(setup.sentences, batch, outputs).cpu())

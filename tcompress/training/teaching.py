@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from transformers import PreTrainedModel
 
@@ -36,13 +36,15 @@ _HEADS = dict.fromkeys(("masked-lm", "causal-lm", "seq2seq"), "tokens") | {"regr
 Kind = Literal["states", "logits", "vectors", "classes"]
 """Outputs that are compared: all (`states`), tokens' `logits`; `vectors` or `classes` of texts."""
 
-_COMPARABLE: dict[Kind, tuple[str, ...]] = {
+COMPARABLE: dict[Kind, tuple[str, ...]] = {
     "logits": ("logits",),
     "vectors": ("similarities", "embedding"),
     "classes": ("logits",),
 }
+"""Objectives, also by default, where teachers are not alike."""
+
 _ALIKE = "give the dense model that it was converted from, or its like"
-_OTHER_TASK = "give a teacher of the same task, or leave `logits` out of `objectives`"
+OTHER_TASK = "give a teacher of the same task, or leave `logits` out of `objectives`"
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,8 @@ class Teaching:
 
     @property
     def beside(self) -> tuple[SourceModel, ...]:
-        """The teachers that read every batch as the student does."""
+        """The teachers that read every batch as the student does; others read texts first."""
         return self.teachers if self.kind in ("states", "logits") else ()
-
-    @property
-    def readers(self) -> tuple[SourceModel, ...]:
-        """The teachers that read texts by themselves, with tokenizers of their own."""
-        return self.teachers if self.kind in ("vectors", "classes") else ()
 
 
 def predicted(kind: type[PreTrainedModel]) -> str | None:
@@ -113,11 +110,6 @@ def arranged(
     return Teaching((*teachers,), kind)
 
 
-def default_objectives(kind: Kind) -> tuple[str, ...]:
-    """Terms of the loss where none are asked for and the teachers are not alike."""
-    return _COMPARABLE[kind]
-
-
 def differences(student: SourceModel, teacher: SourceModel) -> list[str]:
     """List what keeps a teacher from running beside the student, state by state."""
     reads, other_reads = (kind.model_class.main_input_name for kind in (student, teacher))
@@ -133,16 +125,13 @@ def differences(student: SourceModel, teacher: SourceModel) -> list[str]:
     return texts
 
 
-def _fewer_blocks(student: SourceModel, teacher: SourceModel) -> list[str]:
-    """Say that a teacher has not a block for each of the student's, if so."""
-    count, taught = (_number(model, "num_hidden_layers") for model in (student, teacher))
-    if count is None or taught is None or count <= taught:
-        return []
-    return [f"the model has {count} blocks, but its teacher `{teacher.id}` only {taught}"]
-
-
 def _all_differences(student: SourceModel, teacher: SourceModel) -> list[str]:
-    return differences(student, teacher) + _fewer_blocks(student, teacher)
+    """List the same, and whether the teacher has not a block for each of the student's."""
+    texts = differences(student, teacher)
+    count, taught = (_number(model, "num_hidden_layers") for model in (student, teacher))
+    if count is not None and taught is not None and count > taught:
+        texts.append(f"the model has {count} blocks, but its teacher `{teacher.id}` only {taught}")
+    return texts
 
 
 def _number(model: SourceModel, name: str) -> int | None:
@@ -159,13 +148,10 @@ def _same_pieces(student: SourceModel, teacher: SourceModel) -> bool:
         if files[0].read_bytes() == files[1].read_bytes():
             return True
     with suppress(DataError):
-        return _pieces(student) == _pieces(teacher)
+        models = (student, teacher)
+        tokenizers = [load_tokenizer(it.folder, trust=it.trust_remote_code) for it in models]
+        return bool(tokenizers[0].get_vocab() == tokenizers[1].get_vocab())
     return True
-
-
-def _pieces(model: SourceModel) -> dict[str, int]:
-    tokenizer: Any = load_tokenizer(model.folder, trust=model.trust_remote_code)
-    return dict(tokenizer.get_vocab())
 
 
 def _kind(student: SourceModel, options: Finetune) -> Kind | None:
@@ -192,7 +178,7 @@ def _check(student: SourceModel, teacher: SourceModel, kind: Kind, options: Fine
         raise InputError(
             f"the objective `logits` compares predictions, but the model predicts {what}, its "
             f"teacher `{teacher.id}`, a `{teacher.model_class.__name__}`, {taught or 'nothing'}",
-            _OTHER_TASK,
+            OTHER_TASK,
         )
     if kind == "logits":
         _check_vocabulary(student, teacher)
@@ -238,14 +224,14 @@ def _check_classes(student: SourceModel, teacher: SourceModel, options: Finetune
         raise InputError(
             f"the model predicts {len(labels)} classes ({few(labels)}), its teacher `{teacher.id}` "
             f"{len(taught)} ({few(taught)})",
-            _OTHER_TASK,
+            OTHER_TASK,
         )
 
 
 def _check_objectives(teachers: Iterable[SourceModel], kind: Kind, options: Finetune) -> None:
     """Refuse objectives that need the states of a teacher that is alike."""
-    allowed = listed(_COMPARABLE[kind])
-    unfit = [name for name in options.objectives if name not in (*_COMPARABLE[kind], "task")]
+    allowed = listed(COMPARABLE[kind])
+    unfit = [name for name in options.objectives if name not in (*COMPARABLE[kind], "task")]
     if unfit:
         raise InputError(
             f"{listed(unfit)} cannot be compared with {_named(teachers)}: of a teacher of another "

@@ -232,8 +232,9 @@ def test_masked_words(tmp_path: Path) -> None:
     assert numbers(again, model) == pytest.approx(found)
     plain, _ = loaded(folder, "AutoModelForMaskedLM")
     hits, loss, count = 0, 0.0, 0
-    hidden = prepared.prepared
-    for row, places, truth in zip(hidden.rows, hidden.positions, hidden.truth, strict=True):
+    for row in prepared.prepared.rows:
+        places = (row["labels"] != -100).nonzero().flatten()
+        truth = row["labels"][places]
         assert (row["input_ids"] == 99).nonzero().flatten().tolist() == places.tolist()
         original = row["input_ids"].clone()
         original[places] = truth

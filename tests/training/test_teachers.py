@@ -17,11 +17,11 @@ from tcompress.errors import InputError
 from tcompress.models import SourceModel
 from tcompress.progress import Silent
 from tcompress.training import targets
+from tcompress.training.encoded_examples import without_words
 from tcompress.training.losses import Losses
 from tcompress.training.objectives import Setting, Similarities
 from tcompress.training.targets import TextTeacher, _joined, _turning
 from tcompress.training.teaching import arranged
-from tcompress.training.text_agreement import without_words
 from tests.support.evaluation import classifier, encoder, headed, labelled_file, turn_labels
 from tests.support.interrupted import partial_folder
 from tests.support.model_folders import edited

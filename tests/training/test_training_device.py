@@ -16,11 +16,9 @@ from tcompress.artifact.manifest import CurvePoint
 from tcompress.progress import Silent
 from tcompress.training import loop
 from tcompress.training.checkpoints import Checkpoints
-from tcompress.training.loop import Loop
-from tcompress.training.losses import Losses
-from tcompress.training.masks import unread_masks
+from tcompress.training.loop import Loop, StepNumbers
+from tcompress.training.losses import Losses, unread_masks
 from tcompress.training.optimizers import orthogonalised, orthogonalised_together
-from tcompress.training.step_numbers import StepNumbers
 from tests.support.tiny import build
 from tests.support.training import batch_of, losses_of, small, small_encoder, texts
 

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -253,7 +253,7 @@ def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     kept.keep_best({"a": torch.ones(1)}, 3)
     names = sorted(path.name for path in tmp_path.glob("best-*"))
     assert names == ["best-00000000.safetensors", "best-00000003.safetensors"]
-    kept.save(RunState(step=4, best_step=3), lambda folder: None, lambda: None, True)
+    kept.save(RunState(step=4, best_step=3), Mock(is_main_process=True))
     kept.keep_best({"a": torch.full((1,), 6.0)}, 6)
     kept.keep_best({"a": torch.full((1,), 9.0)}, 9)
     again = Checkpoints(tmp_path)
@@ -261,7 +261,7 @@ def test_best_weights_that_a_checkpoint_needs_are_kept(tmp_path: Path) -> None:
     state = again.read_state(last)
     assert float(again.best(state.best_step)["a"]) == 1.0
     assert len(list(tmp_path.glob("best-*"))) == 3
-    kept.save(RunState(step=10, best_step=9), lambda folder: None, lambda: None, True)
+    kept.save(RunState(step=10, best_step=9), Mock(is_main_process=True))
     names = sorted(path.name for path in tmp_path.glob("best-*"))
     assert names == ["best-00000000.safetensors", "best-00000009.safetensors"]
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000010"]

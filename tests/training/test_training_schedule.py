@@ -49,7 +49,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def _rates(total: int = 100, **changes: Any) -> list[float]:
     options = settings(learning_rate=0.5, **changes)
-    return [learning_rate(options, step, total) for step in range(total)]
+    return [learning_rate(options, step, total, 0.5) for step in range(total)]
 
 
 def test_the_default_rate_depends_on_what_is_trained() -> None:

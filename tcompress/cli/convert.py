@@ -11,7 +11,7 @@ from tcompress.cli import terminal
 from tcompress.cli.first_look import Look, first_look
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
-from tcompress.models.names import MANIFEST
+from tcompress.models.names import ALIASES, MANIFEST, local_folder, resolve
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
@@ -61,13 +61,25 @@ class Job:
         """Opens the dense model, once it is said what nobody asked for."""
         for note in self.notes:
             terminal.say(note, quiet=self.manner.quiet)
-        if self.architecture is None:
-            seed = self.convert.seed if self.convert.init == "random" else None
-            shared = (self.access, self.manner, seed, self.convert.adapter)
-            return terminal.open_source(self.model, *shared)
-        from tcompress.own_models.architecture import open_architecture
+        name, access = self.model, self.access
+        if self.architecture is not None:
+            from tcompress.own_models.architecture import open_architecture
 
-        return open_architecture(self.architecture, self.convert.seed, self.access.token)
+            return open_architecture(self.architecture, self.convert.seed, access.token)
+        if name in ALIASES and local_folder(name) is None:
+            terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=self.manner.quiet)
+        seed = self.convert.seed if self.convert.init == "random" else None
+        resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
+        from tcompress.models import SourceModel
+
+        return SourceModel.open(
+            name,
+            revision=access.revision,
+            token=access.token,
+            trust_remote_code=access.allow_remote_code,
+            seed=seed,
+            adapter=self.convert.adapter,
+        )
 
 
 def default_output(model: str, convert: Convert) -> str:
@@ -217,7 +229,7 @@ def convert(
 
 def _convert_family(job: Job, dry_run: bool) -> None:
     """Converts to several speeds from one set of statistics: a sweep over them."""
-    from tcompress.cli.sweep import perform_sweep, show_cells
+    from tcompress.cli.sweep import perform_sweep
     from tcompress.options.schema import Recipe, Sweep
 
     if is_launched():
@@ -228,15 +240,4 @@ def _convert_family(job: Job, dry_run: bool) -> None:
         )
     cells = Sweep(speedups=job.convert.speedups)
     recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells)
-    with first_look() as look:
-        if not dry_run:
-            look.sweep(recipe, job.output.expanduser(), force=job.force)
-        job.look_at_model(look)
-    source = job.open()
-    from tcompress.sweeps import bench_of
-
-    recipe = recipe.model_copy(update={"bench": bench_of(job.convert)})
-    if dry_run:
-        show_cells(recipe, source, job.output, job.manner)
-    else:
-        perform_sweep(recipe, source, job.output, job.manner, job.access, job.force)
+    perform_sweep(recipe, job, dry_run=dry_run, timed=True)

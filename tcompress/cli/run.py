@@ -34,7 +34,7 @@ EXAMPLES = (
 
 def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
     """Does what `tcompress run` says."""
-    from tcompress.cli.sweep import perform_sweep, show_cells
+    from tcompress.cli.sweep import perform_sweep
     from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(call.recipe)
@@ -64,15 +64,7 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
         _compare_variants(said, job, origin, planned)
         return
     if said.sweep is not None:
-        with first_look() as look:
-            if not planned.dry_run:
-                look.sweep(said, output.expanduser(), force=job.force)
-            job.look_at_model(look)
-        source = job.open()
-        if planned.dry_run:
-            show_cells(said, source, output, manner, call.seeds)
-        else:
-            perform_sweep(said, source, output, manner, access, job.force, seeds=call.seeds)
+        perform_sweep(said, job, dry_run=planned.dry_run, seeds=call.seeds)
     elif planned.dry_run:
         show_plan(job)
     elif call.seeds or said.finetune or said.evaluate or said.bench or said.report or said.paper:

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
-    from tcompress.models import SourceModel
-    from tcompress.models.adapters import Adapter
-    from tcompress.options.commands import Access, Manner
 
 # Names and texts come from models, recipes and folders of strangers. Nothing that a terminal would
 # take for a command gets through: the consoles made here, and `print_json`, are the only way out.
@@ -422,28 +419,3 @@ class _Lines:
             seconds = time.monotonic() - self._began
             say(f"{self._job.name}: {self._job} in {seconds:.1f} s")
         self._job = None
-
-
-def open_source(
-    name: str,
-    access: Access,
-    manner: Manner,
-    seed: int | None = None,
-    adapter: Adapter | None = None,
-) -> SourceModel:
-    """Opens a dense model, with weights drawn by a seed if one is given."""
-    from tcompress.models.names import ALIASES, local_folder, resolve
-
-    if name in ALIASES and local_folder(name) is None:
-        say(f"`{name}` is `{ALIASES[name]}`", quiet=manner.quiet)
-    resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
-    from tcompress.models import SourceModel
-
-    return SourceModel.open(
-        name,
-        revision=access.revision,
-        token=access.token,
-        trust_remote_code=access.allow_remote_code,
-        seed=seed,
-        adapter=adapter,
-    )

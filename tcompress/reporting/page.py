@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
@@ -188,14 +189,9 @@ def _plain(value: Any) -> str:
 
 def _code(text: str) -> Markup:
     """Marks what stands between backticks as code."""
-    parts = text.split("`")
-    if len(parts) % 2 == 0:  # one of them is alone
+    if text.count("`") % 2:  # one of them is alone
         return escape(text)
-    marked = (
-        Markup("<code>{}</code>").format(part) if i % 2 else escape(part)
-        for i, part in enumerate(parts)
-    )
-    return Markup("").join(marked)
+    return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text)))
 
 
 @cache

@@ -37,7 +37,7 @@ def csv_text(sheet: Sheet) -> str:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(sheet.columns)
-    writer.writerows([["" if value is None else value for value in row] for row in sheet.rows])
+    writer.writerows(sheet.rows)
     return file.getvalue()
 
 

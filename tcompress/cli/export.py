@@ -11,7 +11,6 @@ from tcompress.artifact.workplace import check_output
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, say, shown_progress, tell
 from tcompress.errors import InputError
-from tcompress.fields import ExportFormat
 from tcompress.options.commands import Exported, Hub, Manner, OnnxFiles, Written
 from tcompress.runtimes.installed import require_onnx, require_openvino
 
@@ -23,12 +22,45 @@ EXAMPLES = (
 
 def export(call: Exported, files: OnnxFiles, written: Written, hub: Hub, manner: Manner) -> None:
     """Does what `tcompress export` says."""
-    model = Path(call.model)
-    folder = Path(written.output or f"{model.name or model.resolve().name}-{call.to}")
-    if call.to == "dense":
+    model, to = Path(call.model), call.to
+    folder = Path(written.output or f"{model.name or model.resolve().name}-{to}")
+    if to == "dense":
         _to_dense(model, folder, files, written, manner)
-    else:
-        _to_runtime(call.to, call.model, folder, files, written, hub, manner)
+        return
+    output, local = folder.expanduser().absolute(), model.expanduser()
+    inside = output.is_dir() and local.is_dir() and output.samefile(local)
+    with first_look() as look:
+        if to == "onnx":
+            look.check(require_onnx)
+        else:
+            look.check(require_openvino)
+            look.check(files.refuse_bits)
+        look.models(call.model)
+        look.check(check_output, output, force=written.force or inside)
+    reach(call.model, token=hub.token)
+    from tcompress.exports.onnx_folder import export_onnx
+
+    with shown_progress(quiet=manner.quiet) as progress:
+        exported = export_onnx(
+            call.model,
+            folder,
+            files,
+            to=to,
+            force=written.force,
+            token=hub.token,
+            trust_remote_code=hub.allow_remote_code,
+            progress=progress,
+        )
+    if manner.as_json:
+        rows = [item.model_dump(mode="json") for item in exported.files]
+        found = {"output": str(exported.folder), "format": to, "files": rows}
+        print_json({**found, "notes": list(exported.notes)})
+        return
+    for item in exported.files:
+        _tell_file(item)
+    for note in exported.notes:
+        say(f"note: {note}", quiet=manner.quiet)
+    tell(f"Wrote `{folder}`; see docs/deploy.md for how it is opened.")
 
 
 def _to_dense(
@@ -55,52 +87,6 @@ def _refuse_options(files: OnnxFiles) -> None:
     if given := files.model_dump(exclude_defaults=True):
         names = ", ".join(f"`--{name.replace('_', '-')}`" for name in given)
         raise InputError(f"{names} can only be given for ONNX files", "add `--to onnx`")
-
-
-def _to_runtime(
-    to: ExportFormat,
-    model: str,
-    folder: Path,
-    files: OnnxFiles,
-    written: Written,
-    hub: Hub,
-    manner: Manner,
-) -> None:
-    output = folder.expanduser().absolute()
-    local = Path(model).expanduser()
-    inside = output.is_dir() and local.is_dir() and output.samefile(local)
-    with first_look() as look:
-        if to == "onnx":
-            look.check(require_onnx)
-        else:
-            look.check(require_openvino)
-            look.check(files.refuse_bits)
-        look.models(model)
-        look.check(check_output, output, force=written.force or inside)
-    reach(model, token=hub.token)
-    from tcompress.exports.onnx_folder import export_onnx
-
-    with shown_progress(quiet=manner.quiet) as progress:
-        exported = export_onnx(
-            model,
-            folder,
-            files,
-            to=to,
-            force=written.force,
-            token=hub.token,
-            trust_remote_code=hub.allow_remote_code,
-            progress=progress,
-        )
-    if manner.as_json:
-        rows = [item.model_dump(mode="json") for item in exported.files]
-        found = {"output": str(exported.folder), "format": to, "files": rows}
-        print_json({**found, "notes": list(exported.notes)})
-        return
-    for item in exported.files:
-        _tell_file(item)
-    for note in exported.notes:
-        say(f"note: {note}", quiet=manner.quiet)
-    tell(f"Wrote `{folder}`; see docs/deploy.md for how it is opened.")
 
 
 def _tell_file(item: Any) -> None:

@@ -7,8 +7,8 @@ nothing moves but this place; what is finished becomes a line above it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,15 +18,12 @@ from rich.text import Text
 
 from tcompress.progress import Job
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 _PER_SECOND = 4
 _BAR = 30  # characters
 
 
 class LiveView:
-    """Three lines of a terminal, for `Progress` and `Overview`; a context manager."""
+    """Three lines of a terminal, for `Progress` and `Overview`."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,19 +38,12 @@ class LiveView:
             transient=True,
         )
 
-    def __enter__(self) -> LiveView:
-        self.live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
+    @contextmanager
+    def shown(self) -> Iterator[LiveView]:
+        """Show it while the block runs."""
+        with self.live:
+            yield self
             self._finish()
-        self.live.stop()
 
     # Of a command
 

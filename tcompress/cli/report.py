@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tcompress.cli.first_look import first_look, reach
 from tcompress.cli.terminal import print_json, results, tell, tell_written
+from tcompress.errors import counted
 from tcompress.options.commands import Manner, Reported, Tables, Trust
 
 EXAMPLES = (
@@ -44,5 +45,4 @@ def report(call: Reported, tables: Tables, trust: Trust, manner: Manner) -> None
     results().print(render(reports, per_layer=call.layers))
     tell_written(path for path in written.values() if isinstance(path, str))
     if call.figures is not None:
-        count = len(written["figures"])
-        tell(f"Wrote {count} picture{'' if count == 1 else 's'} to `{call.figures}`.")
+        tell(f"Wrote {counted(len(written['figures']), 'picture')} to `{call.figures}`.")

@@ -316,7 +316,7 @@ def shown_progress(*, quiet: bool, overview: bool = False) -> Iterator[Progress]
     elif sys.stderr.isatty() and overview:
         from tcompress.cli.live import LiveView
 
-        with LiveView(notices()) as view, listening(view):
+        with LiveView(notices()).shown() as view, listening(view):
             yield view
     elif sys.stderr.isatty():
         shown = _Bars()

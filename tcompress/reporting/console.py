@@ -196,7 +196,7 @@ class Comparison:
         for report in reports:
             name = Text(short_name(report, self.reports), overflow="fold")
             table.add_column(name, justify="right", overflow="fold")
-            own = [*rows_of(report, self.reports, facts=True), *budget_rows(report.budget)]
+            own = [*rows_of(report, self.reports), *budget_rows(report.budget)]
             rows.append({row.label: row for row in own if row.label})
         for label in dict.fromkeys(label for row in rows for label in row):
             cells = [row.get(label, Row(label)) for row in rows]

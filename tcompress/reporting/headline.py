@@ -172,12 +172,12 @@ def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
         figure = speed_figure_of(speed)
         hint = "in PyTorch; `tcompress bench --runtime onnx-int8` times the file"
         return figure._replace(notes=(*figure.notes[:1], hint))
-    figure = speed_figure_of(file.speed)
-    notes = [*figure.notes, *filter(None, [dense_there(file.speed)])]
+    notes = [dense_there(file.speed)]
     if speed is not None and speed is not file.speed:
         notes.append(f"in PyTorch {fmt.speed_text(speed)}")
+    figure = speed_figure_of(file.speed, *notes)
     words = figure.words.replace("; dense", " in ONNX Runtime; dense in PyTorch")
-    return figure._replace(words=words, notes=tuple(notes))
+    return figure._replace(words=words)
 
 
 def size_figure(report: ModelReport) -> Figure:
@@ -196,25 +196,21 @@ def size_figure(report: ModelReport) -> Figure:
 def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
     """Speed of a pass beside the dense model's, and of both with eight bits where timed."""
     if speed is None:
-        hint = ("`tcompress bench` times it",) if report.is_smaller else ()
-        return speed_figure_of(None)._replace(notes=hint)
-    figure = speed_figure_of(speed)
+        return speed_figure_of(None, "`tcompress bench` times it" if report.is_smaller else "")
     if (other := int8_speed(report, speed)) is None:
-        return figure
+        return speed_figure_of(speed)
     words = [] if other is speed else [f"int8 in ONNX Runtime {fmt.speed_text(other)}"]
-    note = ", ".join(filter(None, [*words, dense_there(other)]))
-    return figure._replace(notes=(*figure.notes, *filter(None, [note])))
+    return speed_figure_of(speed, ", ".join(filter(None, [*words, dense_there(other)])))
 
 
-def speed_figure_of(speed: Speed | None) -> Figure:
-    """Speed of a pass beside the dense model's."""
+def speed_figure_of(speed: Speed | None, *more: str) -> Figure:
+    """Speed of a pass beside the dense model's, with more notes, if these say anything."""
     if speed is None:
-        return Figure("Speed", _NONE, "not timed")
+        return Figure("Speed", _NONE, "not timed", tuple(filter(None, more)))
     own, dense = map(fmt.milliseconds_text, (speed.milliseconds, speed.baseline_milliseconds))
-    notes = [fmt.pass_text(speed)]
-    if speed.is_noisy:
-        notes.append("?: the machine was busy, the time is in doubt")
-    return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", tuple(notes))
+    busy = "?: the machine was busy, the time is in doubt" if speed.is_noisy else ""
+    notes = tuple(filter(None, (fmt.pass_text(speed), busy, *more)))
+    return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", notes)
 
 
 def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:

@@ -85,9 +85,10 @@ def front_of(candidates: Sequence[Candidate]) -> FrontReport:
         "size": _best(rows, lambda row: row.parameters, higher),
         "time": _best(rows, lambda row: row.milliseconds, higher),
     }
-    fronts = [tuple(cost for cost in best if row.name in best[cost]) for row in rows]
-    pairs = zip(rows, fronts, strict=True)
-    marked = [row.model_copy(update={"front": front}) for row, front in pairs]
+    marked = [
+        row.model_copy(update={"front": tuple(cost for cost in best if row.name in best[cost])})
+        for row in rows
+    ]
     sign = -1 if higher else 1
     return FrontReport(
         metric=None if metric is None else metric.label,

@@ -303,8 +303,7 @@ def _with_interval(value: float, interval: Interval | None, signed: bool = False
 
 def metrics_sheet(scores: Sequence[tuple[str, Sequence[Metric]]]) -> Sheet:
     """Lists the numbers of each model in a row of its own; `scores` are names and numbers."""
-    columns = ("model", "of", *_LONG[4:-1])
-    named = ("model", "quantity", *columns[1:])
+    named = ("model", "quantity", "of", *_LONG[4:-1])
     rows = []
     for name, metrics in scores:
         for metric in metrics:

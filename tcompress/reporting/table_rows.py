@@ -36,36 +36,33 @@ class Row(NamedTuple):
     kept: str = ""
 
 
-def rows_of(
-    report: ModelReport, others: Sequence[ModelReport] = (), facts: bool = False
-) -> list[Row]:
-    """Lists the lines about one model that is shown beside others.
+def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row]:
+    """Lists the lines about one model that may be shown beside others.
 
-    With `facts`, say too what a title says otherwise, and leave room for lines of other models.
+    Then they say too what a title says otherwise, and leave room for lines of the others.
     """
     shown, parts = (report, *others), report.parameters
     rows = []
-    if facts:
+    if others:
         rows += [Row("family", report.family), Row("method", report.method)]
         if any(item.init == "random" for item in shown):
             rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
-    beside = others if facts else ()
     if report.depth is not None:
         rows += depth_rows(report.depth)
-    elif any(other.depth is not None for other in beside):
+    elif any(other.depth is not None for other in others):
         rows.append(Row("blocks"))
     if report.vocabulary is not None:
         rows += vocabulary_rows(report.vocabulary)
-    elif any(other.vocabulary is not None for other in beside):
+    elif any(other.vocabulary is not None for other in others):
         rows.append(Row("vocabulary"))
     rows += plain_rows(report.plain)
-    if report.attention or any(other.attention for other in beside):
+    if report.attention or any(other.attention for other in others):
         rows.append(Row("attention", fmt.describe_attention(report.attention)))
     rows += storage_rows(report.storage)
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
-    elif facts:
+    elif others:
         rows.append(Row("rewritten layers"))
     disk, macs = report.bytes_on_disk, report.macs_per_token
     rows += [
@@ -81,7 +78,7 @@ def rows_of(
     when = ", before training" if report.training else ""
     for kind, error in report.errors.items():
         rows.append(Row(fmt.error_name(kind) + when, fmt.error_text(error)))
-    if report.calibration is not None and not facts:
+    if report.calibration is not None and not others:
         agreement = report.calibration.agreement
         for name, change in report.calibration.changes.items():
             what = "agreement" if name in agreement else "change of output"
@@ -386,20 +383,13 @@ class Printed(NamedTuple):
     rows: tuple[tuple[Cell, ...], ...]
 
 
-class Line(NamedTuple):
-    """A quantity of every model."""
-
-    label: str
-    cells: list[Cell]
-
-
 def shows_dense(reports: Sequence[ModelReport]) -> bool:
     """Return whether a column stands for the dense model: beside one model made of it."""
     return len(reports) == 1 and reports[0].is_smaller and reports[0].init == "pretrained"
 
 
-def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
-    """Lists the quantities that at least one model has; see `shows_dense`."""
+def summary_of(reports: Sequence[ModelReport]) -> dict[str, list[Cell]]:
+    """Lists quantities that at least one model has, with those of every one; see `shows_dense`."""
     lengths = {report.macs_per_token.length for report in reports}
     macs = "multiply-adds per token" + (f", T={lengths.pop()}" if len(lengths) == 1 else "")
     when = ", before training" if any(report.training for report in reports) else ""
@@ -413,7 +403,7 @@ def summary_of(reports: Sequence[ModelReport]) -> list[Line]:
         columns.insert(0, _dense_column(reports[0], macs) | dense)
     known = {label for column in columns for label, cell in column.items() if cell.value}
     labels = [label for label in order if label in known]
-    return [Line(label, [column.get(label, Cell()) for column in columns]) for label in labels]
+    return {label: [column.get(label, Cell()) for column in columns] for label in labels}
 
 
 def _quality(reports: Sequence[ModelReport]) -> tuple[list[dict[str, Cell]], dict[str, Cell]]:
@@ -476,6 +466,7 @@ def _column(
     facts += [f"calibration {calibration}"] if calibration else []
     disk, depth, own = report.bytes_on_disk, report.depth, dict(list(report.errors.items())[:1])
     share = fmt.share_text(disk.kept) if disk.kept != 1 else ""
+    fast = speed and int8_speed(report, speed)
     return {
         "method": Cell(report.method, "; ".join(facts)),
         "parameters": _amount(report.parameters.total),
@@ -491,7 +482,7 @@ def _column(
         "trained": Cell(healed_text(report)),
         **quality,
         "speed": _speed(speed),
-        "speed at int8": _int8_speed(report, speed),
+        "speed at int8": Cell(fmt.speed_text(fast), dense_there(fast)) if fast else Cell(),
     }
 
 
@@ -570,8 +561,3 @@ def _int8_file(files: Sequence[ExportedFile]) -> Cell:
     if own is None:
         return Cell()
     return Cell(fmt.bytes_text(own.bytes), f"cosine with PyTorch {fmt.value_text(own.agreement)}")
-
-
-def _int8_speed(report: ModelReport, speed: Speed | None) -> Cell:
-    own = None if speed is None else int8_speed(report, speed)
-    return Cell() if own is None else Cell(fmt.speed_text(own), dense_there(own))

@@ -14,7 +14,6 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -41,7 +40,7 @@ from tcompress.evaluation.scores import Baseline, ModelScores, Threshold
 from tcompress.files import check_page, write_text
 from tcompress.models import SourceModel
 from tcompress.options import Bench, Convert, Evaluate, Recipe, Sweep
-from tcompress.options.load import SEED_SUFFIX, dump_recipe, repetitions
+from tcompress.options.load import SEED_SUFFIX, repetitions, sparse
 from tcompress.options.method_options import AutoSpec
 from tcompress.options.read import read
 from tcompress.options.schema import data_of, short_name
@@ -199,7 +198,7 @@ class Done:
         return {
             "name": self.cell.name,
             "status": "done",
-            "recipe": _sparse(self.cell.recipe),
+            "recipe": sparse(self.cell.recipe),
             "reports": [report.to_json() for report in self.reports],
             "seconds": list(self.seconds),
             "missed": list(self.missed),
@@ -244,7 +243,7 @@ class Swept:
             "tool_version": tcompress.__version__,
             "output": str(self.folder),
             "model": self.model,
-            "recipe": _sparse(self.recipe),
+            "recipe": sparse(self.recipe),
             **self.front.model_dump(mode="json"),
             "stopped": [dict(vars(item)) for item in self.stopped],
             "dense": self.dense.to_json(),
@@ -273,11 +272,6 @@ def fallback_metric(report: ModelReport) -> Metric:
         kind = next(iter(report.errors))
         name, value = f"mean {kind} error", report.errors[kind]
     return Metric(name=name, value=value, higher_is_better=False, protocol=protocol)
-
-
-def _sparse(recipe: Recipe) -> Any:
-    """A recipe as plain data that `tcompress run` reads, without values that are defaults."""
-    return yaml.safe_load(dump_recipe(recipe))
 
 
 class Model(BaseModel):

@@ -76,10 +76,8 @@ def sizes_of(chosen: Mapping[str, Recipe], open_model: Open) -> dict[str, int]:
 
 def sizes_table(sizes: Mapping[str, int]) -> RenderableType:
     """Render the parameters that models will have."""
-    table = fmt.table("model", "parameters", right=("parameters",))
-    for name, size in sizes.items():
-        table.add_row(name, f"{size:,}")
-    return table
+    rows = [(name, f"{size:,}") for name, size in sizes.items()]
+    return fmt.table("model", "parameters", right=("parameters",), rows=rows)
 
 
 def sweep_variants(

@@ -16,7 +16,7 @@ from tcompress.files import check_drawings, check_latex, check_page, check_sheet
 from tcompress.models.adapters import Adapter, check_adapter
 from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
 from tcompress.options.commands import Tables
-from tcompress.options.schema import Recipe, converted_beside, data_of, pretrained_beside
+from tcompress.options.schema import Recipe, data_of, kept_beside
 from tcompress.options.steps import Finetune
 
 
@@ -91,8 +91,8 @@ class Look:
 
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""
-        made = {output, output if recipe.finetune is None else converted_beside(output)}
-        made |= set() if recipe.pretrain is None else {pretrained_beside(output)}
+        made = {output, output if recipe.finetune is None else kept_beside(output, "converted")}
+        made |= set() if recipe.pretrain is None else {kept_beside(output, "pretrained")}
         fresh = not any((folder / MANIFEST).is_file() for folder in made)
         self.page(recipe.report)
         if not fresh and not force:  # which stages are still to be done, weights tell

@@ -23,13 +23,13 @@ from tcompress.fields import (
     read_kept,
 )
 from tcompress.options.limits import (
+    LIMITS,
     Budget,
     Bytes,
     Limit,
     Parameters,
     Speedup,
     bytes_of,
-    declare,
     milliseconds_of,
     parameters_of,
     speedups_of,
@@ -731,7 +731,12 @@ class Convert(Section):
         return self.by_loss or (self._asks_for_loss if weighs is None else weighs)
 
 
-_LIMITS = declare(Convert)
+_LIMITS: dict[str, Limit] = {
+    name: limit
+    for name, field in Convert.model_fields.items()
+    if (limit := getattr(field.json_schema_extra, "limits", None)) is not None
+}
+LIMITS.update(_LIMITS)
 SIZES, RESOURCES, ERRORS = (
     tuple(name for name, limit in _LIMITS.items() if limit.what == what)
     for what in ("size", "resource", "error")

@@ -74,13 +74,14 @@ def _version_problems(document: Document, origin: str) -> list[Problem]:
 
 def dump_recipe(recipe: Recipe) -> str:
     """Writes a recipe as YAML, without values that are defaults, for `parse_recipe` to read."""
-    data = _sparse(recipe)
+    data = sparse(recipe)
     return yaml.dump(data, Dumper=RecipeDumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _sparse(value: Any) -> Any:
+def sparse(value: Any) -> Any:
+    """A recipe, or what is in it, as plain data to be read again, without what is by default."""
     if isinstance(value, tuple):
-        return [_sparse(item) for item in value]
+        return [sparse(item) for item in value]
     if not isinstance(value, BaseModel):
         return value
     result = {}
@@ -91,7 +92,7 @@ def _sparse(value: Any) -> Any:
         said = {"init": getattr(value, "init", None)}  # which decides on some defaults
         usual = info.get_default(call_default_factory=True, validated_data=said)
         if tag or info.is_required() or item != usual:
-            result[name] = _sparse(item)
+            result[name] = sparse(item)
     return {**result, **(value.model_extra or {})}
 
 
@@ -127,7 +128,7 @@ def change_recipe(recipe: Recipe, changes: Sequence[str], origin: str = "recipe"
             ) from error
     if not pairs:
         return recipe
-    text = _changed(_sparse(recipe), pairs, "--set")
+    text = _changed(sparse(recipe), pairs, "--set")
     return parse_recipe(text, origin, [f"--set {change}" for change in changes])
 
 
@@ -147,7 +148,7 @@ def choose_variants(recipe: Recipe, names: Sequence[str], origin: str = "recipe"
             page = Path(recipe.report)
             places["report"] = str(page.with_stem(f"{page.stem}-{name}"))
         by = f"--variant {name}"
-        text = _changed(_sparse(recipe), {**places, **recipe.variants[name]}, by)
+        text = _changed(sparse(recipe), {**places, **recipe.variants[name]}, by)
         recipe = parse_recipe(text, origin, [by])
     return recipe
 

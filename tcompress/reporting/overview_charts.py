@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
+from string import ascii_uppercase
 from typing import NamedTuple
 
 from markupsafe import Markup
@@ -25,6 +26,7 @@ from tcompress.reporting.charts import (
     trade_off,
     training_charts,
 )
+from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.shipped import file_metric, int8_speed, shipped_of
 from tcompress.reporting.tree import Amount, ModelReport, main_metrics, main_speeds
@@ -49,11 +51,12 @@ class Shown(NamedTuple):
     report: ModelReport
 
 
-def shown_models(reports: Sequence[ModelReport], names: Sequence[str]) -> list[Shown]:
-    """Assign each model its letter and colour."""
+def shown_models(reports: Sequence[ModelReport]) -> list[Shown]:
+    """Assign each model its letter, colour and name."""
+    marks = [*ascii_uppercase, *map(str, range(27, len(reports) + 1))]
     return [
-        Shown(chr(ord("A") + i) if i < 26 else str(i + 1), i % COLOURS, name, report)
-        for i, (report, name) in enumerate(zip(reports, names, strict=True))
+        Shown(marks[i], i % COLOURS, short_name(report, reports), report)
+        for i, report in enumerate(reports)
     ]
 
 

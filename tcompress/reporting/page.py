@@ -18,7 +18,6 @@ from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, write_named
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
-from tcompress.reporting.console import short_name
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
@@ -71,11 +70,9 @@ def heat_of(layers: Sequence[LayerReport]) -> Heat | None:
     kind = next(iter(mean_errors(layers)), None)
     if kind is None:
         return None
-    found: dict[tuple[str, str], list[float]] = {}
-    for layer in layers:
-        if kind in layer.errors:
-            found.setdefault((layer.role, layer.block), []).append(layer.errors[kind])
-    means = {place: sum(errors) / len(errors) for place, errors in found.items()}
+    groups = fmt.grouped(layers, lambda layer: (layer.role, layer.block))
+    errors = {place: mean_errors(group).get(kind) for place, group in groups.items()}
+    means = {place: error for place, error in errors.items() if error is not None}
     worst = max(means, key=lambda place: means[place])
     low, top = min(means.values()), means[worst]
     alike = fmt.error_text(low) == fmt.error_text(top)
@@ -99,8 +96,8 @@ def render_html(reports: Sequence[ModelReport]) -> str:
 
     What the page shows is worked out here, so that its template only has to place it.
     """
-    names = [short_name(report, reports) for report in reports]
-    models = shown_models(reports, names)
+    models = shown_models(reports)
+    names = [model.name for model in models]
     sections, headline = list(map(_section, models)), headline_of(reports, names)
     page = {
         "title": names[0] if len(names) == 1 else f"{len(names)} models side by side",

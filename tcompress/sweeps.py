@@ -562,8 +562,7 @@ class _Sweep:
         return report.model_copy(update={"metrics": tuple(metrics), "speed": times})
 
     def _write(self) -> Swept:
-        names = [cell.name for cell in self.cells]
-        done = tuple(self.done[name] for name in names if name in self.done)
+        done, names = tuple(self.done.values()), [cell.name for cell in self.cells]
         stopped = tuple(self.stopped[name] for name in names if name in self.stopped)
         dense = self._report(self.dense)
         if done and not dense.metrics:  # others have an error, or agreement: it loses nothing

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tcompress.artifact.workplace import check_output
 from tcompress.cli import terminal
-from tcompress.cli.first_look import Look, first_look
+from tcompress.cli.first_look import Job, first_look
+from tcompress.cli.sweep import perform_sweep
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
-from tcompress.models.names import ALIASES, MANIFEST, local_folder, resolve
+from tcompress.models.names import MANIFEST
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
@@ -21,7 +21,6 @@ from tcompress.processes import is_first, is_launched, joined
 if TYPE_CHECKING:
     from tcompress.conversion.converter import Converted
     from tcompress.models import SourceModel
-    from tcompress.options.steps import Architecture
     from tcompress.planning.entries import Plan
 
 EXAMPLES = (
@@ -33,53 +32,6 @@ EXAMPLES = (
 )
 DETAIL = ("Options of attention replacements, `tt` and `tucker`: `tcompress methods NAME`.",)
 SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD_OPTIONS)}
-
-
-@dataclass(frozen=True)
-class Job:
-    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
-
-    model: str
-    convert: Convert
-    output: Path
-    force: bool
-    access: Access
-    manner: Manner
-    architecture: Architecture | None = None
-    notes: tuple[str, ...] = ()  # what is taken unasked, said before it begins
-
-    def look_at_model(self, look: Look) -> None:
-        """Refuses a model that can only be meant as a path, and leads nowhere."""
-        if self.architecture is None:
-            weights = self.convert.init != "random"
-            adapter = self.convert.adapter
-            look.models(self.model, revision=self.access.revision, weights=weights, adapter=adapter)
-        elif isinstance(self.architecture.tokenizer, str):
-            look.models(self.architecture.tokenizer, weights=False)
-
-    def open(self) -> SourceModel:
-        """Opens the dense model, once it is said what nobody asked for."""
-        for note in self.notes:
-            terminal.say(note, quiet=self.manner.quiet)
-        name, access = self.model, self.access
-        if self.architecture is not None:
-            from tcompress.own_models.architecture import open_architecture
-
-            return open_architecture(self.architecture, self.convert.seed, access.token)
-        if name in ALIASES and local_folder(name) is None:
-            terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=self.manner.quiet)
-        seed = self.convert.seed if self.convert.init == "random" else None
-        resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
-        from tcompress.models import SourceModel
-
-        return SourceModel.open(
-            name,
-            revision=access.revision,
-            token=access.token,
-            trust_remote_code=access.allow_remote_code,
-            seed=seed,
-            adapter=self.convert.adapter,
-        )
 
 
 def default_output(model: str, convert: Convert) -> str:
@@ -229,7 +181,6 @@ def convert(
 
 def _convert_family(job: Job, dry_run: bool) -> None:
     """Converts to several speeds from one set of statistics: a sweep over them."""
-    from tcompress.cli.sweep import perform_sweep
     from tcompress.options.schema import Recipe, Sweep
 
     if is_launched():

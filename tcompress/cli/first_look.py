@@ -1,23 +1,36 @@
 """What a command is given, looked at before torch is imported: a mistyped path is told at once.
 
-Nothing is said here: each check is the one that the work itself makes again.
+Checks say nothing: each is the one that the work itself makes again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tcompress.artifact.workplace import SWEEP, check_output, check_sweep
+from tcompress.cli import terminal
 from tcompress.errors import InputError, Problems
 from tcompress.files import check_drawings, check_latex, check_page, check_sheet
 from tcompress.models.adapters import Adapter, check_adapter
-from tcompress.models.names import MANIFEST, find_locally, read_config, resolve
-from tcompress.options.commands import Tables
+from tcompress.models.names import (
+    ALIASES,
+    MANIFEST,
+    find_locally,
+    local_folder,
+    read_config,
+    resolve,
+)
+from tcompress.options.commands import Access, Manner, Tables
+from tcompress.options.convert_options import Convert
 from tcompress.options.schema import Recipe, data_of, kept_beside
-from tcompress.options.steps import Finetune
+from tcompress.options.steps import Architecture, Finetune
+
+if TYPE_CHECKING:
+    from tcompress.models import SourceModel
 
 
 @contextmanager
@@ -130,3 +143,50 @@ def reach(
         with problems.collected():
             resolve(name, revision, token, weights=weights)
     problems.report()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One conversion as it was asked for; `architecture` is a recipe's, in place of a model."""
+
+    model: str
+    convert: Convert
+    output: Path
+    force: bool
+    access: Access
+    manner: Manner
+    architecture: Architecture | None = None
+    notes: tuple[str, ...] = ()  # what is taken unasked, said before it begins
+
+    def look_at_model(self, look: Look) -> None:
+        """Refuses a model that can only be meant as a path, and leads nowhere."""
+        if self.architecture is None:
+            weights = self.convert.init != "random"
+            adapter = self.convert.adapter
+            look.models(self.model, revision=self.access.revision, weights=weights, adapter=adapter)
+        elif isinstance(self.architecture.tokenizer, str):
+            look.models(self.architecture.tokenizer, weights=False)
+
+    def open(self) -> SourceModel:
+        """Opens the dense model, once it is said what nobody asked for."""
+        for note in self.notes:
+            terminal.say(note, quiet=self.manner.quiet)
+        name, access = self.model, self.access
+        if self.architecture is not None:
+            from tcompress.own_models.architecture import open_architecture
+
+            return open_architecture(self.architecture, self.convert.seed, access.token)
+        if name in ALIASES and local_folder(name) is None:
+            terminal.say(f"`{name}` is `{ALIASES[name]}`", quiet=self.manner.quiet)
+        seed = self.convert.seed if self.convert.init == "random" else None
+        resolve(name, access.revision, access.token, weights=seed is None)  # before a long import
+        from tcompress.models import SourceModel
+
+        return SourceModel.open(
+            name,
+            revision=access.revision,
+            token=access.token,
+            trust_remote_code=access.allow_remote_code,
+            seed=seed,
+            adapter=self.convert.adapter,
+        )

@@ -63,13 +63,14 @@ class LiveView:
         self._job, self._note = Job(name, total, unit), ""
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self._job, self._note = self._job.advanced(amount), note
+        self._job.done += amount
+        self._note = note
 
     def shorten(self, total: int) -> None:
-        self._job = self._job.shortened(total)
+        self._job.total = total
 
     def part(self, name: str, number: int, total: int) -> None:
-        self._job, self._note = Job(name, total, "parts").advanced(number - 1), ""
+        self._job, self._note = Job(name, total, "parts", number - 1), ""
 
     def tell(self, text: str) -> None:
         self.live.console.print(text, soft_wrap=True)  # above the view

@@ -12,8 +12,9 @@ import typer
 
 from tcompress.artifact.workplace import check_place
 from tcompress.cli import terminal
-from tcompress.cli.convert import Job, default_output, perform, show_plan
-from tcompress.cli.first_look import first_look
+from tcompress.cli.convert import default_output, perform, show_plan
+from tcompress.cli.first_look import Job, first_look
+from tcompress.cli.sweep import perform_sweep
 from tcompress.errors import RecipeError
 from tcompress.options.commands import Access, Manner, Planned, Run, Written
 from tcompress.options.load import SEED_SUFFIX, repetitions
@@ -34,7 +35,6 @@ EXAMPLES = (
 
 def run(call: Run, written: Written, access: Access, planned: Planned, manner: Manner) -> None:
     """Does what `tcompress run` says."""
-    from tcompress.cli.sweep import perform_sweep
     from tcompress.options import change_recipe, choose_variants, find_recipe, parse_recipe
 
     text, origin = find_recipe(call.recipe)
@@ -75,15 +75,9 @@ def run(call: Run, written: Written, access: Access, planned: Planned, manner: M
 
 def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> None:
     """Train the variants that a recipe compares, and print their table."""
-    from tcompress.variant_sweep import (
-        sizes_of,
-        sizes_table,
-        sweep_variants,
-        variants_of,
-        variants_table,
-    )
+    from tcompress import variant_sweep
 
-    chosen = variants_of(said, origin)
+    chosen = variant_sweep.variants_of(said, origin)
 
     def opened(variant: Recipe) -> SourceModel:
         return replace(job, convert=variant.convert, architecture=variant.architecture).open()
@@ -93,23 +87,23 @@ def _compare_variants(said: Recipe, job: Job, origin: str, planned: Planned) -> 
             look.recipe(variant, job.output.expanduser().absolute() / name, force=job.force)
         job.look_at_model(look)
     if planned.dry_run:
-        sizes = sizes_of(chosen, opened)
+        sizes = variant_sweep.sizes_of(chosen, opened)
         if job.manner.as_json:
             cells = [{"name": name, "parameters": size} for name, size in sizes.items()]
             output = str(job.output.absolute())
             terminal.print_json({"dry_run": True, "output": output, "cells": cells})
             return
-        terminal.results().print(sizes_table(sizes))
+        terminal.results().print(variant_sweep.sizes_table(sizes))
         terminal.tell(f"Nothing was written. Without `--dry-run`, this writes `{job.output}`.")
         return
     what = f"what was finished is kept in `{job.output}`"
     with terminal.resumable(lambda: what, quiet=job.manner.quiet) as heard:
         heard |= {"origin": origin, "force": job.force, "token": job.access.token}
-        done = sweep_variants(said, opened, job.output, **heard)
+        done = variant_sweep.sweep_variants(said, opened, job.output, **heard)
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
-        terminal.results().print(variants_table(done))
+        terminal.results().print(variant_sweep.variants_table(done))
         terminal.tell(f"Wrote `{terminal.relative(done.folder)}`.")
     missed = [f"{name}: {text}" for name, texts in done.missed.items() for text in texts]
     _end(done.page, missed, job, fails=all(done.missed.values()))

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcompress.cli import terminal
-from tcompress.cli.convert import Job
-from tcompress.cli.first_look import first_look
+from tcompress.cli.first_look import Job, first_look
 from tcompress.cli.flags import only
 from tcompress.errors import RecipeError
 from tcompress.models.names import default_output_name

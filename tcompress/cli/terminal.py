@@ -354,14 +354,14 @@ class _Bars:
         self._task = self.bars.add_task(name, total=total, count=self._job, note="")
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        self._job = self._job.advanced(amount)
+        self._job.done += amount
         if self._task is not None:
-            self.bars.update(self._task, advance=amount, count=self._job, note=note)
+            self.bars.update(self._task, advance=amount, note=note)
 
     def shorten(self, total: int) -> None:
-        self._job = self._job.shortened(total)
+        self._job.total = total
         if self._task is not None:
-            self.bars.update(self._task, total=total, count=self._job)
+            self.bars.update(self._task, total=total)
 
     def part(self, name: str, number: int, total: int) -> None:
         """Shows how many jobs are done, and leaves out the bars of the one before."""
@@ -390,9 +390,9 @@ class _Lines:
         self._last, self._said = self._began, 0
 
     def advance(self, amount: int = 1, note: str = "") -> None:
-        if self._job is None:
+        if (job := self._job) is None:
             return
-        job = self._job = self._job.advanced(amount)
+        job.done += amount
         if job.done >= job.total:  # what comes after it is no part of it
             self.close()
             return
@@ -404,7 +404,7 @@ class _Lines:
 
     def shorten(self, total: int) -> None:
         if self._job is not None:
-            self._job = self._job.shortened(total)
+            self._job.total = total
 
     def part(self, name: str, number: int, total: int) -> None:
         self.close()

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from tcompress.artifact.averages import AGREEMENT
-from tcompress.artifact.manifest import ExportedFile, Metric, Speed
+from tcompress.artifact.manifest import ExportedFile, Interval, Metric, Speed
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.shipped import RUNTIME, Shipped, dense_there, int8_speed, shipped_of
 from tcompress.reporting.tree import ModelReport, main_metrics, main_speeds, other_baseline
@@ -182,15 +182,12 @@ def _file_speed(file: Shipped, speed: Speed | None) -> Figure:
 
 def size_figure(report: ModelReport) -> Figure:
     """Bytes of the weight files, and of the dense model with eight bits where it is known."""
-    size, notes = report.bytes_on_disk, []
-    dense = file_of(report.dense_exports)
-    if dense is not None and report.is_smaller:
-        notes.append(f"dense at int8 {fmt.bytes_text(dense.bytes)}")
-    words = "on disk"
-    if report.is_smaller:
-        share = fmt.share_text(size.kept)
-        words = f"{share} of the dense {fmt.bytes_text(size.dense)}"
-    return Figure("Size", fmt.bytes_text(size.now), words, tuple(notes))
+    size, dense = report.bytes_on_disk, file_of(report.dense_exports)
+    if not report.is_smaller:
+        return Figure("Size", fmt.bytes_text(size.now), "on disk")
+    words = f"{fmt.share_text(size.kept)} of the dense {fmt.bytes_text(size.dense)}"
+    notes = () if dense is None else (f"dense at int8 {fmt.bytes_text(dense.bytes)}",)
+    return Figure("Size", fmt.bytes_text(size.now), words, notes)
 
 
 def speed_figure(report: ModelReport, speed: Speed | None) -> Figure:
@@ -213,6 +210,10 @@ def speed_figure_of(speed: Speed | None, *more: str) -> Figure:
     return Figure("Speed", fmt.speed_text(speed), f"{own}; dense {dense}", notes)
 
 
+def _interval_text(interval: Interval, signed: bool = False) -> str:
+    return f"{interval.level:.0%} interval {fmt.interval_text(interval, signed)}"
+
+
 def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     """The share of the dense model's quality, or the agreement with it."""
     if metric is None:
@@ -226,8 +227,7 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
         return Figure("Quality", _NONE, "not measured", tuple(hints))
     value, gap, ratio = fmt.value_text(metric.value), metric.difference, metric.ratio
     who = _baseline(report, metric)
-    level = None if metric.interval is None else f"{metric.interval.level:.0%} interval"
-    own = [] if metric.interval is None else [f"{level} {fmt.interval_text(metric.interval)}"]
+    own = [] if metric.interval is None else [_interval_text(metric.interval)]
     if metric.name == AGREEMENT:
         return Figure("Quality", value, f"agreement with {who}", tuple(own))
     if gap is None or ratio is None:
@@ -235,9 +235,8 @@ def quality_figure(report: ModelReport, metric: Metric | None) -> Figure:
     baseline = fmt.value_text(gap.baseline_value)
     notes: list[str] = []
     if gap.interval is not None:
-        ends = fmt.interval_text(gap.interval, signed=True)
-        level = f"{gap.interval.level:.0%} interval"
-        notes.append(f"difference {fmt.signed_text(gap.value)}, {level} {ends}")
+        interval = _interval_text(gap.interval, signed=True)
+        notes.append(f"difference {fmt.signed_text(gap.value)}, {interval}")
     if _holds_zero(metric):
         notes.append("the interval holds 0: no difference was found")
     share = f"{ratio:.1%}" if metric.higher_is_better else fmt.ratio_text(ratio)

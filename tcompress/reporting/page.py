@@ -17,21 +17,12 @@ import tcompress
 from tcompress.artifact.averages import Mean
 from tcompress.files import check_page, write_named
 from tcompress.reporting import formatting as fmt
+from tcompress.reporting import table_rows
 from tcompress.reporting.charts import LIGHT, attention_picture, style_sheet, training_charts
 from tcompress.reporting.headline import headline_of
 from tcompress.reporting.over_seeds import seed_groups
 from tcompress.reporting.overview_charts import Shown, map_of, shown_models, trade_offs
 from tcompress.reporting.shipped import file_numbers
-from tcompress.reporting.table_rows import (
-    calibration_text,
-    healed_text,
-    naive_values,
-    parts_of,
-    published,
-    sets_note,
-    shows_dense,
-    summary_of,
-)
 from tcompress.reporting.tree import (
     Amount,
     LayerReport,
@@ -105,12 +96,12 @@ def render_html(reports: Sequence[ModelReport]) -> str:
         "figures": headline.figures,
         "featured": sections[headline.model],
         "sections": sections,
-        "summary": summary_of(reports),
-        "dense": shows_dense(reports),
-        "sets_note": sets_note(reports),
+        "summary": table_rows.summary_of(reports),
+        "dense": table_rows.shows_dense(reports),
+        "sets_note": table_rows.sets_note(reports),
         "pictures": trade_offs(models),
         "seeds": seed_groups(reports),
-        "published": published(reports),
+        "published": table_rows.published(reports),
     }
     colours = {"light": LIGHT, "styles": style_sheet()}
     return _template().render(page=page, version=tcompress.__version__, **colours)
@@ -130,7 +121,7 @@ def _section(model: Shown) -> dict[str, Any]:
         bare: dict[str, Any] = {"interval": None, "difference": None, "protocol": {}}
         metrics += [
             (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
-            for name, value in naive_values(metric).items()
+            for name, value in table_rows.naive_values(metric).items()
         ]
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
     names = fmt.metric_labels(files)
@@ -143,14 +134,14 @@ def _section(model: Shown) -> dict[str, Any]:
         "roles": roles,
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
-        "parts": parts_of(report),
+        "parts": table_rows.parts_of(report),
         "errors": _sentence(fmt.errors_note(list(report.errors)[:1])),
         "heat": heat_of(report.layers),
         "metrics": metrics,
         "curves": [list(training_charts(run).values()) for run in report.training],
         "timings": {fmt.machine_text(speed): speed.protocol for speed in report.speed},
-        "calibration": calibration_text(report),
-        "healed": healed_text(report),
+        "calibration": table_rows.calibration_text(report),
+        "healed": table_rows.healed_text(report),
         "recipe": "" if not recipe else yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
     }
 

@@ -11,11 +11,12 @@ from tcompress.cli.first_look import Job, first_look
 from tcompress.cli.sweep import perform_sweep
 from tcompress.errors import InputError, listed
 from tcompress.fields import FIT, METHOD_OPTIONS
-from tcompress.models.names import MANIFEST
+from tcompress.models.names import MANIFEST, default_output_name
 from tcompress.options.commands import COMMON, Access, Manner, OneModel, Planned, Written
 from tcompress.options.commands import Converted as ConvertOptions
 from tcompress.options.convert_options import BLOCKS, GOAL, METHOD, OUTPUT, Convert
 from tcompress.options.read import Given
+from tcompress.options.schema import Recipe, Sweep, short_name
 from tcompress.processes import is_first, is_launched, joined
 
 if TYPE_CHECKING:
@@ -36,9 +37,6 @@ SETTINGS = {"panels": (GOAL, METHOD, "Data", OUTPUT, COMMON, BLOCKS, FIT, METHOD
 
 def default_output(model: str, convert: Convert) -> str:
     """Names the folder to write, such as `bert-base-lprod-p4`."""
-    from tcompress.models import default_output_name
-    from tcompress.options.schema import short_name
-
     return default_output_name(model, short_name(convert))
 
 
@@ -173,22 +171,16 @@ def convert(
     folder = written.output or (recipe and recipe.output)
     output = Path(folder or default_output(one.model, settings))
     job = Job(one.model, settings, output, written.force, access, manner, notes=notes)
-    if len(settings.speedups) > 1:
-        _convert_family(job, planned.dry_run)
+    if len(settings.speedups) < 2:
+        show_plan(job) if planned.dry_run else perform(job)
         return
-    show_plan(job) if planned.dry_run else perform(job)
-
-
-def _convert_family(job: Job, dry_run: bool) -> None:
-    """Converts to several speeds from one set of statistics: a sweep over them."""
-    from tcompress.options.schema import Recipe, Sweep
-
+    # Several speeds, from one set of statistics: a sweep over them.
     if is_launched():
         raise InputError(
             "several processes convert one model at a time, and `--speedup` asks for "
-            f"{len(job.convert.speedups)}",
+            f"{len(settings.speedups)}",
             "give one speed, or leave the launcher out",
         )
-    cells = Sweep(speedups=job.convert.speedups)
-    recipe = Recipe(recipe_version=1, convert=job.convert, sweep=cells)
-    perform_sweep(recipe, job, dry_run=dry_run, timed=True)
+    cells = Sweep(speedups=settings.speedups)
+    family = Recipe(recipe_version=1, convert=settings, sweep=cells)
+    perform_sweep(family, job, dry_run=planned.dry_run, timed=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,15 @@ def _to_dense(
         look.check(check_output, folder.expanduser().absolute(), force=written.force)
         look.check(check_converted, model.expanduser())
     from tcompress.exports.dense import export_dense
-    from tcompress.models.names import stands_alone
+    from tcompress.models.names import read_config, stands_alone
 
     with shown_progress(quiet=manner.quiet) as progress:
         made = export_dense(model, folder, force=written.force, progress=progress)
     if manner.as_json:
         print_json({"output": str(made), "format": "dense"})
     else:
-        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
-        needs = "without tcompress" if stands_alone(config) else "with `import tcompress`"
+        alone = stands_alone(read_config(made))
+        needs = "without tcompress" if alone else "with `import tcompress`"
         tell(f"Wrote `{folder}`, which loads {needs}.")
 
 

@@ -54,7 +54,7 @@ def finetune(
     with first_look() as look:
         if local is not None:
             look.check(check_apart, output, local, "the model's own folder")
-        if not look.problems.found:  # nor has it anything to say of such a folder
+        if not look.found:  # nor has it anything to say of such a folder
             look.check(check_output, output, force=written.force)
         look.data([*settings.data.source, *filter(None, [settings.data.validation])])
         look.models(one.model)

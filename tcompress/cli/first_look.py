@@ -38,18 +38,15 @@ def first_look() -> Iterator[Look]:
     """Yield a collector of checks, and report all problems at the end of the block."""
     look = Look()
     yield look
-    look.problems.report()
+    look.report()
 
 
-class Look:
+class Look(Problems):
     """Checks of one command, and what is wrong so far."""
-
-    def __init__(self) -> None:
-        self.problems = Problems()
 
     def check(self, check: Callable[..., None], *what: Any, **how: Any) -> None:
         """Makes a check of any kind, which may raise an `InputError`."""
-        with self.problems.collected():
+        with self.collected():
             check(*what, **how)
 
     def models(
@@ -64,7 +61,7 @@ class Look:
         Without `weights` the path of a `config.json` is enough.
         """
         for name in filter(None, dict.fromkeys(names)):
-            with self.problems.collected():
+            with self.collected():
                 folder = find_locally(name, revision, weights=weights)
                 if folder is not None and weights:
                     check_adapter(folder, adapter)
@@ -100,7 +97,7 @@ class Look:
         for target, flags in names.items():
             if len(flags) > 1:
                 text = f"{' and '.join(f'`{flag}`' for flag in flags)} name one file, `{target}`"
-                self.problems.found.append(InputError(text, "give each a name of its own"))
+                self.found.append(InputError(text, "give each a name of its own"))
 
     def recipe(self, recipe: Recipe, output: Path, *, force: bool) -> None:
         """Looks at what the stages of a recipe read and write; what is made may be used again."""

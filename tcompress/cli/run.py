@@ -22,7 +22,6 @@ from tcompress.options.load import SEED_SUFFIX, repetitions
 if TYPE_CHECKING:
     from tcompress.models import SourceModel
     from tcompress.options import Recipe
-    from tcompress.reporting.tree import ModelReport
 
 EXAMPLES = (
     "tcompress run encoder/minilm-lprod",
@@ -137,18 +136,14 @@ def _run_all(said: Recipe, job: Job, seeds: int | None = None) -> None:
     if job.manner.as_json:
         terminal.print_json(done.to_json())
     else:
-        _show(done.reports)
+        from tcompress.reporting.console import render
+
+        bare = {"layers": (), "left": ()}
+        terminal.results().print(render([item.model_copy(update=bare) for item in done.reports]))
         for item in done.outcomes if isinstance(done, Repeated) else (done,):
             kept = "Kept" if item.kept else "Wrote"
             terminal.tell(f"{kept} `{terminal.relative(item.folder)}`.")
     _end(done.page, done.missed, job)
-
-
-def _show(reports: Sequence[ModelReport]) -> None:
-    from tcompress.reporting.console import render
-
-    bare = {"layers": (), "left": ()}
-    terminal.results().print(render([item.model_copy(update=bare) for item in reports]))
 
 
 def _end(page: Path | None, missed: Sequence[str], job: Job, *, fails: bool = True) -> None:

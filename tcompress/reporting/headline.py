@@ -144,7 +144,7 @@ def _file_figures(
     """The figures of a file; those of the weights in PyTorch stand in small letters below."""
     size, dense = report.bytes_on_disk, _dense_bytes_there(report)
     there = f"{size.dense / max(1, file.file.bytes):.1f}× smaller than the dense"
-    notes = [f"`{file.name}`, all that ONNX Runtime reads of weights"]
+    notes = [f"`{PurePath(file.file.file).name}`, all that ONNX Runtime reads of weights"]
     notes += [f"dense at int8 {fmt.bytes_text(dense)}"] if dense and report.is_smaller else []
     notes += [f"in PyTorch {fmt.bytes_text(size.now)}"] if report.is_smaller else []
     bytes_there = fmt.bytes_text(file.file.bytes)

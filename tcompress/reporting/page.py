@@ -123,6 +123,7 @@ def _section(model: Shown) -> dict[str, Any]:
             (f"{label} of {name} (no model)", metric.model_copy(update={**bare, "value": value}))
             for name, value in table_rows.naive_values(metric).items()
         ]
+    dense = next((item.value or 0.0 for item in report.alternatives), 0.0)
     files = sorted(file_numbers(report), key=lambda metric: isinstance(metric, Mean))
     names = fmt.metric_labels(files)
     metrics += [(f"{label}, int8 file", own) for label, own in zip(names, files, strict=True)]
@@ -130,7 +131,10 @@ def _section(model: Shown) -> dict[str, Any]:
         **model._asdict(),
         "map": map_of(report),
         "looks": None if report.attention_map is None else attention_picture(report.attention_map),
-        "alternatives": _alternatives(report),
+        "alternatives": [
+            dict(item) | {"kept": item.value / dense if item.value and dense > 0 else None}
+            for item in report.alternatives
+        ],
         "roles": roles,
         # Of plain layers they are the parameters once more.
         "counts_macs": any(row["macs"] != row["parameters"] for row in roles),
@@ -144,14 +148,6 @@ def _section(model: Shown) -> dict[str, Any]:
         "healed": table_rows.healed_text(report),
         "recipe": "" if not recipe else yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
     }
-
-
-def _alternatives(report: ModelReport) -> list[dict[str, Any]]:
-    dense = next((item.value for item in report.alternatives), None)
-    return [
-        dict(item) | {"kept": item.value / dense if item.value and dense and dense > 0 else None}
-        for item in report.alternatives
-    ]
 
 
 def _roles(layers: Sequence[LayerReport]) -> list[dict[str, Any]]:

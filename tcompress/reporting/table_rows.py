@@ -197,7 +197,7 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
     levels = {metric_key(m): m.interval.level for each in numbers for m in each if m.interval}
     labels = fmt.metric_labels(metric for metric, _ in found.values())
     rows = []
-    for label, (key, (_, other)) in zip(labels, found.items(), strict=True):
+    for label, (key, (metric, other)) in zip(labels, found.items(), strict=True):
         number = own.get(key)
         if number is not None:
             other = other_baseline(report, number)
@@ -206,8 +206,12 @@ def _metrics(report: ModelReport, shown: Sequence[ModelReport]) -> list[Row]:
         if key in levels:
             interval = fmt.interval_text(number.interval) if number and number.interval else ""
             rows.append(Row(f"  {levels[key]:.0%} interval of {name}", interval))
-        rows += _file_rows(report, shown, found[key][0])
-        rows += _naive_rows(number, found[key][0], label)
+        rows += _file_rows(report, shown, metric)
+        naive = {} if number is None else naive_values(number)
+        for kind in naive_values(metric):
+            text = fmt.value_text(naive[kind]) if kind in naive else ""
+            # Each says of which number it is: models side by side share lines of one label.
+            rows.append(Row(f"  {kind} of {label} (no model)", text))
     return rows
 
 
@@ -217,17 +221,6 @@ def _number(label: str, number: Metric | None) -> Row:
         return Row(label)
     dense = fmt.value_text(number.difference.baseline_value) if number.difference else ""
     return Row(label, fmt.value_text(number.value), dense, fmt.ratio_text(number.ratio))
-
-
-def _naive_rows(number: Metric | None, metric: Metric, name: str) -> list[Row]:
-    """Lines about forecasts without a model, where the number has any to be compared with.
-
-    Each says of which number it is: models side by side share lines of one label.
-    """
-    values = naive_values(metric)
-    here = {} if number is None else naive_values(number)
-    texts = {label: fmt.value_text(here[label]) if label in here else "" for label in values}
-    return [Row(f"  {name} of {label} (no model)", text) for label, text in texts.items()]
 
 
 def naive_values(metric: Metric) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -21,16 +22,13 @@ from tcompress.reporting.table_rows import (
     amount,
     budget_rows,
     calibration_text,
-    depth_rows,
+    form_rows,
     is_open_ended,
-    plain_rows,
     published,
     rows_of,
     sets_note,
     size,
     start_text,
-    storage_rows,
-    vocabulary_rows,
 )
 from tcompress.reporting.tree import Amount, LayerReport, ModelReport, mean_errors
 
@@ -118,11 +116,7 @@ def render_plan(
         *(("word embedding", plan.whole_table(item), item.parameters) for item in plan.embeddings),
         ("whole model", plan.parameters, plan.parameters - plan.saved),
     ]
-    rows = [] if plan.depth is None else depth_rows(plan.depth)
-    rows += [] if plan.vocabulary is None else vocabulary_rows(plan.vocabulary)
-    rows += plain_rows(plan.plain)
-    rows += [Row("attention", fmt.describe_attention(plan.attention))] if plan.attention else []
-    rows += storage_rows(plan.storage)
+    rows = form_rows(plan)
     open_ended = is_open_ended(plan.budget)
     if open_ended:
         rows += [Row(name, "", f"{dense:,}") for name, dense, _ in amounts if dense]
@@ -176,11 +170,11 @@ def shape_table(layers: Sequence[LayerPlan]) -> Table:
     return table
 
 
+@dataclass(frozen=True)
 class Comparison:
     """Models side by side, as many in one table as the terminal is wide."""
 
-    def __init__(self, reports: Sequence[ModelReport]) -> None:
-        self.reports = tuple(reports)
+    reports: Sequence[ModelReport]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = max(1, (options.max_width - _LABELS) // _COLUMN)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from statistics import fmean
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from tcompress.artifact.averages import AGREEMENT, Mean, set_of
 from tcompress.artifact.manifest import ExportedFile, Metric, Speed
 from tcompress.models.vocabulary import Vocabulary
 from tcompress.options.steps import PaperRow
-from tcompress.planning.entries import BudgetPlan, DepthPlan, Storage
+from tcompress.planning.entries import BudgetPlan, DepthPlan, Plan
 from tcompress.reporting import formatting as fmt
 from tcompress.reporting.headline import file_of
 from tcompress.reporting.over_seeds import OverSeeds, seed_groups
@@ -48,18 +48,7 @@ def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row
         if any(item.init == "random" for item in shown):
             rows.append(Row("start", start_text(report)))
         rows.append(Row("calibration", calibration_text(report)))
-    if report.depth is not None:
-        rows += depth_rows(report.depth)
-    elif any(other.depth is not None for other in others):
-        rows.append(Row("blocks"))
-    if report.vocabulary is not None:
-        rows += vocabulary_rows(report.vocabulary)
-    elif any(other.vocabulary is not None for other in others):
-        rows.append(Row("vocabulary"))
-    rows += plain_rows(report.plain)
-    if report.attention or any(other.attention for other in others):
-        rows.append(Row("attention", fmt.describe_attention(report.attention)))
-    rows += storage_rows(report.storage)
+    rows += form_rows(report, others)
     if parts.rewritten.dense:
         rows.append(amount("rewritten layers", parts.rewritten))
     elif others:
@@ -97,7 +86,26 @@ def rows_of(report: ModelReport, others: Sequence[ModelReport] = ()) -> list[Row
     return rows
 
 
-def depth_rows(depth: DepthPlan) -> list[Row]:
+def form_rows(item: ModelReport | Plan, others: Sequence[ModelReport] = ()) -> list[Row]:
+    """Lines about blocks, tokens, attention and stored numbers, with room for those of others."""
+    rows = []
+    if item.depth is not None:
+        rows += _depth_rows(item.depth)
+    elif any(other.depth is not None for other in others):
+        rows.append(Row("blocks"))
+    if item.vocabulary is not None:
+        rows += _vocabulary_rows(item.vocabulary)
+    elif any(other.vocabulary is not None for other in others):
+        rows.append(Row("vocabulary"))
+    if item.plain:  # keys that say all of it
+        keys = (f"{key} {value:,}" for key, value in item.plain.items())
+        rows.append(Row("in config.json", ", ".join(keys)))
+    if item.attention or any(other.attention for other in others):
+        rows.append(Row("attention", fmt.describe_attention(item.attention)))
+    return rows if item.storage is None else [*rows, Row("stored in", str(item.storage))]
+
+
+def _depth_rows(depth: DepthPlan) -> list[Row]:
     """Lines about the blocks that stay, and about other numbers of blocks that were tried."""
     kept = f"{depth.kept / depth.blocks:.1%}"
     rows = [Row("blocks", f"{depth.kept}: {depth.which}", str(depth.blocks), kept)]
@@ -110,12 +118,7 @@ def depth_rows(depth: DepthPlan) -> list[Row]:
     return rows
 
 
-def storage_rows(storage: Storage | None) -> list[Row]:
-    """A line about the bits that tensors are stored in, where these are few."""
-    return [] if storage is None else [Row("stored in", str(storage))]
-
-
-def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
+def _vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
     """Lines about the tokens that stay, and about the data that needs them."""
     before, rows = vocabulary.before, vocabulary.rows
     found = [Row("vocabulary", f"{rows:,}", f"{before:,}", f"{rows / before:.1%}")]
@@ -125,13 +128,6 @@ def vocabulary_rows(vocabulary: Vocabulary) -> list[Row]:
     if vocabulary.lost is not None:
         found.append(Row("  tokens of new texts that do not", f"about {vocabulary.lost:.2%}"))
     return found
-
-
-def plain_rows(plain: Mapping[str, int] | None) -> list[Row]:
-    """A line about the keys of `config.json` that say all of a plain model."""
-    if not plain:
-        return []
-    return [Row("in config.json", ", ".join(f"{key} {value:,}" for key, value in plain.items()))]
 
 
 def calibration_text(report: ModelReport) -> str:
